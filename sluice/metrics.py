@@ -1,4 +1,4 @@
-"""The catalogue of metrics: `python -m sluice.metrics` prints it, with `--write` it goes into docs/metrics.md."""
+"""The metrics page: `python -m sluice.metrics` prints it, `--write` writes it to docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ MODULES = {
     "process": ("services.common.observability.process_metrics",),
 }
 ABOUT = {
-    "gateway": "On the gateway's own `/metrics` (scope `operate`), and on `--metrics-listen` if that is set.",
-    "process": "On the endpoint of every process; the label `service` says which service it is.",
+    "gateway": "Served on the gateway's `/metrics` (scope `operate`), and on `--metrics-listen` if that is set.",
+    "process": "Served on the endpoint of every process; the label `service` names the service.",
 }
 
 HEAD = """# Metrics
 
 <!-- made by `python -m sluice.metrics --write`; do not edit -->
 
-Every service serves its metrics for Prometheus on `--metrics-listen HOST:PORT` (`SLUICE_<SERVICE>_METRICS_LISTEN`),
-the gateway also on `/metrics` of its HTTP port, which needs the scope `operate` (`docs/admission.md`). Port 0 takes a
-free one; the log says which. When the port is taken the log says so, requests are served all the same, and it is tried
-again every five seconds. The worker's endpoint also has the engine's own metrics.
+Every service serves Prometheus metrics on `--metrics-listen HOST:PORT` (`SLUICE_<SERVICE>_METRICS_LISTEN`), the
+gateway also on `/metrics` of its HTTP port, which needs the scope `operate` (`docs/admission.md`). Port 0 selects a
+free port, which is logged. If the port is taken, the service logs this, serves requests nevertheless, and tries again
+every five seconds. The worker's endpoint also has the engine's own metrics.
 
-- Counters end in `_total` and start at 0 where all their labels are known in advance. Histograms have `_bucket`,
-  `_count` and `_sum`.
-- Labels are bounded, whatever is sent: a value that is not in the list below, or comes when there are as many as may
-  be, is counted as `other`. Ids of requests, workers and users are never labels.
-- Nothing is recorded per token: once a request, or once a batch. Inter-token times are means of a generation, one
-  value each.
-- Every process also has Prometheus' usual `process_*` and `python_*` metrics (CPU, memory, open files, garbage
+- Counters end in `_total` and start at 0 if all their labels are known in advance. Histograms have `_bucket`, `_count`
+  and `_sum`.
+- Labels are bounded, whatever clients send: a value that is not in the list below, or exceeds the maximum number of
+  values, is counted as `other`. Ids of requests, workers and users are never labels.
+- Nothing is recorded per token, only per request or per batch. Inter-token times are means of a generation, one value
+  each.
+- Every process also has Prometheus' standard `process_*` and `python_*` metrics (CPU, memory, open files, garbage
   collection).
 - Alert rules and Grafana dashboards over these metrics are in `deploy/observability`; see
   [observability](observability.md).
@@ -47,21 +47,21 @@ again every five seconds. The worker's endpoint also has the engine's own metric
 
 
 def catalogues() -> dict[str, MetricDeclarations]:
-    """The catalogue of every service and of what all processes have, complete."""
+    """Returns the metric declarations of every service, and of all processes, by service."""
     found = {}
     for service, modules in MODULES.items():
-        imported = [import_module(name) for name in modules]
+        imported = [import_module(name) for name in modules]  # each adds its instruments to the first one's METRICS
         found[service] = imported[0].METRICS
     return found
 
 
 def declared() -> list[Declared]:
-    """Every instrument there is."""
+    """Returns every declared instrument."""
     return [one for catalogue in catalogues().values() for one in catalogue.declared]
 
 
 def page() -> str:
-    """docs/metrics.md."""
+    """Returns the content of docs/metrics.md."""
     parts = [HEAD]
     for service, catalogue in catalogues().items():
         title = "Every process" if service == "process" else service.capitalize()
@@ -87,7 +87,7 @@ def _label(label: Label) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints or writes the page."""
+    """Prints or writes the page; returns the exit code."""
     if list(arguments) == ["--write"]:
         PAGE.write_text(page(), encoding="utf-8")
     elif not arguments:

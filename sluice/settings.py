@@ -1,5 +1,4 @@
-"""Every setting of every service and flag of every command: `python -m sluice.settings` prints them as a page, with
-`--write` they go into docs/settings.md."""
+"""The page of all settings: `python -m sluice.settings` prints it, `--write` writes it to docs/settings.md."""
 
 from __future__ import annotations
 
@@ -35,13 +34,13 @@ HEAD = """# Settings
 
 <!-- made by `python -m sluice.settings --write`; do not edit -->
 
-Every setting of a service is a flag (of `python -m services.router` and its like), an environment variable and a file
-in `/run/secrets`: `--log-level` of the router is `SLUICE_ROUTER_LOG_LEVEL`, and the file `sluice_router_log_level`.
-Flags win over variables, variables over files. A variable that is misspelt changes nothing, and the service's log
-reports it at its start. A list is the flag repeated or one text with commas. What is on or off has a second flag that
-switches it off, such as `--no-reflection`. SERVICE in a variable stands for the name of the service.
+Every setting of a service is a flag (such as of `python -m services.router`), an environment variable and a file in
+`/run/secrets`: `--log-level` of the router is `SLUICE_ROUTER_LOG_LEVEL`, and the file `sluice_router_log_level`. Flags
+override variables, variables override files. A misspelt variable has no effect, and the service logs a warning about it
+at startup. A list is given by repeating the flag or as one value with commas. Boolean settings have a second flag that
+switches them off, such as `--no-reflection`. SERVICE in a variable stands for the name of the service.
 
-`sluice up` has flags of its own, below; for any other setting of its services set the variable. The flags of
+`sluice up` has separate flags, listed below; set any other setting of its services through its variable. The flags of
 `sluice worker` are those of the [worker](#worker). The variables of Compose are in [compose](compose.md#variables).
 
 - [Every service](#every-service), [every gRPC service](#every-grpc-service)
@@ -53,7 +52,7 @@ COLUMNS = "| flag | variable | default | meaning |\n| --- | --- | --- | --- |"
 
 
 class Setting(NamedTuple):
-    """A row of the page; `meaning` may end with the values that are allowed."""
+    """A row of the page; `meaning` may end with the allowed values."""
 
     flag: str
     variable: str
@@ -62,7 +61,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(kind: type[ServiceSettings], prefix: str, without: Sequence[type[ServiceSettings]]) -> list[Setting]:
-    """The settings of a class that none of the others has in the same way, in the order of their declaration."""
+    """Returns the settings of a class that the other classes do not share, in declaration order."""
 
     def is_common(name: str, field: FieldInfo) -> bool:
         found = [other.model_fields[name] for other in without if name in other.model_fields]
@@ -76,12 +75,12 @@ def settings_of(kind: type[ServiceSettings], prefix: str, without: Sequence[type
 
 
 def flag_of(name: str) -> str:
-    """The flag of a field."""
+    """Returns the flag of a field."""
     return f"--{name.replace('_', '-')}"
 
 
 def default_of(field: FieldInfo) -> str:
-    """The default as it would be written; empty for none, and for one that each machine has of its own."""
+    """Returns the default as it would be written; empty for none, and for one that depends on the machine."""
     value = field.default
     if isinstance(value, SecretStr):
         value = value.get_secret_value()
@@ -95,7 +94,7 @@ def default_of(field: FieldInfo) -> str:
 
 
 def meaning_of(field: FieldInfo) -> str:
-    """The description, with the values that are allowed."""
+    """Returns the description, with the allowed values."""
     allowed = choices_of(field.annotation)
     if allowed:
         limits = "one of " + ", ".join(f"`{value}`" for value in allowed)
@@ -111,14 +110,14 @@ def meaning_of(field: FieldInfo) -> str:
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The values of a Literal, also of one that may be None."""
+    """Returns the values of a Literal, or of an optional one."""
     if get_origin(annotation) is Literal:
         return tuple(map(str, get_args(annotation)))
     return tuple(value for part in get_args(annotation) if part is not type(None) for value in choices_of(part))
 
 
 def commands() -> dict[str, tuple[str, list[Setting]]]:
-    """By command, such as ``sluice keys create``: what it does, and its arguments and flags."""
+    """Returns, by command such as ``sluice keys create``, its help text, arguments and flags."""
     return {
         f"sluice {name}": (" ".join((command.help or "").split()), list(_flags(command)))
         for name, command in _walk(typer.main.get_command(app), "")
@@ -150,7 +149,7 @@ def _argument(one: Any) -> str:
 
 
 def page() -> str:
-    """docs/settings.md."""
+    """Returns the content of docs/settings.md."""
     parts = [HEAD]
     parts += ["## Every service\n", _table(settings_of(ServiceSettings, "SLUICE_SERVICE_", ())), ""]
     grpc = settings_of(GrpcServiceSettings, "SLUICE_SERVICE_", (ServiceSettings,))
@@ -178,7 +177,7 @@ def _code(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints or writes the page."""
+    """Prints or writes the page; returns the exit code."""
     if list(arguments) == ["--write"]:
         PAGE.write_text(page(), encoding="utf-8")
     elif not arguments:

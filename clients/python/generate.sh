@@ -5,13 +5,13 @@ cd "$(dirname "$0")/../.."
 root=$PWD
 mkdir -p "${1:-clients/python/src/sluice_client/_wire}"
 out=$(cd "${1:-clients/python/src/sluice_client/_wire}" && pwd)
-# The plugin leaves out packages that exist where it runs, and formats by the settings it finds there.
+# The plugin skips packages that exist in its working directory, and formats by the settings found there.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 mkdir contracts
 cp -R "$root/protos/sluice" contracts/
-# A field may not be called like a method of betterproto2's messages. Names do not travel, only numbers do.
+# A field must not have the name of a method of betterproto2's messages. Only field numbers are on the wire.
 sed -i.bak 's/WorkerLoad load = /WorkerLoad worker_load = /' contracts/sluice/v1/*.proto
 if ! PATH="$root/.venv/bin:$PATH" python -m grpc_tools.protoc -I contracts --python_betterproto2_out=. \
     --python_betterproto2_opt=client_generation=none sluice/v1/common.proto sluice/v1/router.proto \

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Replaces the containers of services one by one while they serve: a new one is healthy before an old one stops.
+# Replaces the containers of services one at a time while they serve: a new one is healthy before an old one stops.
 #   deploy/compose/roll.sh [flags of docker compose --] SERVICE...
-# Run it with the flags and variables that the suite was started with.
+# Run it with the flags and variables with which the suite was started.
 set -eu
 here=$(dirname "$0")
 flags=
@@ -10,7 +10,7 @@ case " $* " in
 esac
 [ $# -gt 0 ] || { echo "usage: roll.sh [flags of docker compose --] SERVICE..." >&2; exit 2; }
 
-# Callers look a name up every two seconds; then they know the new replica.
+# Callers resolve names every two seconds; then they have discovered the new replica.
 known_after_s=5
 
 compose() {

@@ -1,6 +1,6 @@
-"""Makes the Grafana dashboards: `python deploy/observability/dashboards.py` writes dashboards/ of dashboards.yaml.
+"""Generates the Grafana dashboards: `python deploy/observability/dashboards.py` writes dashboards/ of dashboards.yaml.
 
-All panels are alike: time series with a title, a unit, and queries with their legends, three in a row.
+Every panel is a time series with a title, a unit, and queries with their legends; three per row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def render(name: str, dashboard: dict[str, Any]) -> dict[str, Any]:
-    """Grafana's JSON of one dashboard."""
+    """Returns Grafana's JSON of one dashboard."""
     source = {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
     variables = [_variable(*item) for item in dashboard.get("variables", {}).items()]
     links = {"type": "dashboards", "tags": ["sluice"], "asDropdown": False, "title": "", "includeVars": False}
@@ -48,8 +48,8 @@ def _panels(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         panels.append({"id": len(panels) + 1, **heading, "gridPos": _at(0, top, 24, 1)})
         top += 1
         for index, panel in enumerate(row["panels"]):
-            place = _at(index % COLUMNS * WIDTH, top + index // COLUMNS * HEIGHT, WIDTH, HEIGHT)
-            panels.append({"id": len(panels) + 1, **_panel(panel), "gridPos": place})
+            position = _at(index % COLUMNS * WIDTH, top + index // COLUMNS * HEIGHT, WIDTH, HEIGHT)
+            panels.append({"id": len(panels) + 1, **_panel(panel), "gridPos": position})
         top += -(-len(row["panels"]) // COLUMNS) * HEIGHT
     return panels
 
@@ -59,13 +59,13 @@ def _at(left: int, top: int, width: int, height: int) -> dict[str, int]:
 
 
 def _panel(panel: dict[str, Any]) -> dict[str, Any]:
-    look = {"unit": panel["unit"], "min": 0, "custom": {"fillOpacity": 10, "showPoints": "never"}}
+    defaults = {"unit": panel["unit"], "min": 0, "custom": {"fillOpacity": 10, "showPoints": "never"}}
     return {
         "type": "timeseries",
         "title": panel["title"],
         "description": panel.get("about", ""),
         "datasource": DATASOURCE,
-        "fieldConfig": {"defaults": look, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {
             "legend": {"displayMode": "list", "placement": "bottom"},
             "tooltip": {"mode": "multi", "sort": "desc"},
@@ -94,13 +94,13 @@ def _variable(name: str, query: str) -> dict[str, Any]:
 
 
 def files() -> dict[Path, str]:
-    """What the folder holds."""
+    """Returns the content of every generated file, by path."""
     dashboards: dict[str, dict[str, Any]] = yaml.safe_load(SPECIFICATION.read_text(encoding="utf-8"))
     return {FOLDER / f"{name}.json": json.dumps(render(name, it), indent=1) + "\n" for name, it in dashboards.items()}
 
 
 def main() -> None:
-    """Writes them."""
+    """Writes the files."""
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""One class for each stage of the gateway's pipeline; `sluice up --stage route=own_stages:Sticky` and so on."""
+"""An example class for each stage of the gateway's pipeline, such as `sluice up --stage route=own_stages:Sticky`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sluice.stages import (
 
 
 class Tidy:
-    """tokenize: completions lose the spaces around them before preprocess sees them."""
+    """Stage `tokenize`: strips surrounding spaces from completion prompts before preprocess tokenizes them."""
 
     def __init__(self, components: Components) -> None:
         self._preprocess = components.preprocess
@@ -43,21 +43,21 @@ class Tidy:
 
 
 class Sticky:
-    """route: the same cache salt always goes to the same worker, while the workers are the same."""
+    """Stage `route`: routes each cache salt to the same worker, as long as the set of workers does not change."""
 
     def __init__(self, components: Components) -> None:
         pass
 
     async def route(self, wanted: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
-        able = sorted(worker.worker_id for worker in workers if worker.runs_alone)
-        if not able:
-            raise unavailable("No worker runs requests alone.", code="no_workers")
+        worker_ids = sorted(worker.worker_id for worker in workers if worker.runs_alone)
+        if not worker_ids:
+            raise unavailable("No worker can run requests alone; start an aggregated one.", code="no_workers")
         digest = sha256(wanted.request.cache_salt.encode()).digest()
-        return Route(able[digest[0] % len(able)])
+        return Route(worker_ids[digest[0] % len(worker_ids)])
 
 
 class FirstConnected:
-    """place: the first worker in the list that has a connection."""
+    """Stage `place`: selects the first connected worker of the list."""
 
     def __init__(self, components: Components) -> None:
         self._registry = components.registry
@@ -68,11 +68,11 @@ class FirstConnected:
             link = self._connections.find(entry.worker_id)
             if entry.worker_id not in excluded and link is not None and link.connected:
                 return Placement(Route(entry.worker_id), link)
-        raise unavailable("No worker has a connection.", code="no_workers")
+        raise unavailable("No worker is connected; retry later.", code="no_workers")
 
 
 class TokenNumbers:
-    """postprocess: says the ids of the tokens in place of their text, and stops after `most`."""
+    """Stage `postprocess`: returns token ids as text, and stops after `most`."""
 
     most = 5
 
@@ -84,7 +84,7 @@ class TokenNumbers:
 
 
 class Numbers:
-    """The text of one choice."""
+    """Holds the text state of one choice."""
 
     def __init__(self, most: int, prompt_tokens: int) -> None:
         self._left = most
@@ -101,7 +101,7 @@ class Numbers:
 
 
 class Moderated(Pipeline):
-    """The whole pipeline: refuses what is not to be asked, and gives everybody a shorter answer."""
+    """Handler: replaces the pipeline, rejects prompts with the word "secret", and limits the output length."""
 
     most_tokens = 8
 
@@ -112,6 +112,6 @@ class Moderated(Pipeline):
     async def start(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
         if isinstance(request.prompt, TextPrompt) and "secret" in request.prompt.text:
             self.refused += 1
-            raise invalid("Secrets are not told.", param="prompt", code="refused")
+            raise invalid("The prompt must not ask for secrets; rephrase it.", param="prompt", code="refused")
         most = min(request.stop.max_tokens or self.most_tokens, self.most_tokens)
         return await super().start(replace(request, stop=replace(request.stop, max_tokens=most)), sinks)

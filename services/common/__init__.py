@@ -1,1 +1,1 @@
-"""What every service needs and no service owns: transport, settings, telemetry, errors, block hashes."""
+"""Code shared by all services: transport, settings, telemetry, errors and block hashes."""

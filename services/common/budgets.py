@@ -1,8 +1,8 @@
-"""Budgets: bounds on what a caller may make this process hold or compute, checked before anything is built.
+"""Budgets: limits on what a caller may make this process store or compute, checked before anything is allocated.
 
-Each budget has a name, the setting that changes its limit, and a count of refusals
-(`sluice_process_refused_total{budget=…}`). `Budget` bounds a single request or message; `BudgetPool` bounds what all of
-them hold together.
+Each budget has a name, the flag that changes its limit, and a refusal counter
+(`sluice_process_refused_total{budget=…}`). `Budget` limits a single request or message; `BudgetPool` limits the total
+held by all requests.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ NAMES = (
     "health_watches",
     "template_processes",
 )
-"""Every budget of the suite; the values of the metric's label."""
+"""Every budget; the values of the metric's label."""
 
 CODE = "budget_exceeded"
 
 on_refused: Callable[[str], None] | None = None
-"""Called with the name of a budget whenever it refuses something; set while the process records metrics."""
+"""Called with the budget's name on every refusal; set while the process records metrics."""
 
 
 class Budget:
-    """Bounds one request, message or stream.
+    """Limits one request, message or stream.
 
     Args:
         name: one of NAMES.
-        limit: most that is allowed, in units of what is bounded.
-        setting: flag that changes the limit, such as ``--max-schema-nodes``; named in errors.
+        limit: the largest amount allowed, in the budget's own unit.
+        setting: the flag that changes the limit, such as ``--max-schema-nodes``; named in errors.
     """
 
     def __init__(self, name: str, limit: int, setting: str) -> None:
@@ -54,12 +54,12 @@ class Budget:
     def check(
         self, amount: int, subject: str, *, param: str = "", kind: ErrorKind = ErrorKind.INVALID_ARGUMENT
     ) -> None:
-        """Raises SluiceError when `amount` is over the limit.
+        """Raises SluiceError when `amount` exceeds the limit.
 
         Args:
-            subject: what is bounded, such as ``The JSON schemas of this request``.
-            param: the caller's field.
-            kind: of the error.
+            subject: what is limited, as a plural noun phrase such as ``The JSON schemas of this request``.
+            param: the request field at fault.
+            kind: the error's kind.
         """
         if amount > self.limit:
             raise self.refuse(f"{subject} exceed the limit of {self.limit}", param=param, kind=kind)
@@ -73,7 +73,7 @@ class Budget:
         code: str = CODE,
         retry_after_ms: int = 0,
     ) -> SluiceError:
-        """Counts a refusal and returns its error: the reason and the setting that changes the limit.
+        """Counts a refusal and returns its error, which states the reason and the setting that changes the limit.
 
         Args:
             reason: a sentence without its full stop.
@@ -83,16 +83,16 @@ class Budget:
         return SluiceError(kind, message, param=param, code=code, retry_after_ms=retry_after_ms)
 
     def count(self) -> None:
-        """Counts an excess that is answered otherwise than by `refuse`, such as by reading a connection later."""
+        """Counts a limit hit that raises no error, such as one handled by pausing reads on a connection."""
         if on_refused is not None:
             on_refused(self.name)
 
 
 class BudgetPool(Budget):
-    """Bounds what all requests of the process hold together; shares that do not fit wait in order of arrival.
+    """Limits the total that all requests of the process hold; shares that do not fit wait in arrival order.
 
     Attributes:
-        used: what is held now.
+        used: the amount held now.
     """
 
     def __init__(self, name: str, limit: int, setting: str) -> None:
@@ -101,14 +101,17 @@ class BudgetPool(Budget):
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def try_take(self, amount: int) -> bool:
-        """Takes a share if it fits now and no other request waits for one."""
+        """Takes a share if it fits now and no other request is waiting; returns whether it did."""
         if self._waiting or self.used + amount > self.limit:
             return False
         self.used += amount
         return True
 
     def try_grow(self, amount: int) -> bool:
-        """Enlarges a share that is held if it fits now, ahead of requests that wait for one: holders must not wait."""
+        """Enlarges a held share if it fits now; returns whether it did.
+
+        Takes precedence over waiting requests: a holder that waited could deadlock the pool.
+        """
         if self.used + amount > self.limit:
             return False
         self.used += amount
@@ -116,11 +119,11 @@ class BudgetPool(Budget):
 
     @property
     def missing(self) -> int:
-        """How much must be given back until the first request that waits gets its share; 0 when none waits."""
+        """The amount that must be given back before the first waiting request is granted; 0 if none waits."""
         return max(self.used + self._waiting[0][0] - self.limit, 0) if self._waiting else 0
 
     async def take(self, amount: int) -> None:
-        """Waits for a share; cancel it to give up. An amount over the limit never fits: check it first."""
+        """Waits for a share; cancelling gives it up. Check the limit first: a larger amount never fits."""
         if self.try_take(amount):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -130,14 +133,14 @@ class BudgetPool(Budget):
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.give_back(amount)  # the share was granted in the moment of the cancellation
+                self.give_back(amount)  # granted while the cancellation was being delivered
             else:
                 self._waiting.remove(entry)
                 self._grant()
             raise
 
     def give_back(self, amount: int) -> None:
-        """Returns a share, or a part of one."""
+        """Returns all or part of a share."""
         self.used -= amount
         self._grant()
 

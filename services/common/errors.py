@@ -1,6 +1,6 @@
 """Typed errors: one taxonomy from the engine to the HTTP client.
 
-Domain code raises `SluiceError`; `grpc_errors` carries it over the wire and the gateway renders it for HTTP.
+Domain code raises `SluiceError`; `services.common.rpc.errors` carries it over gRPC and the gateway renders it for HTTP.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from enum import IntEnum
 from typing import Any
 
 MOST_MESSAGE = 2_000
-"""Longest message of an error, characters: what is over it is left out, wherever the message came from."""
+"""Maximum length of an error message, characters; the rest is dropped, including from messages of other services."""
 
 MOST_VALUE = 200
-"""Longest value of a caller in a message, characters."""
+"""Maximum length of a caller's value quoted in a message, characters."""
 
-_CUT = "…"
+_ELLIPSIS = "…"
 
 LONGEST_NAME = 256
-"""Characters of a name that a peer chooses: of a worker, model, adapter, capability or owner."""
+"""Maximum characters of a name chosen by a peer: of a worker, model, adapter, capability or owner."""
 LONGEST_ADDRESS = 300
 
 
 class ErrorKind(IntEnum):
-    """The numbers of `sluice.v1.ErrorKind`."""
+    """Error kinds, with the numbers of `sluice.v1.ErrorKind`."""
 
     INTERNAL_UNKNOWN = 0
     INVALID_ARGUMENT = 1
@@ -78,17 +78,17 @@ _RETRYABLE = {
 
 
 class SluiceError(Exception):
-    """Something went wrong that a caller should hear about, in one sentence.
+    """An error reported to the caller, in one sentence.
 
     Args:
-        kind: decides the gRPC status, the HTTP status and whether a retry makes sense.
-        message: one sentence in plain words; says what to do where there is something to do. Shortened to
-            `MOST_MESSAGE` characters.
-        param: the field of the caller's request at fault, such as ``messages[0].role``; empty for none. Shortened to
-            `MOST_VALUE` characters.
+        kind: determines the gRPC status, the HTTP status and whether a retry makes sense.
+        message: one sentence that states what is wrong and, where possible, what to do. Truncated to `MOST_MESSAGE`
+            characters.
+        param: the request field at fault, such as ``messages[0].role``; empty for none. Truncated to `MOST_VALUE`
+            characters.
         code: stable machine-readable code, such as ``model_not_found``; empty for none.
         retry_after_ms: how long to wait before a retry, milliseconds; 0 when unknown.
-        retryable: another replica may succeed right away; by default derived from the kind.
+        retryable: whether another replica may succeed right away; by default derived from the kind.
     """
 
     def __init__(
@@ -112,76 +112,75 @@ class SluiceError(Exception):
 
     @property
     def http_status(self) -> int:
-        """The HTTP status a client of the gateway sees."""
+        """The HTTP status returned to clients of the gateway."""
         if self.kind is ErrorKind.OVERLOADED and self.code in RATE_LIMIT_CODES:
             return 429
         return _HTTP_STATUS.get(self.kind, 500)
 
 
 def shortened(text: str, most: int = MOST_VALUE) -> str:
-    """Returns the text, or its beginning and "…" when it is longer than `most` characters."""
-    return text if len(text) <= most else text[: most - len(_CUT)] + _CUT
+    """Returns the text, truncated to `most` characters and ending in "…" when it is longer."""
+    return text if len(text) <= most else text[: most - len(_ELLIPSIS)] + _ELLIPSIS
 
 
 def quoted(value: Any) -> str:
-    """Returns a caller's value as it may stand in a message: its `repr`, shortened to about `MOST_VALUE` characters.
+    """Returns a caller's value for use in a message: its `repr`, truncated to about `MOST_VALUE` characters.
 
-    The whole `repr` of a large value is never built.
+    The full `repr` of a large value is never built.
     """
     return repr(shortened(value)) if isinstance(value, str) else shortened(reprlib.repr(value))
 
 
 def invalid(message: str, *, param: str = "", code: str = "") -> SluiceError:
-    """The request can never work."""
+    """Returns an error for a request that can never succeed."""
     return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param=param, code=code)
 
 
 def not_found(message: str, *, param: str = "", code: str = "") -> SluiceError:
-    """A named thing is not known here."""
+    """Returns an error for a named resource that does not exist."""
     return SluiceError(ErrorKind.NOT_FOUND, message, param=param, code=code)
 
 
 def unavailable(message: str, *, code: str = "", retry_after_ms: int = 1000) -> SluiceError:
-    """Nobody can serve this now; a retry later may work."""
+    """Returns an error for a request that cannot be served now but may succeed later."""
     return SluiceError(ErrorKind.UNAVAILABLE, message, code=code, retry_after_ms=retry_after_ms)
 
 
 def overloaded(message: str, *, retry_after_ms: int = 1000) -> SluiceError:
-    """Shed to protect what is running."""
+    """Returns an error for a request shed to protect those in progress."""
     return SluiceError(ErrorKind.OVERLOADED, message, code="overloaded", retry_after_ms=retry_after_ms)
 
 
 def internal(message: str) -> SluiceError:
-    """A defect of ours; the message must not carry internals."""
+    """Returns an error for a defect of this software; the message must not reveal internals."""
     return SluiceError(ErrorKind.INTERNAL, message)
 
 
 def escaped(text: str) -> str:
-    """Returns text on one line: everything that is not printable is written as an escape sequence, such as ``\\n``."""
+    r"""Returns text on one line, with non-printable characters as escape sequences such as ``\\n``."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def sentence(text: str, most: int) -> str:
-    """Returns text for an error message: white space becomes one space, the rest is escaped, and it is cut at `most`
-    characters."""
+    """Returns text for an error message: whitespace collapsed, the rest escaped, truncated to `most` characters."""
     if len(text) <= most and text.isprintable():
         return text
-    shown = escaped(" ".join(text[: 4 * most].split()))
-    return shown if len(shown) <= most else f"{shown[: most - 1]}…"
+    sanitized = escaped(" ".join(text[: 4 * most].split()))
+    return sanitized if len(sanitized) <= most else f"{sanitized[: most - 1]}…"
 
 
 def check_name(name: str, param: str, most: int = LONGEST_NAME) -> None:
-    """Checks a name that a peer chose.
+    """Checks a name chosen by a peer.
 
     Args:
-        param: the field that holds it.
+        param: the field that contains it.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when it is longer than `most` characters or has any that is not printable.
+        SluiceError: INVALID_ARGUMENT when it is longer than `most` characters or contains a non-printable one.
     """
     if len(name) > most:
-        raise invalid(f"{param} has {len(name)} characters; the most is {most}.", param=param)
+        raise invalid(f"{param} has {len(name)} characters; send at most {most}.", param=param)
     if not name.isprintable():
         raise invalid(f"{param} must be printable: no line breaks or other control characters.", param=param)

@@ -1,4 +1,4 @@
-"""Files that may be replaced while the process runs: certificates, keys, tokens."""
+"""Reloads files that may be replaced while the process runs: certificates, keys, tokens."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from services.common.errors import SluiceError
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 
 T = TypeVar("T")
 _State = tuple[tuple[int, int, int], ...]
 
 
 class WatchedFiles(Generic[T]):
-    """What some files hold together, read again when one of them has changed.
+    """The parsed content of a set of files, reloaded when one of them changes.
 
-    Whoever asks for `value` looks at the files at most every second; there is no thread and no timer. Files that
-    vanish, that cannot be read, or that do not fit together (yet) change nothing: what was read last stays true, and
-    one line of the log says so. Looking takes microseconds; the files must not be on a network file system.
+    Reading `value` checks the files at most once a second; there is no thread and no timer. Files that disappear, are
+    unreadable or do not match each other (yet) change nothing: the last valid content stays, and one warning is logged.
+    A check takes microseconds; the files must not be on a network file system.
 
     Args:
-        what: in words for the log, such as ``the token file``.
+        what: name of the files in log lines, such as ``the token file``.
         paths: the files.
-        load: reads them; raises SluiceError when they do not hold what they should.
+        load: parses them; raises SluiceError when their content is invalid.
 
     Raises:
-        SluiceError: when they cannot be loaded at first.
+        SluiceError: when the initial load fails.
 
     Attributes:
-        generation: counts the times that they were loaded.
+        generation: how many times the files were loaded.
     """
 
     def __init__(self, what: str, paths: Sequence[Path], load: Callable[[], T]) -> None:
@@ -45,45 +45,45 @@ class WatchedFiles(Generic[T]):
         self._paths = paths
         self._load = load
         self._lock = Lock()
-        self._complaint = ""
-        self._looked_at = time.monotonic()
-        self._state = self._look()
+        self._last_warning = ""
+        self._checked_at = time.monotonic()
+        self._state = self._stat()
         self._value = load()
 
     @property
     def value(self) -> T:
-        """What the files hold now. May be asked from any thread."""
-        if time.monotonic() - self._looked_at >= LOOK_EVERY_S and self._lock.acquire(blocking=False):
+        """The current content of the files; may be read from any thread."""
+        if time.monotonic() - self._checked_at >= CHECK_EVERY_S and self._lock.acquire(blocking=False):
             try:
-                self._looked_at = time.monotonic()
-                self._look_again()
+                self._checked_at = time.monotonic()
+                self._reload()
             finally:
                 self._lock.release()
         return self._value
 
-    def _look(self) -> _State | None:
+    def _stat(self) -> _State | None:
         try:
-            found = [os.stat(path) for path in self._paths]
+            stats = [os.stat(path) for path in self._paths]
         except OSError:
             return None
-        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+        return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in stats)
 
-    def _look_again(self) -> None:
-        state = self._look()
+    def _reload(self) -> None:
+        state = self._stat()
         if state is not None and state == self._state:
             return
         try:
             value = self._load()
         except SluiceError as error:
-            self._complain(error.message)
+            self._warn(error.message)
             return
-        if self._look() != state:
-            return  # somebody is writing: the next look sees all of it
-        self._value, self._state, self._complaint = value, state, ""
+        if self._stat() != state:
+            return  # the files are being written: the next check reloads them
+        self._value, self._state, self._last_warning = value, state, ""
         self.generation += 1
-        log.info("%s was read again", self._what, extra={"files": ", ".join(map(str, self._paths))})
+        log.info("%s was reloaded", self._what, extra={"files": ", ".join(map(str, self._paths))})
 
-    def _complain(self, why: str) -> None:
-        if why != self._complaint:
-            self._complaint = why
-            log.warning("%s What was read before stays valid.", why)
+    def _warn(self, reason: str) -> None:
+        if reason != self._last_warning:
+            self._last_warning = reason
+            log.warning("%s The previous content stays in use.", reason)

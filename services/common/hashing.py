@@ -1,8 +1,9 @@
-"""Block hashes: the names of KV-cache blocks that all services agree on.
+"""Block hashes: the names of KV-cache blocks, identical in all services.
 
 Scheme "sluice-xxh3-v1": the local hash of a full block is xxh3-64 with seed 1337 over its little-endian uint32 token
 ids; the hash of the first block is its local hash, and of each next one xxh3-64 over parent ‖ local (little-endian
-uint64 each). A LoRA name and a cache salt shift the seed, so their blocks never match others. A partial block has none.
+uint64 each). A LoRA name and a cache salt shift the seed, so their blocks never match others. Partial blocks have no
+hash.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PAIR = Struct("<QQ").pack
 
 
 def seed_for(lora: str = "", cache_salt: str = "") -> int:
-    """The seed of a key space; empty strings are no adapter and no salt."""
+    """Returns the seed of a key space; empty strings mean no adapter and no salt."""
     seed = BASE_SEED
     if lora:
         seed += xxh3_64_intdigest(lora.encode(), 0)
@@ -32,23 +33,23 @@ def seed_for(lora: str = "", cache_salt: str = "") -> int:
 
 
 def local_hash(block: bytes, seed: int = BASE_SEED) -> int:
-    """Hash of one full block's packed u32 ids by itself."""
+    """Returns the hash of one full block's packed uint32 ids, independent of its position."""
     return xxh3_64_intdigest(block, seed)
 
 
 def chain(parent: int | None, local: int, seed: int = BASE_SEED) -> int:
-    """Hash of a block in its place: after `parent`, or first when that is None."""
+    """Returns the hash of a block after `parent`, or of the first block when that is None."""
     return local if parent is None else xxh3_64_intdigest(_PAIR(parent, local), seed)
 
 
 def block_hashes(
     token_ids: Sequence[int] | bytes, block_size: int, lora: str = "", cache_salt: str = "", parent: int | None = None
 ) -> array[int]:
-    """Chained hashes of all full blocks of a token sequence.
+    """Returns the chained hashes of all full blocks of a token sequence.
 
     Args:
-        token_ids: the ids, or the same ids as packed u32.
-        block_size: tokens a block, at least 1.
+        token_ids: the ids, or the same ids as packed uint32.
+        block_size: tokens per block, at least 1.
         lora: adapter name; empty for the base model.
         cache_salt: tenant salt; empty for none.
         parent: hash of the block before the first token; None at the start of a sequence.

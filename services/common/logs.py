@@ -1,8 +1,8 @@
-"""Structured logs: a sentence plus key=value fields, as text for people or JSON lines for machines.
+"""Structured logs: a sentence plus key=value fields, as human-readable text or JSON lines.
 
-Fields come from `extra={...}`; the id of the request being served and, while it is traced, the ids of its trace and
-span are added to every line by themselves: also to lines that a task writes which serves many requests, if they name
-theirs. Prompts and secrets do not belong in either.
+Fields come from `extra={...}`. The current request id, and the trace and span ids while the request is traced, are
+added to every line; tasks that serve many requests name theirs with `extra={"request": id}`. Never log prompts or
+secrets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.common.errors import escaped
 
 MOST_TRACED = 4096
 BAR = "| "
-"""Begins every line of an exception in a text log: none of them can be taken for a line of the log."""
+"""Prefix of every line of a traceback in a text log, so that none can imitate a log line."""
 
 request_id: ContextVar[str] = ContextVar("sluice_request_id", default="")
 
@@ -32,7 +32,7 @@ _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskN
 
 
 def traced(request: str, span: SpanContext) -> None:
-    """From now on lines about this request carry the ids of a span; those of the last few thousand are kept."""
+    """Adds a span's ids to later log lines about this request; the last `MOST_TRACED` requests are remembered."""
     while len(_traced) >= MOST_TRACED and request not in _traced:
         _traced.pop(next(iter(_traced), ""), None)
     _traced[request] = span
@@ -40,7 +40,7 @@ def traced(request: str, span: SpanContext) -> None:
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-    named = fields.pop("request", "") or request_id.get()  # `extra={"request": id}` where many are served by one task
+    named = fields.pop("request", "") or request_id.get()  # set by tasks that serve many requests
     if named:
         fields.setdefault("request_id", named)
     context = trace.get_current_span().get_span_context()
@@ -58,10 +58,10 @@ def _value(value: Any) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Writes a record as `12:00:00.123 INFO  services.router  worker is up  worker=w1`.
+    """Formats a record as `12:00:00.123 INFO  services.router  worker is up  worker=w1`.
 
-    A record cannot imitate another one: what is not printable is escaped, values that could be taken for further fields
-    are quoted, and the lines of an exception begin with a bar.
+    A record cannot imitate another one: non-printable characters are escaped, values that look like further fields are
+    quoted, and traceback lines begin with a bar.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -71,11 +71,11 @@ class TextFormatter(logging.Formatter):
         if not record.exc_info:
             return line
         trace = self.formatException(record.exc_info).split("\n")
-        return "\n".join([line, *(f"{BAR}{escaped(each)}" for each in trace)])
+        return "\n".join([line, *(f"{BAR}{escaped(text)}" for text in trace)])
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, in ASCII: time, level, logger, message, then the fields."""
+    """Formats a record as one ASCII JSON object: time, level, logger, message, then the fields."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -95,25 +95,25 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """grpc reports handlers that are cancelled when a server stops or a caller leaves as if they had failed."""
+def _is_not_cancellation(record: logging.LogRecord) -> bool:
+    """Drops gRPC's error logs for handlers that were cancelled by a stopping server or a disconnected caller."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _drop_trace(record: logging.LogRecord) -> bool:
-    """Drops the trace from grpc's line about a message that it cannot parse: a peer chooses how often it is logged."""
+    """Drops the traceback of gRPC's line about an unparseable message: the peer controls how often it is logged."""
     record.exc_info = None
     return True
 
 
 def configure(service: str, level: str, log_format: str) -> None:
-    """Sets up logging for the process: everything goes to standard error."""
+    """Sets up logging for the process, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service) if log_format == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_cancellation)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_not_cancellation)
     logging.getLogger("grpc._common").addFilter(_drop_trace)
     for noisy in ("httpx", "httpcore", "huggingface_hub", "filelock", "asyncio", "uvicorn", "mistral_common"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))

@@ -1,4 +1,4 @@
-"""Models: what a name stands for, and where its tokenizer's files are."""
+"""Models: names, sources, and the location of tokenizer files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DEFAULT_SOURCE = f"{BUNDLED}tekken_240911"
 DEFAULT_NAME = "tekken"
 PROCESSORS = ("hf", "mistral")
 ENGINE_PROCESSORS = ("vllm", "sglang")
-"""Processors that are an engine's own code; the files are of one of the formats of PROCESSORS all the same."""
+"""Processors implemented by an engine; their files are in one of the formats of PROCESSORS."""
 
-# Everything that decides token ids; weights are never fetched by the tokenizer side.
+# Every file that affects token ids; weights are never downloaded for tokenizing.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -38,11 +38,11 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A served model: its name, where its files are, and which tokenizer implementation reads them.
+    """A served model: its name, the source of its files, and the tokenizer implementation that reads them.
 
-    `processor` is empty until chosen by what the files hold. `chat_template` is Jinja, used instead of the files' own;
-    the parsers are what "auto" means for this model, empty where the template tells. `learned`: all of this came from a
-    worker, not from the operator.
+    `processor` is empty until detected from the files. `chat_template` is Jinja and replaces the one in the files; the
+    parsers are what "auto" resolves to, empty to detect them from the template. `learned` marks a model discovered from
+    a worker rather than configured by the operator.
     """
 
     name: str
@@ -55,19 +55,19 @@ class ModelSpec:
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:
-        """Reads `SOURCE`, `NAME=SOURCE` or `NAME=SOURCE@PROCESSOR`; ValueError says what is wrong.
+        """Parses `SOURCE`, `NAME=SOURCE` or `NAME=SOURCE@PROCESSOR`; raises ValueError when it is malformed.
 
-        SOURCE is a folder, a hub id, or `mistral-common:NAME` for a tokenizer that package ships.
+        SOURCE is a folder, a hub id, or `mistral-common:NAME` for a tokenizer shipped with that package.
         """
-        name, found, source = text.partition("=")
-        if not found:
+        name, separator, source = text.partition("=")
+        if not separator:
             name, source = "", text
         source, _, processor = source.partition("@")
         if not source:
             raise ValueError(f"model {text!r} has no source; write NAME=SOURCE")
-        known = (*PROCESSORS, *ENGINE_PROCESSORS)
-        if processor and processor not in known and ":" not in processor:
-            raise ValueError(f"processor {processor!r} is unknown; choose from {', '.join(known)}")
+        processors = (*PROCESSORS, *ENGINE_PROCESSORS)
+        if processor and processor not in processors and ":" not in processor:
+            raise ValueError(f"processor {processor!r} is unknown; choose from {', '.join(processors)}")
         return cls(name or default_name(source), source, processor)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class ModelSpec:
 
 
 def default_name(source: str) -> str:
-    """The served name of a source: the folder's name, the hub id, `tekken` for the bundled default."""
+    """Returns the served name of a source: the folder name, the hub id, or `tekken` for the bundled default."""
     if source == DEFAULT_SOURCE:
         return DEFAULT_NAME
     if source.startswith(BUNDLED):
@@ -84,14 +84,16 @@ def default_name(source: str) -> str:
 
 
 def resolve(source: str) -> Path:
-    """The local folder or tokenizer file behind a source; may download from the hub, so call it off the event loop.
+    """Returns the local folder or tokenizer file of a source.
+
+    May download from the hub, so call it off the event loop.
 
     Raises:
-        SluiceError: NOT_FOUND with what was looked for.
+        SluiceError: NOT_FOUND with the source that does not exist.
     """
     if source.startswith(BUNDLED):
         return _bundled(source.removeprefix(BUNDLED))
-    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, leaves an unknown user's ~ alone
+    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, does not raise for an unknown user
     if path.exists():
         return path.resolve()
     if source.startswith((".", "/", "~")):
@@ -100,7 +102,7 @@ def resolve(source: str) -> Path:
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a source is neither bundled nor a path, so that only the hub can have it."""
+    """Whether a source is neither bundled nor a local path and so must come from the hub."""
     local = source.startswith((BUNDLED, ".", "/", "~")) or Path(source).exists()
     return not local
 
@@ -122,10 +124,10 @@ def download(
     ignore_patterns: Sequence[str] | None = None,
     tqdm_class: type[Any] | None = None,
 ) -> Path:
-    """The local folder of a hub id's files, fetched where they are missing.
+    """Downloads the missing files of a hub id and returns their local folder.
 
     Raises:
-        SluiceError: NOT_FOUND when the hub does not have it or cannot be reached.
+        SluiceError: NOT_FOUND when the hub does not have it or is unreachable.
     """
     from huggingface_hub import snapshot_download
 
@@ -133,39 +135,39 @@ def download(
     ignored = None if ignore_patterns is None else list(ignore_patterns)
     try:
         return Path(snapshot_download(hub_id, allow_patterns=allowed, ignore_patterns=ignored, tqdm_class=tqdm_class))
-    except Exception as error:  # the hub's client raises many unrelated types
+    except Exception as error:  # the hub client raises many unrelated types
         raise SluiceError(
             ErrorKind.NOT_FOUND,
-            f"Model {hub_id} is neither a folder nor available from the hub ({type(error).__name__}).",
+            f"Model {hub_id} is neither a local folder nor available from the hub ({type(error).__name__}).",
             param="model",
         ) from error
 
 
 def detect_processor(path: Path) -> str:
-    """Which implementation reads these files: `mistral` or `hf`; SluiceError(INVALID_ARGUMENT) when neither does."""
+    """Returns `mistral` or `hf` depending on the files; raises SluiceError(INVALID_ARGUMENT) when neither fits."""
     if path.is_file():
         return "hf" if path.name == "tokenizer.json" else "mistral"
     if (path / "tokenizer.json").is_file():
         return "hf"
     if (path / "tekken.json").is_file() or any(path.glob("tokenizer.model.v*")):
         return "mistral"
-    raise invalid(f"{path} holds no tokenizer: neither tokenizer.json nor tekken.json is there.", param="model")
+    raise invalid(f"{path} contains no tokenizer: add tokenizer.json or tekken.json.", param="model")
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """The files that decide token ids, by name."""
+    """Returns the files that affect token ids, sorted."""
     if path.is_file():
         return [path]
     return sorted({file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()})
 
 
 def file_name(path: Path, file: Path) -> str:
-    """What a tokenizer's file is called: its name, with the folder it lies in where that is not the model's own."""
+    """Returns the name of a tokenizer file, relative to the model folder."""
     return file.relative_to(path).as_posix() if path.is_dir() else file.name
 
 
 def fingerprint(path: Path) -> str:
-    """sha-256, hex, over names and contents of the tokenizer's files."""
+    """Returns the hex SHA-256 of the names and contents of the tokenizer's files."""
     digest = hashlib.sha256()
     for file in tokenizer_files(path):
         digest.update(f"{file_name(path, file)}\0{file.stat().st_size}\0".encode())
@@ -174,7 +176,7 @@ def fingerprint(path: Path) -> str:
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
-    """A JSON file of a model folder; empty when it is not there, SluiceError(INVALID_ARGUMENT) when it is broken."""
+    """Returns a JSON file of a model folder, or {} if absent; raises SluiceError(INVALID_ARGUMENT) if malformed."""
     file = path / name if path.is_dir() else path.parent / name
     if path.is_file() or not file.is_file():
         return {}
@@ -183,5 +185,5 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise invalid(f"{name} of the model cannot be read: {error}.", param="model") from error
     if not isinstance(content, dict):
-        raise invalid(f"{name} of the model is no JSON object.", param="model")
+        raise invalid(f"{name} of the model is not a JSON object.", param="model")
     return content

@@ -1,7 +1,7 @@
-"""OpenTelemetry's own environment variables, as far as Sluice follows them: defaults below its settings.
+"""OpenTelemetry's environment variables, as defaults below Sluice's own settings.
 
-`docs/observability.md` has the table. The variables of the exporter itself (certificates, compression) are read by
-OpenTelemetry's exporter, and OTEL_RESOURCE_ATTRIBUTES by its SDK.
+`docs/observability.md` lists them. OpenTelemetry's exporter reads its own variables (certificates, compression), and
+its SDK reads OTEL_RESOURCE_ATTRIBUTES.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _HEADER_NAME = re.compile(r"[a-z0-9_.-]+")
 
 @dataclass(frozen=True, slots=True)
 class OtelEnvironment:
-    """What the variables ask for.
+    """The values of the environment variables.
 
     Attributes:
-        endpoint: of the collector; empty: not given, or not to be used.
-        sample: share of the traces recorded where no caller has decided, 0 to 1; None: not given.
-        headers: metadata of every export, such as an authorization.
-        off: why traces are off although the variables name a collector, a sentence; empty: they do not, or are on.
-        problems: a sentence about each variable that is not followed as it is.
+        endpoint: address of the collector; empty: not set, or not to be used.
+        sample: share of traces recorded when the caller made no decision, 0 to 1; None: not set.
+        headers: metadata of every export, such as an authorization header.
+        off: a sentence why traces are off although the variables name a collector; empty otherwise.
+        problems: a sentence about each variable that is not followed exactly.
     """
 
     endpoint: str = ""
@@ -52,22 +52,24 @@ def read(environ: Mapping[str, str]) -> OtelEnvironment:
 
 
 class OtelDefaults(PydanticBaseSettingsSource):
-    """Settings that the variables give a default: after flags, Sluice's own variables and secret files."""
+    """Settings source with the lowest precedence: after flags, Sluice's own variables and secret files."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """Returns the default of one setting, its name, and that it is not JSON."""
+        """Returns a setting's default, its name, and that it is not JSON."""
         return self().get(field_name), field_name, False
 
     def __call__(self) -> dict[str, Any]:
-        found = read(os.environ)
-        given = {"otlp_endpoint": found.endpoint or None, "trace_sample": found.sample}
+        variables = read(os.environ)
+        defaults = {"otlp_endpoint": variables.endpoint or None, "trace_sample": variables.sample}
         return {
-            name: value for name, value in given.items() if value is not None and name in self.settings_cls.model_fields
+            name: value
+            for name, value in defaults.items()
+            if value is not None and name in self.settings_cls.model_fields
         }
 
 
 def _given(environ: Mapping[str, str], *names: str) -> tuple[str, str]:
-    """The first variable that is set and not empty, and its value; both empty: none is."""
+    """Returns the name and value of the first variable that is set and not empty, or two empty strings."""
     return next(((name, value) for name in names if (value := environ.get(name, "").strip())), ("", ""))
 
 
@@ -79,13 +81,13 @@ def _endpoint(environ: Mapping[str, str], problems: list[str]) -> tuple[str, str
     if exporter == "none":
         return "", ""
     if exporter not in ("", "otlp"):
-        problems.append(f"{name} is {exporter!r}, and Sluice exports traces by otlp only.")
+        problems.append(f"{name} is {exporter!r}, but Sluice exports traces with otlp only.")
     name, protocol = _given(environ, f"{_OTLP}TRACES_PROTOCOL", f"{_OTLP}PROTOCOL")
     if protocol in ("", "grpc"):
         return endpoint, ""
     return "", (
-        f"Traces are off: {name} is {protocol!r}, and Sluice sends them over gRPC only; set it to grpc and the "
-        "endpoint to the collector's gRPC port, or give --otlp-endpoint."
+        f"Traces are off: {name} is {protocol!r}, but Sluice sends them over gRPC only; set it to grpc and the "
+        "endpoint to the collector's gRPC port, or set --otlp-endpoint."
     )
 
 
@@ -96,12 +98,12 @@ def _sample(environ: Mapping[str, str], problems: list[str]) -> float | None:
     kind = sampler.removeprefix(_PARENT_BASED)
     if kind not in _SAMPLERS:
         problems.append(
-            f"{name} is {sampler!r}, which Sluice does not have, so --trace-sample decides; there are always_on, "
-            "always_off and traceidratio, each also as parentbased_…."
+            f"{name} is {sampler!r}, which Sluice does not support; --trace-sample applies instead. Use always_on, "
+            "always_off or traceidratio, optionally prefixed with parentbased_."
         )
         return None
     if kind == sampler:
-        problems.append(f"{name} is {sampler!r}; what a caller decided is followed all the same, as parentbased_ does.")
+        problems.append(f"{name} is {sampler!r}; a caller's sampling decision still applies, as with parentbased_.")
     share = _SAMPLERS[kind]
     return _share(environ, problems) if share is None else share
 
@@ -114,26 +116,26 @@ def _share(environ: Mapping[str, str], problems: list[str]) -> float:
         share = -1.0
     if 0 <= share <= 1:
         return share
-    problems.append(f"{name} is {text!r} and must be a share from 0 to 1; all traces are recorded.")
+    problems.append(f"{name} is {text!r} but must be a number from 0 to 1; all traces are recorded.")
     return 1.0
 
 
 def _headers(environ: Mapping[str, str], problems: list[str]) -> tuple[tuple[str, str], ...]:
-    """Comma-separated key=value pairs, URL-encoded; values are secrets and are not repeated in sentences."""
+    """Parses comma-separated, URL-encoded key=value pairs; values are secrets and not repeated in problems."""
     variable, text = _given(environ, f"{_OTLP}TRACES_HEADERS", f"{_OTLP}HEADERS")
-    found = []
+    headers = []
     for number, pair in enumerate(filter(None, map(str.strip, text.split(","))), 1):
         key, equals, value = pair.partition("=")
         name, value = unquote(key).strip().lower(), unquote(value).strip()
         if equals and _HEADER_NAME.fullmatch(name) and value.isascii() and value.isprintable():
-            found.append((name, value))
+            headers.append((name, value))
         else:
-            problems.append(f"{variable}: entry {number} is not name=value in URL encoding; it is left out.")
-    return tuple(found)
+            problems.append(f"{variable}: entry {number} is not URL-encoded name=value and was ignored.")
+    return tuple(headers)
 
 
 def _check_propagators(environ: Mapping[str, str], problems: list[str]) -> None:
     name, text = _given(environ, "OTEL_PROPAGATORS")
-    others = [each for part in text.split(",") if (each := part.strip()) not in ("", "tracecontext")]
+    others = [propagator for item in text.split(",") if (propagator := item.strip()) not in ("", "tracecontext")]
     if others:
-        problems.append(f"{name} names {', '.join(others)}; Sluice reads and sends tracecontext (traceparent) only.")
+        problems.append(f"{name} lists {', '.join(others)}; Sluice propagates tracecontext (traceparent) only.")

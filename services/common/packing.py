@@ -21,7 +21,7 @@ def _pack(code: str, values: Iterable[int]) -> bytes:
 
 def _unpack(code: str, size: int, data: bytes, field: str) -> array[int]:
     if len(data) % size:
-        raise invalid(f"{field} holds {len(data)} bytes, which is not a multiple of {size}.", param=field)
+        raise invalid(f"{field} has {len(data)} bytes, which is not a multiple of {size}.", param=field)
     values = array(code)
     values.frombytes(data)
     if _SWAP:
@@ -30,20 +30,20 @@ def _unpack(code: str, size: int, data: bytes, field: str) -> array[int]:
 
 
 def pack_u32(values: Iterable[int]) -> bytes:
-    """Packs ids below 2**32; OverflowError beyond."""
+    """Packs ids below 2**32; raises OverflowError for larger ones."""
     return _pack("I", values)
 
 
 def unpack_u32(data: bytes, field: str = "token_ids") -> array[int]:
-    """Unpacks; a truncated field raises SluiceError(INVALID_ARGUMENT) naming `field`."""
+    """Unpacks ids; raises SluiceError(INVALID_ARGUMENT) naming `field` when it is truncated."""
     return _unpack("I", 4, data, field)
 
 
 def pack_u64(values: Iterable[int]) -> bytes:
-    """Packs hashes below 2**64; OverflowError beyond."""
+    """Packs hashes below 2**64; raises OverflowError for larger ones."""
     return _pack("Q", values)
 
 
 def unpack_u64(data: bytes, field: str = "block_hashes") -> array[int]:
-    """Unpacks; a truncated field raises SluiceError(INVALID_ARGUMENT) naming `field`."""
+    """Unpacks hashes; raises SluiceError(INVALID_ARGUMENT) naming `field` when it is truncated."""
     return _unpack("Q", 8, data, field)

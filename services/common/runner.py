@@ -1,4 +1,4 @@
-"""Runs one service process: uvloop, signals, logs, telemetry, and an exit code that means something."""
+"""Runs one service process: uvloop, signals, logging, telemetry and the exit code."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from services.common.tasks import Stop
 log = logging.getLogger(__name__)
 
 GARBAGE_EVERY = 20_000
-"""Objects that are made, less those that are freed, between two runs of the garbage collector."""
+"""Net allocations between two runs of the garbage collector."""
 
 
 def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[None]]) -> None:
-    """Runs `serve` until it returns; SIGTERM and SIGINT set the event it was given, a second one ends at once.
+    """Runs `serve` until it returns. SIGTERM and SIGINT set the event passed to it; a second signal exits immediately.
 
-    A SluiceError is one line on standard error and exit code 1. Does not return.
+    A SluiceError is logged as one line, with exit code 1. Does not return.
     """
     logs.configure(name, settings.log_level, settings.log_format)
     for problem in settings.misspelt(os.environ):
@@ -44,7 +44,7 @@ def run(name: str, settings: ServiceSettings, serve: Callable[[Stop], Awaitable[
         failed = True
     telemetry.shutdown()
     sys.stderr.flush()
-    os._exit(1 if failed else 0)  # threads of libraries must not delay the end
+    os._exit(1 if failed else 0)  # do not wait for threads of libraries
 
 
 async def _main(name: str, serve: Callable[[Stop], Awaitable[None]]) -> bool:
@@ -59,11 +59,11 @@ async def _main(name: str, serve: Callable[[Stop], Awaitable[None]]) -> bool:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    measured = ProcessMetrics(name, loop) if telemetry.measuring() else None
-    if measured is not None:
-        measured.start()
-    # What start-up made lives as long as the process: keep the collector from walking it again and again. And what a
-    # request makes lives as long as the request: looked at every 700 objects, all of it would be walked many times.
+    process_metrics = ProcessMetrics(name, loop) if telemetry.measuring() else None
+    if process_metrics is not None:
+        process_metrics.start()
+    # Start-up objects live as long as the process: exclude them from collections. Request objects live as long as their
+    # request: the default threshold of 700 allocations would traverse them many times.
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_EVERY)

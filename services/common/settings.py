@@ -1,4 +1,4 @@
-"""Settings: one declaration per setting gives a flag, an environment variable, a secret file and a line in --help."""
+"""Settings: each declaration gives a flag, an environment variable, a secret file and a line in --help."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from services.common.security.settings import AccessSettings, PeerTokenSettings
 from services.common.security.settings import TlsSettings as TlsSettings
 
 SECRETS_DIR = Path("/run/secrets")
-# Kubernetes tells every pod of every Service by variables, and a Service may be called sluice-router.
+# Kubernetes sets variables for every Service in every pod, and a Service may be named sluice-router.
 _SERVICE_LINK = re.compile(r"(^|_)(SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_.+)?)?)$")
 
 
@@ -37,25 +37,25 @@ def _split(value: Any) -> Any:
 
 
 CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
-"""Several values: the flag repeated, or one comma-separated text as flag or environment variable."""
+"""Several values: the flag repeated, or one comma-separated string as flag or environment variable."""
 
 
-def _reachable(addresses: list[str]) -> list[str]:
+def _check_addresses(addresses: list[str]) -> list[str]:
     for address in addresses:
         if host_port(address) is None:
-            raise ValueError(f"{address!r} is no host:port")
+            raise ValueError(f"{address!r} is not host:port")
     return addresses
 
 
-Address = Annotated[str, AfterValidator(lambda text: text and _reachable([text])[0])]
+Address = Annotated[str, AfterValidator(lambda text: text and _check_addresses([text])[0])]
 """host:port, or empty."""
 
-AddressList = Annotated[CommaList, AfterValidator(_reachable)]
-"""As CommaList, of host:port each."""
+AddressList = Annotated[CommaList, AfterValidator(_check_addresses)]
+"""A CommaList of host:port addresses."""
 
 
 def settings_config(service: str) -> SettingsConfigDict:
-    """The `model_config` of a service: environment variables are SLUICE_<SERVICE>_<NAME>."""
+    """Returns the `model_config` of a service; its environment variables are SLUICE_<SERVICE>_<NAME>."""
     return SettingsConfigDict(
         env_prefix=f"SLUICE_{service.upper()}_",
         secrets_dir=SECRETS_DIR if SECRETS_DIR.is_dir() else None,
@@ -72,21 +72,23 @@ def settings_config(service: str) -> SettingsConfigDict:
 
 
 class ServiceSettings(PeerTokenSettings, TlsSettings):
-    """Settings every service has."""
+    """Settings common to all services."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line written")
-    log_format: Literal["text", "json"] = Field("text", description="log lines for people or for machines")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum severity of log lines")
+    log_format: Literal["text", "json"] = Field("text", description="format of log lines: human-readable text or JSON")
     metrics_listen: str = Field("", description="host:port of the Prometheus endpoint; empty: no metrics")
     metrics_tls: bool = Field(
-        False, description="the Prometheus endpoint speaks TLS, as strictly as tls-cert, tls-key and tls-ca say"
+        False, description="serve the Prometheus endpoint over TLS with tls-cert, tls-key and tls-ca"
     )
     otlp_endpoint: str = Field(
         "",
-        description="OTLP/gRPC collector for traces, such as http://localhost:4317; empty: off. OpenTelemetry's own "
-        "variables, such as OTEL_EXPORTER_OTLP_ENDPOINT, are the default",
+        description="OTLP/gRPC collector for traces, such as http://localhost:4317; empty: off; defaults to "
+        "OpenTelemetry's variables, such as OTEL_EXPORTER_OTLP_ENDPOINT",
     )
-    trace_sample: float = Field(1.0, ge=0, le=1, description="share of traces that are recorded when none came in")
-    drain_s: float = Field(10.0, ge=0, description="seconds that running requests get to finish after SIGTERM")
+    trace_sample: float = Field(
+        1.0, ge=0, le=1, description="share of traces recorded for requests that arrive without one"
+    )
+    drain_s: float = Field(10.0, ge=0, description="seconds that running requests have to finish after SIGTERM")
 
     @classmethod
     def settings_customise_sources(
@@ -97,14 +99,14 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Returns where values come from, first what counts most: last OpenTelemetry's own variables."""
+        """Returns the sources of values in order of precedence; OpenTelemetry's variables come last."""
         return init_settings, env_settings, dotenv_settings, file_secret_settings, OtelDefaults(settings_cls)
 
     @classmethod
     def load(cls, argv: list[str] | None = None) -> Self:
         """Reads flags, then environment, secret files and OpenTelemetry's variables.
 
-        Exits with 2 and one sentence when something is wrong.
+        Prints one sentence and exits with 2 when a value is invalid.
         """
         try:
             source: CliSettingsSource[Self] = CliSettingsSource(
@@ -121,16 +123,16 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
 
     @classmethod
     def misspelt(cls, variables: Iterable[str]) -> list[str]:
-        """A sentence about each environment variable that looks like a setting of this service and is none."""
+        """Returns a sentence for each environment variable that looks like a setting of this service but is not."""
         prefix, known = str(cls.model_config.get("env_prefix", "")).upper(), [name.upper() for name in cls.model_fields]
         given = {name.upper().removeprefix(prefix) for name in variables if prefix and name.upper().startswith(prefix)}
-        said = []
+        problems = []
         for name in sorted(given - {*known}):
             if not _SERVICE_LINK.search(name):
-                near = get_close_matches(name, known, 1, 0.75)
-                hint = f"; is {prefix}{near[0]} meant?" if near else "."
-                said.append(f"{prefix}{name} is no setting and changes nothing{hint}")
-        return said
+                similar = get_close_matches(name, known, 1, 0.75)
+                hint = f"; did you mean {prefix}{similar[0]}?" if similar else "."
+                problems.append(f"{prefix}{name} is not a setting and has no effect{hint}")
+        return problems
 
 
 class GrpcServiceSettings(AccessSettings, ServiceSettings):
@@ -141,20 +143,20 @@ class GrpcServiceSettings(AccessSettings, ServiceSettings):
         0.0,
         ge=0,
         le=1,
-        description="share of traces recorded for callers that bring none; what a gateway traces is always followed",
+        description="share of traces recorded for callers that send none; a gateway's decision is always followed",
     )
-    max_message_mb: int = Field(16, ge=1, le=1024, description="largest gRPC message, MiB")
+    max_message_mb: int = Field(16, ge=1, le=1024, description="maximum size of a gRPC message, MiB")
     max_connection_age_s: float = Field(
         0,
         ge=0,
-        description="close connections after this many seconds so that "
-        "proxies rebalance; running streams finish; 0: never",
+        description="seconds after which connections are closed so that proxies rebalance; running streams finish; "
+        "0: never",
     )
     reflection: bool | None = Field(
-        None, description="let tools such as grpcurl list the services; unset: only where it listens on loopback"
+        None, description="enable gRPC reflection for tools such as grpcurl; unset: only if listening on loopback"
     )
     max_health_watches: int = Field(
-        1_024, ge=1, description="streams of health at once; callers beyond it are refused, and ask again and again"
+        1_024, ge=1, description="maximum number of open health streams; further callers are refused and must poll"
     )
 
 

@@ -1,4 +1,4 @@
-"""Stand-ins for packages that an engine imports but that nobody here uses, where they are not installed."""
+"""Stub modules for packages that an engine imports but that are neither used nor installed here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def stand_in_for_absent(*packages: str) -> None:
-    """Makes `import` of these packages, where they are absent, give modules whose every name exists and does nothing.
+    """Makes missing packages importable as stub modules, in which every name exists and does nothing.
 
-    transformers decides what it offers by what is installed, so it looks first.
+    transformers enables features by what is installed, so its checks run first.
     """
     absent = frozenset(name for name in packages if importlib.util.find_spec(name) is None)
     if not absent:
@@ -22,20 +22,20 @@ def stand_in_for_absent(*packages: str) -> None:
     from transformers import utils
 
     for name in ("is_torchvision_available", "is_torchaudio_available", "is_triton_available"):
-        if callable(found := getattr(utils, name, None)):
-            found()  # remembers its answer
+        if callable(is_available := getattr(utils, name, None)):
+            is_available()  # caches its result
     sys.meta_path.append(_Finder(absent))
 
 
 class _AnyName(type):
-    """A class of which every attribute is another such class; decorating with it changes nothing."""
+    """A class whose every attribute is another such class; as a decorator it returns its argument unchanged."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _any_name(name)
-        setattr(cls, name, made)
-        return made
+        stub = _any_name(name)
+        setattr(cls, name, stub)
+        return stub
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
@@ -60,9 +60,9 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = _any_name(name)
-        setattr(self, name, made)
-        return made
+        stub = _any_name(name)
+        setattr(self, name, stub)
+        return stub
 
 
 class _Finder(MetaPathFinder, Loader):

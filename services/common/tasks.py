@@ -1,4 +1,4 @@
-"""Background tasks with an owner: none dies unseen, none outlives the service."""
+"""Background tasks with an owner: none fails unnoticed, none outlives the service."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-CANCEL_AGAIN_S = 0.25
+CANCEL_EVERY_S = 0.25
 CANCEL_ATTEMPTS = 20
 
 
 def asked_to_end() -> bool:
-    """Whether somebody cancelled the current task; if not, a CancelledError in it is about what it waits for."""
+    """Whether the current task is being cancelled; if not, a CancelledError in it comes from what it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancels what still runs, and waits until all of them have ended."""
+    """Cancels unfinished tasks and waits until all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class TaskOwner:
-    """Holds tasks that should run until closed.
+    """Owns tasks that run until closed.
 
-    A task that raises is logged and reported to `on_death`, which usually stops the process: a service that lost one
-    of its loops must not look healthy.
+    A task that raises is logged and reported to `on_death`, which usually stops the process: a service that lost one of
+    its loops must not appear healthy.
     """
 
     def __init__(self, on_death: Callable[[str, BaseException], None] | None = None) -> None:
@@ -39,7 +39,7 @@ class TaskOwner:
         self._closing = False
 
     def spawn(self, coro: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Starts a task; it may end by returning at any time."""
+        """Starts a task, which may return at any time."""
         task = asyncio.get_running_loop().create_task(coro, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -52,20 +52,20 @@ class TaskOwner:
         error = task.exception()
         if error is None or self._closing:
             return
-        log.error("background task %s died", task.get_name(), exc_info=error)
+        log.error("background task %s failed", task.get_name(), exc_info=error)
         if self._on_death is not None:
             self._on_death(task.get_name(), error)
 
     @property
     def alive(self) -> int:
-        """How many tasks run."""
+        """The number of running tasks."""
         return len(self._tasks)
 
     async def close(self) -> None:
-        """Cancels what still runs and waits for it.
+        """Cancels running tasks and waits for them.
 
-        A cancellation can get lost: a timeout inside a library that expires in the same moment takes it for its own.
-        So it is said again until it is heard, within a bound.
+        A cancellation can get lost when a timeout inside a library expires at the same moment and swallows it, so it is
+        repeated a bounded number of times.
         """
         self._closing = True
         pending = set(self._tasks)
@@ -74,18 +74,18 @@ class TaskOwner:
                 return
             for task in pending:
                 task.cancel()
-            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-        log.error("tasks do not end: %s", ", ".join(sorted(task.get_name() for task in pending)))
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_EVERY_S)
+        log.error("tasks did not end after cancellation: %s", ", ".join(sorted(task.get_name() for task in pending)))
 
 
 class Stop(asyncio.Event):
-    """Set when the process should drain and end; `fail` makes the exit code 1."""
+    """Set when the process should drain and exit; `fail` makes the exit code 1."""
 
     def __init__(self) -> None:
         super().__init__()
         self.failed = False
 
     def fail(self, name: str, error: BaseException) -> None:
-        """A background task died: fits `TaskOwner(on_death=...)`."""
+        """Stops the process because a background task died; fits `TaskOwner(on_death=...)`."""
         self.failed = True
         self.set()

@@ -1,1 +1,1 @@
-"""Postprocess: token ids in; text out, never a broken character, and the end where a stop says so."""
+"""Postprocess: converts token ids to text, applies stop conditions, and parses reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""`python -m services.postprocess` starts the service."""
+"""Starts the postprocess service: `python -m services.postprocess`."""
 
 from services.common.runner import run
 from services.postprocess.service import serve

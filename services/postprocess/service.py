@@ -1,4 +1,4 @@
-"""gRPC in front of the domain: translates messages, nothing else."""
+"""gRPC service of postprocess; converts messages and delegates to sessions and streams."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-NEWS_SPREADS_S = 1.0
-"""How long a gateway may take to hear that this replica leaves."""
+LEAVE_NOTICE_S = 1.0
+"""How long gateways may take to stop opening streams after a replica announces that it leaves."""
 
 SessionContext = grpc.aio.ServicerContext[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]
 PiecesContext = grpc.aio.ServicerContext[postprocess_pb2.TokenPiecesRequest, postprocess_pb2.TokenPiecesResponse]
@@ -41,13 +41,13 @@ ParseContext = grpc.aio.ServicerContext[postprocess_pb2.ParseRequest, postproces
 
 
 class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
-    """`sluice.v1.Postprocess`.
+    """Implements `sluice.v1.Postprocess`.
 
     Args:
-        library: the models.
-        limits: what callers may ask for.
-        opener: begins streams.
-        on_death: a background task failed.
+        library: vocabularies of the models.
+        limits: bounds of requests.
+        stream_factory: creates streams.
+        on_death: called if a background task fails.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
 
     @property
     def sessions(self) -> int:
-        """Sessions open now."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     def leave(self) -> None:
-        """Tells every session that this replica leaves, so that callers move their streams while it still serves."""
+        """Announces on every session that this replica leaves, so that callers move their streams in time."""
         self._leaving = True
         for session in self._sessions:
             session.leave()
 
     def start_draining(self) -> None:
-        """Sessions end as soon as their last stream has been answered."""
+        """Makes sessions end once their last stream has finished."""
         self._draining = True
         for session in self._sessions:
             session.start_draining()
@@ -109,8 +109,8 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         except SluiceError as error:
             await abort(context, error)
         except Exception:
-            log.exception("a session failed")
-            await abort(context, internal("Unexpected failure; the service's log has the details."))
+            log.exception("unexpected error in a session")
+            await abort(context, internal("Unexpected error; see the log of postprocess."))
         finally:
             self._sessions.discard(session)
             await session.aclose()
@@ -124,7 +124,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
     async def _token_pieces(self, request: postprocess_pb2.TokenPiecesRequest) -> postprocess_pb2.TokenPiecesResponse:
         tokens = unpack_u32(request.token_ids)
         if len(tokens) > self._limits.max_message_tokens:
-            raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")
+            raise _too_many(len(tokens), self._limits.max_message_tokens)
         vocabulary = await self._library.get(request.model)
         pieces = vocabulary.pieces(tokens)
         return postprocess_pb2.TokenPiecesResponse(lengths=pack_u32(map(len, pieces)), pieces=b"".join(pieces))
@@ -140,11 +140,10 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
     async def _parse(self, request: postprocess_pb2.ParseRequest) -> postprocess_pb2.ParseResponse:
         options = to_options(request.options)
         if options.token_texts:
-            said = "Parse does not tell what tokens stand for; ask TokenPieces, or use a session."
-            raise invalid(said, param="token_texts")
+            raise invalid("Parse does not return token texts; call TokenPieces or use a session.", param="token_texts")
         tokens = unpack_u32(request.token_ids)
         if len(tokens) > self._limits.max_message_tokens:
-            raise SluiceError(ErrorKind.TOO_LARGE, f"{len(tokens)} tokens are too many.", param="token_ids")
+            raise _too_many(len(tokens), self._limits.max_message_tokens)
         vocabulary = await self._library.get(options.model)
         reason, identity = to_reason(request.finish_reason), secrets.token_hex(12)
         events, finish = await self._stream_factory.parse(tokens, options, vocabulary, reason, identity)
@@ -155,8 +154,12 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         return to_response(events, finish)
 
 
+def _too_many(tokens: int, most: int) -> SluiceError:
+    return SluiceError(ErrorKind.TOO_LARGE, f"{tokens} tokens are too many; send at most {most}.", param="token_ids")
+
+
 async def _until_drained(session: PostSession, serving: Coroutine[Any, Any, None]) -> None:
-    """Serves until the caller is done, or until a session that is being drained has nothing left."""
+    """Serves until the caller half-closes, or until a draining session has no streams left."""
     tasks = {asyncio.ensure_future(serving), asyncio.ensure_future(session.drained.wait())}
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +172,7 @@ async def _until_drained(session: PostSession, serving: Coroutine[Any, Any, None
 
 
 def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> None:
-    """Hands one message to its session; SluiceError when the session cannot go on."""
+    """Applies one message to its session; raises SluiceError if the session must end."""
     for opening in message.opens:
         try:
             options = to_options(opening.options)
@@ -193,7 +196,7 @@ def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> 
 
 
 def limits_of(settings: PostprocessSettings) -> SessionLimits:
-    """The bounds that the settings give."""
+    """Returns the limits from the settings."""
     return SessionLimits(
         stream=Limits(settings.max_stop_strings, settings.max_stop_chars, settings.max_tools_kb << 10),
         max_streams=settings.max_streams,
@@ -205,7 +208,7 @@ def limits_of(settings: PostprocessSettings) -> SessionLimits:
 
 
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
-    """Serves until `stop`: healthy once the models are loaded, drained within `drain_s` at the end."""
+    """Serves until `stop` is set: healthy once the models are loaded, drained within `drain_s` at the end."""
     library = VocabularyRegistry(
         settings.served,
         settings.load_timeout_s,
@@ -214,65 +217,65 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         check=Registry(settings.own_parsers, {**settings.engines, **settings.later_engines}).check,
     )
     limits = limits_of(settings)
-    own = CustomParsers(
+    custom = CustomParsers(
         settings.own_parsers,
         settings.parser_time_s,
         settings.parser_memory_mb,
         settings.engines,
         settings.later_engines,
     )
-    stream_factory = StreamFactory(limits.stream, own, stop.fail)
+    stream_factory = StreamFactory(limits.stream, custom, stop.fail)
     service = PostprocessService(library, limits, stream_factory, stop.fail)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
     await server.start()
-    learning = _learning(settings, library, stream_factory, stop) if settings.learns else None
+    discovery = _discovery(settings, library, stream_factory, stop) if settings.learns else None
     try:
-        if learning is not None:
-            await learning.start()
+        if discovery is not None:
+            await discovery.start()
         await stream_factory.start()
         if not settings.preload or await _before(stop, _loaded(library, stream_factory)):
-            if learning is not None:
-                await learning.catch_up()
+            if discovery is not None:
+                await discovery.catch_up()
             await server.set_serving(True)
             await stop.wait()
             await server.set_serving(False)
             service.leave()
             if service.sessions:
-                # Streams that are opened here before the news has spread are still welcome.
-                await asyncio.sleep(min(NEWS_SPREADS_S, settings.drain_s))
+                # Gateways may still open streams here until they have received the announcement.
+                await asyncio.sleep(min(LEAVE_NOTICE_S, settings.drain_s))
     finally:
         service.start_draining()
         await server.stop(settings.drain_s)
-        if learning is not None:
-            await learning.close()
+        if discovery is not None:
+            await discovery.close()
         await library.close()
         await stream_factory.close()
 
 
-def _learning(
+def _discovery(
     settings: PostprocessSettings, library: VocabularyRegistry, stream_factory: StreamFactory, stop: Stop
 ) -> ModelDiscovery:
-    async def learned(model: DiscoveredModel) -> None:
+    async def added(model: DiscoveredModel) -> None:
         await library.add(settings.learned_spec(model))
         settings.warn_without_native_code(model)
         await stream_factory.prepare_for(await library.get(model.spec.name))
 
-    async def gone(model: DiscoveredModel) -> None:
+    async def removed(model: DiscoveredModel) -> None:
         if source := library.remove(model.spec.name):
             stream_factory.release(source)
 
     configured = {spec.name for spec in settings.served}
-    return ModelDiscovery("postprocess", settings, configured, library, learned, gone, stop)
+    return ModelDiscovery("postprocess", settings, configured, library, added, removed, stop)
 
 
 async def _loaded(library: VocabularyRegistry, stream_factory: StreamFactory) -> None:
-    """All models, and the engines' parsers that `auto` means for them."""
+    """Loads all models, and the engine parsers that `auto` selects for them."""
     await asyncio.gather(*(stream_factory.prepare_for(vocabulary) for vocabulary in await library.load_all()))
 
 
 async def _before(stop: Stop, loading: Coroutine[Any, Any, None]) -> bool:
-    """Whether `loading` was done before the process had to stop; raises what it raises."""
+    """Returns whether `loading` completed before `stop` was set; raises the exception of `loading`."""
     task, stopping = asyncio.ensure_future(loading), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)

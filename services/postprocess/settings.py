@@ -18,48 +18,54 @@ from services.postprocess.parsers.registry import Registry
 
 
 class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
-    """Turns token ids into text. Every flag is also an environment variable: --log-level is
-    SLUICE_POSTPROCESS_LOG_LEVEL."""
+    """Converts token ids to text, and parses reasoning and tool calls.
+
+    Every flag can also be set by environment variable: --log-level by SLUICE_POSTPROCESS_LOG_LEVEL.
+    """
 
     model_config = settings_config("postprocess")
 
     listen: str = Field("127.0.0.1:50053", description="host:port of the gRPC server")
     models: CommaList = Field(
         [f"{DEFAULT_NAME}={DEFAULT_SOURCE}"],
-        description="models to detokenize for, NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, a hub id or "
-        "mistral-common:NAME",
+        description="models to serve, NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, a hub id or mistral-common:NAME",
     )
-    preload: bool = Field(True, description="load all models before reporting healthy; off: on first use")
-    load_timeout_s: float = Field(300.0, gt=0, description="seconds that loading one model may take")
-    max_streams: int = Field(16_384, ge=1, description="streams that may live on one session at a time")
-    max_stop_strings: int = Field(1_000, ge=0, description="stop strings of one stream")
-    max_stop_chars: int = Field(8_192, ge=0, description="code points of all stop strings of one stream together")
+    preload: bool = Field(True, description="load all models before reporting healthy; off: load on first use")
+    load_timeout_s: float = Field(300.0, gt=0, description="timeout for loading one model in seconds")
+    max_streams: int = Field(16_384, ge=1, description="maximum open streams per session")
+    max_stop_strings: int = Field(1_000, ge=0, description="maximum stop strings per stream")
+    max_stop_chars: int = Field(8_192, ge=0, description="maximum code points of all stop strings of a stream")
     tool_parsers: CommaList = Field(
         [],
-        description="what the tool parser 'auto' means, MODEL=PARSER; by default the model's template tells",
+        description="tool parser that 'auto' selects, MODEL=PARSER; default: detected from the model's template",
     )
-    reasoning_parsers: CommaList = Field([], description="the same for the reasoning parser")
+    reasoning_parsers: CommaList = Field(
+        [],
+        description="reasoning parser that 'auto' selects, MODEL=PARSER; default: detected from the model's template",
+    )
     own_parsers: CommaList = Field(
         [],
-        description="parsers of your own that streams may name, module:Class; each runs in a process of its own",
+        description="custom parsers available to streams, module:Class; each runs in a separate process",
     )
     native_parsers: CommaList = Field(
         [],
-        description="engines whose own parsers streams may name (vllm:hermes, sglang:qwen25) and 'auto' prefers: vllm, "
-        "sglang; each runs in a process of its own",
+        description="engines whose parsers are available to streams (vllm:hermes, sglang:qwen25) and preferred by "
+        "'auto': vllm, sglang; each engine runs in a separate process",
     )
     parser_time_s: float = Field(
-        2.0, gt=0, description="seconds a parser of your own or an engine's may take for one message's text"
+        2.0, gt=0, description="time limit in seconds of a custom or engine parser for the text of one message"
     )
-    parser_memory_mb: int = Field(512, ge=16, description="memory a parser's process may take beyond its start, MiB")
-    max_tools_kb: int = Field(1024, ge=1, description="tool descriptions of one stream, KiB")
-    max_message_tokens: int = Field(1 << 20, ge=1, description="tokens in one message")
-    max_row_tokens: int = Field(1 << 16, ge=1, description="tokens of one stream in one message")
+    parser_memory_mb: int = Field(
+        512, ge=16, description="memory in MiB that a parser's process can allocate after its start"
+    )
+    max_tools_kb: int = Field(1024, ge=1, description="maximum size in KiB of a stream's tool definitions")
+    max_message_tokens: int = Field(1 << 20, ge=1, description="maximum tokens per message")
+    max_row_tokens: int = Field(1 << 16, ge=1, description="maximum tokens of one stream per message")
     max_waiting_tokens: int = Field(
-        1 << 16, ge=1, description="tokens one stream may hold while its model is still loading"
+        1 << 16, ge=1, description="maximum tokens buffered for a stream while its model is loading"
     )
     max_backlog: int = Field(
-        1 << 20, ge=1, description="tokens and answers a session may hold for a caller that does not read"
+        1 << 20, ge=1, description="maximum tokens and results buffered for a session whose caller does not read"
     )
 
     @field_validator("models")
@@ -67,9 +73,9 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
     def _models_parse(cls, models: list[str]) -> list[str]:
         names = [ModelSpec.parse(text).name for text in models]
         if not names:
-            raise ValueError("name at least one model")
+            raise ValueError("set at least one model")
         if len(set(names)) < len(names):
-            raise ValueError("two models have the same name")
+            raise ValueError("two models have the same name; use unique names")
         return models
 
     @field_validator("own_parsers")
@@ -77,7 +83,7 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
     def _own_parsers_have_a_class(cls, names: list[str]) -> list[str]:
         for name in names:
             if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-                raise ValueError(f"{name!r} is not module:Class")
+                raise ValueError(f"{name!r} does not have the form module:Class")
         return names
 
     @field_validator("native_parsers")
@@ -85,11 +91,11 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
     def _engines_are_known(cls, names: list[str]) -> list[str]:
         for name in names:
             if name not in ENGINES:
-                raise ValueError(f"{name!r} is no engine with parsers; there is {', '.join(ENGINES)}")
+                raise ValueError(f"{name!r} is not an engine with parsers; use one of {', '.join(ENGINES)}")
         return names
 
     @model_validator(mode="after")
-    def _parsers_are_there(self) -> Self:
+    def _check_parsers(self) -> Self:
         for names in self.parsers.values():
             try:
                 Registry(self.own_parsers, self.engines).check(names)
@@ -99,40 +105,40 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
 
     @property
     def parsers(self) -> dict[str, ParserNames]:
-        """What `auto` means, for the models where it is given."""
+        """Parsers that `auto` selects, for models with configured parsers."""
         tool, reasoning = _by_model(self.tool_parsers), _by_model(self.reasoning_parsers)
         return {model: ParserNames(tool.get(model, ""), reasoning.get(model, "")) for model in {**tool, **reasoning}}
 
     @property
     def engines(self) -> dict[str, str]:
-        """The engines whose parsers run here from the start, with the interpreter of each; empty for this one."""
-        named = (engine_of(name) for names in self.parsers.values() for name in (names.tool, names.reasoning))
+        """Engines whose parsers are started with the service, and their interpreters; empty: this one."""
+        configured = (engine_of(name) for names in self.parsers.values() for name in (names.tool, names.reasoning))
         native = (engine for spec in self.served for engine in self.native_of(spec))
-        wanted = {*self.native_parsers, self.processing_engine, *named, *native} - {""}
-        return {engine: self._python_of(engine) for engine in sorted(wanted)}
+        needed = {*self.native_parsers, self.processing_engine, *configured, *native} - {""}
+        return {engine: self._python_of(engine) for engine in sorted(needed)}
 
     @property
     def later_engines(self) -> dict[str, str]:
-        """The same for engines whose parsers start with the first model that needs them."""
+        """Engines whose parsers are started with the first model that needs them, and their interpreters."""
         native = ENGINES if self.native_framework_processing else ()
         return {engine: self._python_of(engine) for engine in sorted(set(native) - self.engines.keys())}
 
     def native_of(self, spec: ModelSpec) -> Sequence[str]:
-        """The engines whose own parsers `auto` prefers for a model."""
+        """Returns the engines whose parsers `auto` prefers for a model."""
         native = self.processing_engine or self.native_framework_processing
-        own = [spec.processor] if native and spec.processor in ENGINES else []
-        return [*own, *self.native_parsers]
+        engine = [spec.processor] if native and spec.processor in ENGINES else []
+        return [*engine, *self.native_parsers]
 
     def _python_of(self, engine: str) -> str:
         return {"vllm": self.vllm_python, "sglang": self.sglang_python}[engine]
 
 
 def _by_model(texts: list[str]) -> dict[str, str]:
-    """Reads MODEL=PARSER; ValueError says what is wrong."""
+    """Parses MODEL=PARSER entries; raises ValueError for invalid ones."""
     found = {}
     for text in texts:
         model, _, name = text.rpartition("=")
         if not model or not name:
-            raise ValueError(f"{text!r} is not MODEL=PARSER")
+            raise ValueError(f"{text!r} does not have the form MODEL=PARSER")
         found[model] = name
     return found

@@ -1,4 +1,4 @@
-"""Messages ↔ plain data of streams; shared with workers that make text themselves."""
+"""Converts between messages and streams; shared with workers that detokenize locally."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING = Content("")
 
 
 def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
-    """Reads a stream's options; SluiceError for packed ids that are cut off."""
+    """Returns stream options from their message; raises SluiceError for truncated packed ids."""
     return StreamOptions(
         model=message.model,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
@@ -42,7 +42,7 @@ def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
 
 
 def to_resume(message: postprocess_pb2.StreamResume) -> Resume:
-    """Reads what became of a stream elsewhere; SluiceError for packed ids that are cut off."""
+    """Returns the progress of a resumed stream from its message; raises SluiceError for truncated packed ids."""
     return Resume(
         token_ids=unpack_u32(message.token_ids, "resume.token_ids"),
         text_sent=message.text_sent,
@@ -53,7 +53,7 @@ def to_resume(message: postprocess_pb2.StreamResume) -> Resume:
 
 
 def to_response(events: list[Event], finish: Finish) -> postprocess_pb2.ParseResponse:
-    """The wire form of a whole answer."""
+    """Returns the response with the events and finish of a complete stream."""
     calls: dict[int, ToolCallDelta] = {}
     for event in events:
         if isinstance(event, CallStart):
@@ -71,7 +71,7 @@ def to_response(events: list[Event], finish: Finish) -> postprocess_pb2.ParseRes
 
 
 def to_reason(number: int) -> FinishReason:
-    """Reads a finish reason; one that this version does not know is as good as none."""
+    """Returns a finish reason from its number; UNSPECIFIED for an unknown one."""
     try:
         return FinishReason(number)
     except ValueError:
@@ -79,7 +79,7 @@ def to_reason(number: int) -> FinishReason:
 
 
 def parts(events: list[Event]) -> Iterator[tuple[Event, list[ToolCallDelta]]]:
-    """Events as they travel: neighbouring pieces of tool calls together, each beside the first of them."""
+    """Groups events for messages: adjacent pieces of tool calls become one list of deltas."""
     calls: list[ToolCallDelta] = []
     for event in events:
         if isinstance(event, CallStart):
@@ -101,7 +101,7 @@ def parts(events: list[Event]) -> Iterator[tuple[Event, list[ToolCallDelta]]]:
 
 
 def to_event(slot: int, event: Event, calls: list[ToolCallDelta]) -> postprocess_pb2.StreamEvent:
-    """The wire form of what a parser found."""
+    """Returns the message of a parser's event."""
     return postprocess_pb2.StreamEvent(
         slot=slot,
         text=event.text if isinstance(event, Content) else "",
@@ -112,14 +112,14 @@ def to_event(slot: int, event: Event, calls: list[ToolCallDelta]) -> postprocess
 
 
 def to_tokens(tokens: TokenTexts) -> postprocess_pb2.TokenTexts:
-    """The wire form of what tokens stand for."""
+    """Returns the message of token texts."""
     return postprocess_pb2.TokenTexts(
         lengths=pack_u32(tokens.lengths), pieces=bytes(tokens.pieces), text_offsets=pack_u32(tokens.offsets)
     )
 
 
 def to_finish(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
-    """The wire form of a stream's end."""
+    """Returns the message of a stream's end."""
     return postprocess_pb2.StreamEvent(
         slot=slot,
         finish_reason=common_pb2.FinishReason.ValueType(int(finish.reason)),
@@ -132,7 +132,7 @@ def to_finish(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
 
 
 def to_text_batch(batch: Batch | None) -> postprocess_pb2.TextBatch | None:
-    """The wire form of what became ready together."""
+    """Returns the message of a batch of output; None for None."""
     if batch is None:
         return None
     return postprocess_pb2.TextBatch(

@@ -1,1 +1,1 @@
-"""Preprocess: requests in, exactly the token ids the engine itself would have made out."""
+"""Preprocess: turns requests into exactly the token ids that the engine itself would produce."""

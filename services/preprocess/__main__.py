@@ -28,7 +28,7 @@ WARM_UP = ("Hello, world!", "\n".join(SAMPLES))
 
 async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     """Serves until `stop` is set, then drains."""
-    foreign = TemplateProcesses(
+    template_processes = TemplateProcesses(
         settings.template_processes,
         settings.template_limit_s,
         settings.max_prompt_bytes,
@@ -37,11 +37,13 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         settings.work_limit_s,
         asyncio.get_running_loop(),
     )
-    limits = Limits(settings.max_prompt_bytes, settings.template_limit_s, foreign, settings.trust_worker_templates)
+    limits = Limits(
+        settings.max_prompt_bytes, settings.template_limit_s, template_processes, settings.trust_worker_templates
+    )
     pool = ComputePool(settings.tokenize_threads, settings.max_waiting, settings.inline_kb << 10, settings.work_limit_s)
-    # These threads only wait; what is waited for is bounded by the engines' own processes.
-    patience_s = settings.work_limit_s + settings.engine_start_s  # a process that died is back within it
-    waiters, for_foreign = (ComputePool(WAITING_THREADS, settings.max_waiting, 0, patience_s) for _ in range(2))
+    # These threads only wait; the work is bounded by the engines' processes.
+    wait_limit_s = settings.work_limit_s + settings.engine_start_s  # includes the restart of a process that died
+    waiters, template_waiters = (ComputePool(WAITING_THREADS, settings.max_waiting, 0, wait_limit_s) for _ in range(2))
     engines, encoder_options = settings.engines, settings.encoder_options
     registry = ModelRegistry(
         settings.served,
@@ -50,19 +52,19 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     )
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(
-        PreprocessService(registry, pool, settings.max_prompt_bytes, waiters, for_foreign), server.server
+        PreprocessService(registry, pool, settings.max_prompt_bytes, waiters, template_waiters), server.server
     )
     await server.start()
-    learning = _learning(settings, registry, stop) if settings.learns else None
+    discovery = _model_discovery(settings, registry, stop) if settings.learns else None
     try:
-        if learning is not None:
-            await learning.start()
+        if discovery is not None:
+            await discovery.start()
         if settings.preload:
-            await _loaded_or_stopped(registry, stop)
-        if learning is not None:
-            await learning.catch_up()
+            await _preload(registry, stop)
+        if discovery is not None:
+            await discovery.catch_up()
         if settings.preload:
-            # Vocabularies live as long as the process: keep the collector from walking them again and again.
+            # Vocabularies live as long as the process: exclude them from garbage collections.
             gc.collect()
             gc.freeze()
             await pool.on_every_thread(lambda: _warm(registry))
@@ -71,37 +73,37 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         await stop.wait()
     finally:
         await server.stop(settings.drain_s)
-        if learning is not None:
-            await learning.close()
+        if discovery is not None:
+            await discovery.close()
         await registry.close()
         pool.close()
         waiters.close()
-        for_foreign.close()
-        await foreign.aclose()
+        template_waiters.close()
+        await template_processes.aclose()
 
 
-def _learning(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> ModelDiscovery:
-    async def learned(model: DiscoveredModel) -> None:
+def _model_discovery(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> ModelDiscovery:
+    async def on_model(model: DiscoveredModel) -> None:
         await registry.add(settings.learned_spec(model))
         settings.warn_without_native_code(model)
 
-    async def gone(model: DiscoveredModel) -> None:
+    async def on_gone(model: DiscoveredModel) -> None:
         registry.remove(model.spec.name)
 
     configured = {spec.name for spec in settings.served}
-    return ModelDiscovery("preprocess", settings, configured, registry, learned, gone, stop)
+    return ModelDiscovery("preprocess", settings, configured, registry, on_model, on_gone, stop)
 
 
 def _warm(registry: ModelRegistry) -> None:
-    """Has tokenizers set up what they keep for this thread, before a request would wait for it."""
+    """Fills each tokenizer's per-thread state before the first request needs it."""
     for _, tokenizer in registry:
         if tokenizer is not None and not getattr(tokenizer, "blocks", False):
-            # Different text for each thread: what is remembered is not computed.
+            # Different text for each thread: cached text would not be encoded.
             for text in WARM_UP:
                 packed_text(tokenizer, f"{get_ident()} {text}", add_special_tokens=None)
 
 
-async def _loaded_or_stopped(registry: ModelRegistry, stop: Stop) -> None:
+async def _preload(registry: ModelRegistry, stop: Stop) -> None:
     loading = asyncio.create_task(registry.preload())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -114,7 +116,7 @@ async def _loaded_or_stopped(registry: ModelRegistry, stop: Stop) -> None:
 
 
 def main() -> None:
-    """Reads settings and runs until told to stop."""
+    """Reads settings and runs until stopped."""
     settings = PreprocessSettings.load()
     run("preprocess", settings, lambda stop: serve(settings, stop))
 

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json recommends for whatever a client leaves unset, read as engines read it."""
+"""Reads the sampling defaults in a model's generation_config.json the way engines do."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 MOST_EOS_IDS = 64
-"""They come with every prompt."""
+"""Maximum number of ids, which are sent with every prompt."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Recommended options; None where the files say nothing. Ranges are those of `SamplingOptions` in common.proto."""
+    """Recommended options; None if the files do not set them. Ranges are those of `SamplingOptions` in common.proto."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -29,45 +29,45 @@ NO_DEFAULTS = GenerationDefaults()
 
 
 def generation_defaults(config: Mapping[str, Any]) -> GenerationDefaults:
-    """Reads the content of a generation_config.json; what no engine could honour is left out, with a line in the log.
+    """Reads the content of a generation_config.json; values that no engine accepts are dropped with a warning.
 
-    `do_sample` is not read: engines sample at whatever temperature they are given.
+    `do_sample` is ignored: engines sample at the given temperature.
     """
     return GenerationDefaults(
-        temperature=_within(config, "temperature", 0, 100),
-        top_p=_within(config, "top_p", 1e-6, 1),
-        top_k=_whole(config, "top_k", -1),
-        min_p=_within(config, "min_p", 0, 1),
-        repetition_penalty=_within(config, "repetition_penalty", 1e-6, 100),
-        max_tokens=_whole(config, "max_new_tokens", 1),
+        temperature=_number(config, "temperature", 0, 100),
+        top_p=_number(config, "top_p", 1e-6, 1),
+        top_k=_integer(config, "top_k", -1),
+        min_p=_number(config, "min_p", 0, 1),
+        repetition_penalty=_number(config, "repetition_penalty", 1e-6, 100),
+        max_tokens=_integer(config, "max_new_tokens", 1),
     )
 
 
 def eos_ids(*listed: Any) -> tuple[int, ...]:
-    """The ids among what files give as such, a number or a list each; what cannot be an id is left out."""
-    flat = (one for each in listed for one in (each if isinstance(each, list) else [each]))
-    found = dict.fromkeys(
-        one for one in flat if isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 31
+    """Returns the end-of-sequence ids among the given numbers and lists; invalid ids are dropped."""
+    flat = (entry for item in listed for entry in (item if isinstance(item, list) else [item]))
+    ids = dict.fromkeys(
+        entry for entry in flat if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < 1 << 31
     )
-    return tuple(found)[:MOST_EOS_IDS]
+    return tuple(ids)[:MOST_EOS_IDS]
 
 
-def _within(config: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+def _number(config: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
     value = config.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
         return float(value)
-    _say_unusable(name, value)
+    _warn(name, value)
     return None
 
 
-def _whole(config: Mapping[str, Any], name: str, least: int) -> int | None:
+def _integer(config: Mapping[str, Any], name: str, least: int) -> int | None:
     value = config.get(name)
     if isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31:
         return value
-    _say_unusable(name, value)
+    _warn(name, value)
     return None
 
 
-def _say_unusable(name: str, value: Any) -> None:
+def _warn(name: str, value: Any) -> None:
     if value is not None:
         log.warning("generation_config.json: a value is out of range", extra={"option": name, "value": str(value)[:40]})

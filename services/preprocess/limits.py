@@ -1,4 +1,4 @@
-"""What one request may use up."""
+"""Limits of one request, and where its templates run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from services.preprocess.templates.runner import InThisProcess, TemplateRunner
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds that tokenizer implementations keep.
+    """Limits enforced by tokenizer implementations.
 
     Attributes:
-        max_prompt_chars: longest text a template may make.
-        template_s: longest that a template may run, seconds.
+        max_prompt_chars: maximum length of a template's output, characters.
+        template_s: maximum run time of a template, seconds.
         foreign_templates: runs templates that the operator did not install.
-        trust_worker_templates: templates of models that were learned from workers run in this process.
+        trust_worker_templates: whether templates of models discovered from workers run in this process.
     """
 
     max_prompt_chars: int
@@ -26,15 +26,15 @@ class Limits:
 
     @classmethod
     def default(cls) -> Limits:
-        """4 Mi characters, 2 s, one process of 512 MiB that starts when first needed."""
+        """Returns limits of 4 Mi characters, 2 s, and one template process of 512 MiB, started on first use."""
         return cls(4 << 20, 2.0, TemplateProcesses(1, 2.0, 4 << 20, 512))
 
     def own_templates(self, model: str, learned: bool) -> TemplateRunner:
-        """Where a model's own templates run.
+        """Returns the runner of a model's own templates.
 
         Args:
             model: its served name.
-            learned: they came from a worker, not from the operator.
+            learned: whether they came from a worker rather than the operator.
         """
         if learned and not self.trust_worker_templates:
             return self.foreign_templates.of_model(model)

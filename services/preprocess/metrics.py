@@ -1,4 +1,4 @@
-"""The metrics of preprocess: one record a request, and the state of tokenizers and their caches at each scrape."""
+"""Metrics of preprocess: requests, recorded once each, and tokenizers with their caches, read on scrape."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Observed = Iterator[tuple[float, Mapping[str, str]]]
 
 METRICS = MetricDeclarations("preprocess")
 
-VERB = Label("verb", "what was asked for", ("tokenize", "render", "detokenize", "list_models", "get_fingerprint"))
+VERB = Label("verb", "the requested operation", ("tokenize", "render", "detokenize", "list_models", "get_fingerprint"))
 
-REQUEST_SECONDS = METRICS.histogram("request_seconds", "time from request to answer", VERB)
-ERRORS = METRICS.counter("errors", "requests refused or failed", VERB, Label("kind", "of error", ERROR_KINDS))
+REQUEST_SECONDS = METRICS.histogram("request_seconds", "time from request to response", VERB)
+ERRORS = METRICS.counter("errors", "requests rejected or failed", VERB, Label("kind", "kind of the error", ERROR_KINDS))
 PROMPT_TOKENS = METRICS.histogram(
     "prompt_tokens",
     "tokens of a tokenized prompt",
@@ -30,31 +30,31 @@ PROMPT_TOKENS = METRICS.histogram(
     unit="",
     buckets=(16, 64, 256, 1024, 4096, 16384, 65536, 262144),
 )
-POOL_JOBS = METRICS.gauge("pool_jobs", "large requests that wait or compute")
+POOL_JOBS = METRICS.gauge("pool_jobs", "large requests waiting or running")
 
 INFO = METRICS.gauge(
     "tokenizer_info",
-    "1 for each loaded tokenizer: what runs it, and its cache",
+    "1 for each loaded tokenizer; its implementation and cache are in the labels",
     MODEL,
-    Label("processor", "whose code makes prompts", most=20),
-    Label("backend", "what encodes", most=20),
-    Label("cache", "whether ids of earlier prompts are remembered", ("on", "refused")),
+    Label("processor", "implementation that builds prompts", most=20),
+    Label("backend", "library that encodes text", most=20),
+    Label("cache", "whether ids of prompt segments are cached", ("on", "refused")),
     together="max",
 )
 CHARACTERS = METRICS.counter(
     "cache_characters",
-    "prompt text that was remembered, and that was not",
+    "characters of prompt text found in the cache, and not found",
     MODEL,
-    Label("result", "whether", ("hit", "miss")),
+    Label("result", "whether the text was cached", ("hit", "miss")),
 )
-BYTES = METRICS.gauge("cache_bytes", "memory that the ids of earlier prompts take", MODEL, unit="By")
+BYTES = METRICS.gauge("cache_bytes", "memory used by cached prompt segments", MODEL, unit="By")
 
 
 class Instruments:
-    """Counters and histograms; make it after telemetry is configured.
+    """Counters and histograms of requests; create it after telemetry is configured.
 
     Args:
-        pool: whose load is shown.
+        pool: the pool whose load is exposed.
     """
 
     def __init__(self, pool: ComputePool) -> None:
@@ -78,19 +78,19 @@ class Instruments:
         self._seconds.record(perf_counter() - started, {"verb": verb})
 
     def prompt(self, model: str, tokens: int) -> None:
-        """One prompt was tokenized; `model` is one that exists."""
+        """Records a tokenized prompt; `model` must exist."""
         self._prompt_tokens.record(tokens, {"model": model})
 
 
 def watch_tokenizers(registry: ModelRegistry) -> None:
-    """Makes the instruments; call it after telemetry is configured."""
+    """Creates the instruments; call it after telemetry is configured."""
 
     def loaded() -> Iterator[tuple[str, TokenizerFacts]]:
         return ((spec.name, tokenizer.facts) for spec, tokenizer in registry if tokenizer is not None)
 
     def caches() -> Iterator[tuple[str, CacheStats]]:
         for spec, tokenizer in registry:
-            stats = getattr(tokenizer, "cache_stats", None)  # a user's class need not know of it
+            stats = getattr(tokenizer, "cache_stats", None)  # optional for custom classes
             if stats is not None:
                 yield spec.name, stats
 

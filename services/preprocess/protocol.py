@@ -1,4 +1,4 @@
-"""The boundary every tokenizer implementation stands behind."""
+"""The interface of every tokenizer implementation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Tool = dict[str, Any]
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What decides a chat's prompt, checked for shape and otherwise as the client wrote it.
+    """The inputs of a chat's prompt, checked for shape and otherwise as sent by the client.
 
     Attributes:
         messages: OpenAI messages, at least one.
-        tools: OpenAI tools the model is told of; None for none.
+        tools: OpenAI tools available to the model; None for none.
         template_kwargs: extra variables of the chat template.
-        chat_template: template to use instead of the model's own; empty for the model's own.
-        add_generation_prompt: end with the opening of the assistant's turn; None means yes, unless the final message is
-            continued.
-        continue_final_message: leave the last message open so that the model continues it.
+        chat_template: replaces the model's own template; empty to keep that one.
+        add_generation_prompt: whether to end with the start of an assistant turn; None means yes, unless the final
+            message is continued.
+        continue_final_message: whether to leave the last message open so that the model continues it.
         documents: for retrieval templates; None for none.
         tool_choice: OpenAI tool_choice; None when unset.
     """
@@ -43,27 +43,27 @@ class ChatRequest:
 
     @property
     def prompt_tools(self) -> list[Tool] | None:
-        """The tools that belong into the prompt: with tool_choice "none" the model must not see any."""
+        """The tools included in the prompt; none with tool_choice "none"."""
         return self.tools if self.tool_choice != "none" else None
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What is constant about a loaded tokenizer.
+    """Constant properties of a loaded tokenizer.
 
     Attributes:
         processor: implementation, such as "hf".
-        fingerprint: sha-256, hex, over the tokenizer's files; equal fingerprints mean equal ids.
-        vocab_size: ids are below this.
+        fingerprint: hex SHA-256 of the tokenizer's files; equal fingerprints mean equal ids.
+        vocab_size: upper bound (exclusive) of ids.
         eos_ids: the model's end-of-sequence ids.
-        stop_ids: ids that end a turn besides those.
-        context_length: most tokens of prompt and output together as the model's files say; 0 for unknown.
-        has_chat_template: chat requests work without a template of their own.
-        template_fingerprint: sha-256, hex, of the chat template; empty for none.
-        backend: library that turns text into ids; empty for the implementation's own.
-        prompt_fingerprint: what becomes of a fixed set of chats, see `probes`; empty until the tokenizer is served.
-        defaults: what the model's files recommend for whatever a client leaves unset.
-        cache_refusal: why prompts' segments are not remembered; empty when they are, or when there is no such cache.
+        stop_ids: further ids that end a turn.
+        context_length: maximum tokens of prompt and output together, from the model's files; 0 for unknown.
+        has_chat_template: whether chat requests work without a template in the request.
+        template_fingerprint: hex SHA-256 of the chat template; empty for none.
+        backend: library that encodes text; empty for the implementation's own.
+        prompt_fingerprint: digests of a fixed set of chats, see `probes`; empty until the tokenizer is served.
+        defaults: sampling defaults from the model's files.
+        cache_refusal: why prompt segments are not cached; empty when they are, or when there is no such cache.
     """
 
     processor: str
@@ -81,13 +81,13 @@ class TokenizerFacts:
 
 
 def packed_chat(tokenizer: TokenizerProtocol, chat: ChatRequest) -> bytes:
-    """Packed ids of a chat; of a user's class that knows nothing of packing as well."""
+    """Returns packed ids of a chat, also for custom classes without `pack_chat`."""
     pack = getattr(tokenizer, "pack_chat", None)
     return pack(chat) if pack is not None else pack_u32(tokenizer.encode_chat(chat))
 
 
 def packed_text(tokenizer: TokenizerProtocol, text: str, add_special_tokens: bool | None) -> bytes:
-    """Packed ids of a text; of a user's class that knows nothing of packing as well."""
+    """Returns packed ids of a text, also for custom classes without `pack_text`."""
     pack = getattr(tokenizer, "pack_text", None)
     return (
         pack(text, add_special_tokens)
@@ -101,26 +101,26 @@ class PendingPrompt:
     """A chat whose template runs in another process.
 
     Attributes:
-        render: begins to render it; to be awaited on the event loop.
-        finish: makes the prompt of what the template made.
+        render: starts rendering; to be awaited on the event loop.
+        finish: converts the template's output into the prompt.
     """
 
     render: Callable[[], Awaitable[str]]
     finish: Callable[[str], str]
 
     async def text(self) -> str:
-        """The prompt; SluiceError as TokenizerProtocol.render."""
+        """Returns the prompt; raises SluiceError as TokenizerProtocol.render."""
         return self.finish(await self.render())
 
 
 class TokenizerProtocol(Protocol):
-    """Turns requests into token ids and ids into text. Called from several threads at once; never awaits.
+    """Converts requests into token ids and ids into text. Thread-safe; never awaits.
 
-    Every method raises SluiceError(INVALID_ARGUMENT) naming the request's field when the request can never work.
+    Every method raises SluiceError(INVALID_ARGUMENT), naming the request's field, for a request that can never succeed.
 
     Attributes:
-        blocks: the methods wait for something else than this thread's computing, so they are kept off the event loop.
-        renders_apart: the model's own template runs in another process, so chats begin with `begin_chat`.
+        blocks: whether methods wait for more than computation, so that they must stay off the event loop.
+        renders_apart: whether the model's own template runs in another process, so that chats start with `begin_chat`.
     """
 
     blocks: ClassVar[bool] = False
@@ -129,40 +129,40 @@ class TokenizerProtocol(Protocol):
 
     @property
     def cache_stats(self) -> CacheStats | None:
-        """Of the cache of prompts' segments; None without one."""
+        """Statistics of the cache of prompt segments; None without one."""
         return None
 
     def pack_chat(self, chat: ChatRequest) -> bytes:
-        """The same as `encode_chat`, packed u32: what is packed already need not become Python integers."""
+        """Returns `encode_chat` as packed uint32; override it to avoid Python integers."""
         return pack_u32(self.encode_chat(chat))
 
     def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
-        """The same as `encode_text`, packed u32."""
+        """Returns `encode_text` as packed uint32."""
         return pack_u32(self.encode_text(text, add_special_tokens))
 
     def begin_chat(self, chat: ChatRequest) -> PendingPrompt | None:
-        """The chat's prompt, where an event loop can wait for it; None where `pack_chat` computes it at once.
+        """Starts a chat's prompt for an event loop to await; None if `pack_chat` computes it at once.
 
         Its ids are those of `pack_text` without special tokens.
         """
         return None
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
-        """Ids of a chat's prompt: the ids of `render`, with control tokens only where the template put them."""
+        """Returns ids of a chat's prompt: those of `render`, with control tokens only where the template put them."""
         ...
 
     def render(self, chat: ChatRequest) -> str:
-        """The prompt as text, control tokens spelled out."""
+        """Returns the prompt as text, including control tokens."""
         ...
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Ids of plain text; None adds what the model's tokenizer adds by default."""
+        """Returns ids of plain text; None adds the special tokens that the model's tokenizer adds by default."""
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of ids below `facts.vocab_size`; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of ids below `facts.vocab_size`; invalid UTF-8 becomes U+FFFD."""
         ...
 
     def tokenize(self, messages: list[Message], model: str, tools: list[Tool] | None = None) -> list[int]:
-        """Ids of a plain chat; `model` is the served name, for implementations that hold several."""
+        """Returns ids of a plain chat; `model` is the served name, for implementations of several models."""
         return self.encode_chat(ChatRequest(messages, tools))

@@ -1,4 +1,4 @@
-"""The Preprocess service on gRPC: translates messages, nothing else."""
+"""The Preprocess gRPC service: translates messages between gRPC and the tokenizers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 PROMPT_TAIL_TOKENS = 16
 MAX_EACH = 32_768
-EACH_COSTS = 32  # times what it costs to decode them together
+COST_PER_TOKEN = 32  # decoding tokens one by one, relative to decoding them together
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -38,15 +38,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
-    """Answers from a registry's tokenizers.
+    """Serves requests with the tokenizers of a registry.
 
     Args:
         registry: the models.
-        pool: where the work is done.
-        max_prompt_bytes: largest input of one request.
-        waiters: for tokenizers whose calls wait for another process; by default the pool does that as well.
-        foreign: for chats that bring a template to such a tokenizer, where a hostile one holds up only its like; by
-            default as `waiters`.
+        pool: runs the work.
+        max_prompt_bytes: maximum input of one request.
+        waiters: for tokenizers whose calls wait for another process; defaults to `pool`.
+        foreign: for chats with a template in the request, so that hostile ones only delay each other; defaults to
+            `waiters`.
     """
 
     def __init__(
@@ -68,14 +68,11 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def Tokenize(
         self, request: preprocess_pb2.TokenizeRequest, context: Context
     ) -> preprocess_pb2.TokenizeResponse:
-        """See preprocess.proto."""
         return await self._serve("tokenize", self._tokenize, request, context)
 
-    async def Session(  # type: ignore[override]  # reads and writes by context
+    async def Session(  # type: ignore[override]  # uses context.read and context.write
         self, calls: AsyncIterator[preprocess_pb2.TokenizeCalls], context: Context
     ) -> None:
-        """See preprocess.proto."""
-
         def handle(
             request: preprocess_pb2.TokenizeRequest, metadata: Metadata
         ) -> Awaitable[preprocess_pb2.TokenizeResponse]:
@@ -86,25 +83,21 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         )
 
     async def Render(self, request: preprocess_pb2.RenderRequest, context: Context) -> preprocess_pb2.RenderResponse:
-        """See preprocess.proto."""
         return await self._serve("render", self._render, request, context)
 
     async def Detokenize(
         self, request: preprocess_pb2.DetokenizeRequest, context: Context
     ) -> preprocess_pb2.DetokenizeResponse:
-        """See preprocess.proto."""
         return await self._serve("detokenize", self._detokenize, request, context)
 
     async def ListModels(
         self, request: preprocess_pb2.ListTokenizersRequest, context: Context
     ) -> preprocess_pb2.ListTokenizersResponse:
-        """See preprocess.proto."""
         return await self._serve("list_models", self._list_models, request, context)
 
     async def GetFingerprint(
         self, request: preprocess_pb2.GetFingerprintRequest, context: Context
     ) -> preprocess_pb2.GetFingerprintResponse:
-        """See preprocess.proto."""
         return await self._serve("get_fingerprint", self._get_fingerprint, request, context)
 
     async def _serve(self, verb: str, handler: Callable[[Q], Awaitable[A]], request: Q, context: Context) -> A:
@@ -128,26 +121,26 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def _tokenize_with(
         self, tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest
     ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
-        """The answer and its number of tokens."""
+        """Returns the response and its number of tokens."""
         kind = request.WhichOneof("input")
         if kind is None:
-            raise invalid("The request holds neither a chat nor text nor token ids.", param="input")
+            raise invalid("The request has no input; set chat, text or tokens.", param="input")
         size = getattr(request, kind).ByteSize()
         self._check_size(size, "prompt" if kind != "chat" else "messages")
-        pending = await self._begun(tokenizer, request.chat, size) if kind == "chat" else None
+        pending = await self._begin_chat(tokenizer, request.chat, size) if kind == "chat" else None
         if pending is None:
             foreign = bool(request.chat.chat_template)
-            return await self._compute(tokenizer, lambda: _tokenized(tokenizer, request, kind), size, foreign)
+            return await self._compute(tokenizer, lambda: _tokenize(tokenizer, request, kind), size, foreign)
         text = await pending.text()
         return await self._pool.run(
-            lambda: _answered(tokenizer, request, packed_text(tokenizer, text, add_special_tokens=False)), len(text)
+            lambda: _response(tokenizer, request, packed_text(tokenizer, text, add_special_tokens=False)), len(text)
         )
 
     async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
         size = request.chat.ByteSize()
         self._check_size(size, "messages")
         with self._registry.using(await self._registry.get(request.model)) as tokenizer:
-            pending = await self._begun(tokenizer, request.chat, size)
+            pending = await self._begin_chat(tokenizer, request.chat, size)
             if pending is not None:
                 text = await pending.text()
             else:
@@ -157,11 +150,11 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
 
     async def _detokenize(self, request: preprocess_pb2.DetokenizeRequest) -> preprocess_pb2.DetokenizeResponse:
         if request.each and len(request.token_ids) > 4 * MAX_EACH:
-            raise invalid(f"The text of each token is given for at most {MAX_EACH} tokens.", param="token_ids")
+            raise invalid(f"The text of each token is limited to {MAX_EACH} tokens; send fewer ids.", param="token_ids")
 
-        size = len(request.token_ids) * (EACH_COSTS if request.each else 1)
+        size = len(request.token_ids) * (COST_PER_TOKEN if request.each else 1)
         with self._registry.using(await self._registry.get(request.model)) as tokenizer:
-            return await self._compute(tokenizer, lambda: _detokenized(tokenizer, request), size)
+            return await self._compute(tokenizer, lambda: _detokenize(tokenizer, request), size)
 
     async def _list_models(
         self, request: preprocess_pb2.ListTokenizersRequest
@@ -177,18 +170,18 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             template_fingerprint=tokenizer.facts.template_fingerprint,
         )
 
-    async def _begun(
+    async def _begin_chat(
         self, tokenizer: TokenizerProtocol, chat: preprocess_pb2.ChatInput, size: int
     ) -> PendingPrompt | None:
-        """A chat whose template runs in another process; None for one that is to be computed as a whole."""
-        begin = getattr(tokenizer, "begin_chat", None)  # a user's class need not know of it
+        """Starts rendering a chat whose template runs in another process; None if the chat is computed at once."""
+        begin = getattr(tokenizer, "begin_chat", None)  # optional for custom classes
         if begin is None or not (chat.chat_template or getattr(tokenizer, "renders_apart", False)):
             return None
         pending: PendingPrompt | None = await self._pool.run(lambda: begin(_chat(chat)), size)
         return pending
 
     async def _compute(self, tokenizer: TokenizerProtocol, job: Callable[[], A], size: int, foreign: bool = False) -> A:
-        blocks = getattr(tokenizer, "blocks", False)  # a user's class need not know of it
+        blocks = getattr(tokenizer, "blocks", False)  # optional for custom classes
         pool = self._foreign if foreign else self._waiters if blocks else self._pool
         return await pool.run(job, size, foreign or blocks)
 
@@ -197,19 +190,19 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             raise too_large(size, self._max_prompt_bytes, param)
 
 
-def _tokenized(
+def _tokenize(
     tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, kind: str
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
-    """The answer and its number of tokens."""
+    """Returns the response and its number of tokens."""
     if kind == "tokens":
         packed = request.tokens.token_ids
-        _checked_ids(packed, tokenizer)
+        _check_ids(packed, tokenizer)
     else:
         packed = packed_chat(tokenizer, _chat(request.chat)) if kind == "chat" else _text_ids(tokenizer, request.text)
-    return _answered(tokenizer, request, packed)
+    return _response(tokenizer, request, packed)
 
 
-def _answered(
+def _response(
     tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, packed: bytes
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     size = request.block_size
@@ -229,10 +222,10 @@ def _answered(
     return reply, len(packed) // 4
 
 
-def _detokenized(
+def _detokenize(
     tokenizer: TokenizerProtocol, request: preprocess_pb2.DetokenizeRequest
 ) -> preprocess_pb2.DetokenizeResponse:
-    ids = _checked_ids(request.token_ids, tokenizer)
+    ids = _check_ids(request.token_ids, tokenizer)
     text = tokenizer.decode(ids, request.skip_special_tokens)
     each = [tokenizer.decode([token]) for token in ids] if request.each else ()
     return preprocess_pb2.DetokenizeResponse(text=text, each=each)
@@ -270,12 +263,12 @@ def _text_ids(tokenizer: TokenizerProtocol, text: preprocess_pb2.TextInput) -> b
         raise
 
 
-def _checked_ids(packed: bytes, tokenizer: TokenizerProtocol) -> list[int]:
+def _check_ids(packed: bytes, tokenizer: TokenizerProtocol) -> list[int]:
     ids = unpack_u32(packed).tolist()
     vocab_size = tokenizer.facts.vocab_size
     if ids and max(ids) >= vocab_size:
         raise invalid(
-            f"Token id {max(ids)} is outside the model's vocabulary of {vocab_size}.",
+            f"Token id {max(ids)} is outside the model's vocabulary; send ids below {vocab_size}.",
             param="token_ids",
             code="token_id_out_of_range",
         )

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from services.common.discovery.processing_settings import ProcessingSettings
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
-from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.tokenizers.engine import EngineOptions
 
 
@@ -25,56 +25,60 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     models: CommaList = Field(
         [f"{DEFAULT_NAME}={DEFAULT_SOURCE}"],
         min_length=1,
-        description="served models, each NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, a hub id or mistral-common:NAME",
+        description="models to serve, each NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, hub id or mistral-common:NAME",
     )
-    chat_templates: CommaList = Field(
-        [], description="chat templates to use instead of those that came with models, each NAME=FILE"
-    )
-    preload: bool = Field(True, description="load all tokenizers before requests are welcome; no: on first use")
-    load_wait_s: float = Field(60.0, gt=0, description="longest that one request waits for its tokenizer to load")
-    tokenize_threads: int = Field(2, ge=1, le=64, description="threads for requests over inline-kb")
+    chat_templates: CommaList = Field([], description="chat templates that replace the models' own, each as NAME=FILE")
+    preload: bool = Field(True, description="load all tokenizers before accepting requests; no: on first use")
+    load_wait_s: float = Field(60.0, gt=0, description="maximum seconds a request waits for its tokenizer to load")
+    tokenize_threads: int = Field(2, ge=1, le=64, description="threads for requests larger than inline-kb")
     inline_kb: int = Field(
         4,
         ge=0,
-        description="requests up to this many KiB are served at once; a thread hop would cost more than they do",
+        description="requests up to this many KiB run on the event loop, where they cost less than a thread switch",
     )
-    max_waiting: int = Field(1024, ge=1, description="requests that may wait for a thread; more are shed")
-    work_limit_s: float = Field(10.0, gt=0, description="longest that one request may wait and compute")
-    max_prompt_mb: float = Field(4.0, gt=0, description="largest prompt, before and after the template, MiB of text")
+    max_waiting: int = Field(
+        1024, ge=1, description="maximum number of requests waiting for a thread; further ones are rejected"
+    )
+    work_limit_s: float = Field(10.0, gt=0, description="maximum seconds a request may wait and run")
+    max_prompt_mb: float = Field(4.0, gt=0, description="maximum size of a prompt, before and after the template, MiB")
     fast_tokenizers: bool = Field(
-        True, description="use a faster library where it is installed and a self-check proves equal ids"
+        True, description="use a faster library where installed and a self-check confirms equal ids"
     )
-    cache_mb: int = Field(64, ge=0, description="MiB for each model that remember ids of earlier prompts; 0: none")
-    template_limit_s: float = Field(2.0, gt=0, description="longest that a chat template may run")
-    template_processes: int = Field(1, ge=1, le=16, description="processes that run templates sent by clients")
+    cache_mb: int = Field(64, ge=0, description="cache for ids of prompt segments, MiB per model; 0: no cache")
+    template_limit_s: float = Field(2.0, gt=0, description="maximum seconds a chat template may run")
+    template_processes: int = Field(
+        1, ge=1, le=16, description="number of processes that run templates sent by clients"
+    )
     worker_template_processes: int = Field(
         16,
         ge=1,
         le=1024,
-        description="processes that run the templates of models learned from workers, one for each model in use",
+        description="maximum number of processes that run templates of models discovered from workers, one per model",
     )
-    template_memory_mb: int = Field(512, ge=128, description="address space of such a process, MiB")
+    template_memory_mb: int = Field(512, ge=128, description="address space limit of a template process, MiB")
     trust_worker_templates: bool = Field(
         False,
-        description="run the templates of models learned from workers in this process, where a hostile one can use up "
-        "its memory and time",
+        description="run templates of models discovered from workers in this process, where a hostile one can exhaust "
+        "memory and CPU",
     )
 
-    engine_processes: int = Field(1, ge=1, le=64, description="processes of an engine's code for each model")
+    engine_processes: int = Field(1, ge=1, le=64, description="number of engine tokenizer processes per model")
     engine_memory_mb: int = Field(
-        2048, ge=128, description="MiB that such a process may take beyond what its tokenizer needs"
+        2048, ge=128, description="memory limit of an engine tokenizer process beyond its tokenizer, MiB"
     )
-    engine_start_s: float = Field(120.0, gt=0, description="longest that such a process may take to start")
+    engine_start_s: float = Field(
+        120.0, gt=0, description="maximum seconds an engine tokenizer process may take to start"
+    )
 
     @model_validator(mode="after")
-    def _models_can_be_read(self) -> Self:
+    def _check_models(self) -> Self:
         names = [spec.name for spec in self.configured]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"models lists {', '.join(twice)} more than once")
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"models lists {', '.join(duplicates)} more than once")
         return self
 
     @model_validator(mode="after")
-    def _templates_are_of_models(self) -> Self:
+    def _check_chat_templates(self) -> Self:
         for text in self.chat_templates:
             name, _, file = text.partition("=")
             if not file or name not in {spec.name for spec in self.served}:
@@ -82,13 +86,13 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
         return self
 
     def template_file(self, model: str) -> Path | None:
-        """The chat template given for a model; None for the model's own."""
+        """Returns the chat template file configured for a model; None for the model's own template."""
         given = dict(text.split("=", 1) for text in self.chat_templates)
         return Path(given[model]) if model in given else None
 
     @property
     def engines(self) -> dict[str, EngineOptions]:
-        """How the processes of each engine are run."""
+        """Options of the processes, by engine."""
         return {
             engine: EngineOptions(
                 python,
@@ -103,7 +107,7 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
 
     @property
     def encoder_options(self) -> EncoderOptions:
-        """What tokenizers may do to be fast."""
+        """Optimizations of the tokenizers."""
         return EncoderOptions(self.fast_tokenizers, self.cache_mb << 20)
 
     @property

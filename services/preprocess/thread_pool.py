@@ -1,4 +1,4 @@
-"""Where the computing happens: small jobs at once, big ones on a bounded number of threads behind a bounded queue."""
+"""Runs computations: small ones inline, large ones on a bounded number of threads with a bounded queue."""
 
 from __future__ import annotations
 
@@ -17,85 +17,87 @@ T = TypeVar("T")
 
 
 class ComputePool:
-    """Runs jobs off the event loop, except those that are done before a thread would have started.
+    """Runs jobs off the event loop, except those that finish faster than a thread switch.
 
     Args:
-        threads: jobs that compute at once.
-        max_waiting: jobs that may wait for a thread; more are shed.
-        inline_bytes: jobs over at most this much input run on the event loop.
-        limit_s: longest that a job may wait and compute, seconds.
+        threads: number of concurrent jobs.
+        max_waiting: maximum number of waiting jobs; further ones are rejected.
+        inline_bytes: jobs with at most this much input run on the event loop.
+        limit_s: maximum time a job may wait and run, seconds.
     """
 
     def __init__(self, threads: int, max_waiting: int, inline_bytes: int, limit_s: float) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
         self._threads = threads
-        self._room = threads + max_waiting
+        self._capacity = threads + max_waiting
         self._inline_bytes = inline_bytes
         self._limit_s = limit_s
         self._taken = 0
-        self._lock = Lock()  # jobs leave on their threads
+        self._lock = Lock()  # released on worker threads
 
     @property
     def taken(self) -> int:
-        """Jobs that wait or compute, inline ones aside."""
+        """Number of waiting and running jobs, without inline ones."""
         return self._taken
 
     async def run(self, job: Callable[[], T], size: int, may_block: bool = False) -> T:
-        """What `job` returns or raises.
+        """Returns or raises the result of `job`.
 
         Args:
             job: the work.
             size: bytes of input, a measure of the work.
-            may_block: the job waits for something, so it never runs on the event loop.
+            may_block: whether the job waits for something, in which case it never runs on the event loop.
 
         Raises:
-            SluiceError: OVERLOADED when too many wait; DEADLINE_EXCEEDED after the limit. A job that waits is then
-                never started; one that computes finishes unheard, and keeps its place until then. INTERNAL when native
-                code panics.
+            SluiceError: OVERLOADED when too many wait; DEADLINE_EXCEEDED after the limit: a waiting job is then never
+                started, a running one completes, its result is dropped, and it counts until then. INTERNAL on native
+                panics.
         """
         if size <= self._inline_bytes and not may_block:
             return _without_panic(job)
-        if self._taken >= self._room:
-            raise overloaded("Too many large prompts are waiting to be tokenized; try again later.")
+        if self._taken >= self._capacity:
+            raise overloaded("Too many large prompts are waiting to be tokenized; retry shortly.")
         with self._lock:
             self._taken += 1
         future = self._executor.submit(_without_panic, job)
-        future.add_done_callback(self._leave)
+        future.add_done_callback(self._release)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
         except TimeoutError:
             raise SluiceError(
                 ErrorKind.DEADLINE_EXCEEDED,
-                f"The prompt could not be tokenized within {self._limit_s:g} s.",
+                f"Tokenizing the prompt took longer than {self._limit_s:g} s; shorten it or retry.",
                 code="stage_timeout",
             ) from None
 
     async def on_every_thread(self, job: Callable[[], object]) -> None:
-        """Runs a job once here and once on each thread of the idle pool, for what libraries set up thread by thread."""
+        """Runs a job here and once on each thread of the idle pool, for per-thread state of libraries."""
         job()
-        together = Barrier(self._threads)
+        barrier = Barrier(self._threads)
 
         def once() -> None:
-            together.wait(self._limit_s)
+            barrier.wait(self._limit_s)
             job()
 
         await asyncio.gather(*(asyncio.wrap_future(self._executor.submit(once)) for _ in range(self._threads)))
 
-    def _leave(self, _: object) -> None:
+    def _release(self, _: object) -> None:
         with self._lock:
             self._taken -= 1
 
     def close(self) -> None:
-        """Drops what waits; what computes ends with the process."""
+        """Drops waiting jobs; running ones end with the process."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _without_panic(job: Callable[[], T]) -> T:
-    """Native code panics with what is no Exception, and so is answered by nobody."""
+    """Converts native panics, which are not subclasses of Exception, into typed errors."""
     try:
         return job()
     except (Exception, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         log.exception("native code failed on a prompt")
-        raise SluiceError(ErrorKind.INTERNAL, "The prompt cannot be tokenized: the tokenizer fails on it.") from error
+        raise SluiceError(
+            ErrorKind.INTERNAL, "The prompt cannot be tokenized: the tokenizer fails on it; see the service's log."
+        ) from error

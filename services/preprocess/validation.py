@@ -1,6 +1,6 @@
-"""Checks a chat as the client sent it, so that templates and tokenizers meet only well-formed ones.
+"""Validates chats from clients, so that templates and tokenizers only receive well-formed ones.
 
-Every refusal is one sentence and names the field as the client knows it, such as ``messages[2].role``.
+Every error is one sentence and names the field as in the client's request, such as ``messages[2].role``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from services.preprocess.protocol import ChatRequest, Message, Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
-_OWN_FIELDS = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+_REQUEST_FIELDS = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
 def parse_chat(
@@ -28,10 +28,10 @@ def parse_chat(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
 ) -> ChatRequest:
-    """Reads and checks a chat whose parts are JSON; empty bytes are an unset part.
+    """Parses and validates a chat whose parts are JSON; empty bytes are an unset part.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT naming the field; invalid UTF-8, lone surrogates and NaN are no JSON.
+        SluiceError: INVALID_ARGUMENT naming the field; invalid UTF-8, lone surrogates and NaN are not valid JSON.
     """
     return checked_chat(
         _load(messages_json, "messages"),
@@ -56,10 +56,10 @@ def checked_chat(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
 ) -> ChatRequest:
-    """The same for parts that are read already; None is an unset part."""
+    """Validates a chat whose parts are parsed already; None is an unset part."""
     if add_generation_prompt and continue_final_message:
         raise invalid(
-            "add_generation_prompt and continue_final_message exclude each other; set one of them.",
+            "add_generation_prompt and continue_final_message are mutually exclusive; set only one of them.",
             param="continue_final_message",
         )
     checked_tools = _check_tools(tools)
@@ -81,15 +81,15 @@ def _load(data: bytes, param: str) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise invalid(f"{param} is no valid JSON: {error.msg} at position {error.pos}.", param=param) from None
+        raise invalid(f"{param} is not valid JSON: {error.msg} at position {error.pos}.", param=param) from None
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """The messages, unchanged; SluiceError(INVALID_ARGUMENT) names the first fault."""
+    """Returns the messages unchanged; raises SluiceError(INVALID_ARGUMENT) naming the first invalid field."""
     if not isinstance(messages, list):
         raise invalid("messages must be an array of messages.", param="messages")
     if not messages:
-        raise invalid("messages must hold at least one message.", param="messages")
+        raise invalid("messages must contain at least one message.", param="messages")
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
     return messages
@@ -100,20 +100,23 @@ def _check_message(message: Any, where: str) -> None:
         raise invalid(f"{where} must be an object with a role and content.", param=where)
     role = message.get("role")
     if role not in ROLES:
-        shown = "is missing" if role is None else f"{quoted(role)} is unknown"
-        raise invalid(f"{where}.role {shown}; choose from {', '.join(ROLES)}.", param=f"{where}.role")
+        problem = "is missing" if role is None else f"{quoted(role)} is unknown"
+        raise invalid(f"{where}.role {problem}; choose from {', '.join(ROLES)}.", param=f"{where}.role")
     for name in _TEXTS:
         if not isinstance(message.get(name), str | None):
             raise invalid(f"{where}.{name} must be a string.", param=f"{where}.{name}")
     calls = message.get("tool_calls")
     if calls is not None:
         if role != "assistant":
-            raise invalid(f"{where}.tool_calls belongs to assistant messages only.", param=f"{where}.tool_calls")
+            raise invalid(f"{where}.tool_calls is only allowed in assistant messages.", param=f"{where}.tool_calls")
         _check_calls(calls, f"{where}.tool_calls")
     content = message.get("content")
     if content is None:
         if role != "assistant" or not calls:
-            raise invalid(f"{where}.content is missing.", param=f"{where}.content")
+            raise invalid(
+                f"{where}.content is missing; set it to a string or an array of content parts.",
+                param=f"{where}.content",
+            )
     elif not isinstance(content, str):
         _check_parts(content, f"{where}.content")
 
@@ -151,7 +154,7 @@ def _function_name(item: Any, where: str) -> str:
     if not isinstance(item, dict):
         raise invalid(f"{where} must be an object of type function with a function.", param=where)
     if item.get("type", "function") != "function":
-        raise invalid(f"{where}.type {quoted(item['type'])} is unknown; only function is.", param=f"{where}.type")
+        raise invalid(f"{where}.type {quoted(item['type'])} is unknown; use function.", param=f"{where}.type")
     function = item.get("function")
     if not isinstance(function, dict):
         raise invalid(f"{where}.function must be an object with a name.", param=f"{where}.function")
@@ -171,7 +174,7 @@ def _check_tools(tools: Any) -> list[Tool] | None:
         _function_name(tool, where)
         if not isinstance(tool["function"].get("parameters"), dict | None):
             raise invalid(
-                f"{where}.function.parameters must be an object, a JSON schema.", param=f"{where}.function.parameters"
+                f"{where}.function.parameters must be a JSON schema object.", param=f"{where}.function.parameters"
             )
     return tools or None
 
@@ -182,7 +185,7 @@ def _check_tool_choice(choice: Any, tools: list[Tool] | None) -> str | dict[str,
     if choice != "required" and not isinstance(choice, dict):
         raise invalid("tool_choice must be none, auto, required or one function.", param="tool_choice")
     if not tools:
-        raise invalid("tool_choice asks for a tool call, but tools is empty.", param="tool_choice")
+        raise invalid("tool_choice requires a tool call, but tools is empty.", param="tool_choice")
     if isinstance(choice, dict):
         name = _function_name(choice, "tool_choice")
         if name not in {tool["function"]["name"] for tool in tools}:
@@ -195,10 +198,10 @@ def _check_kwargs(kwargs: Any) -> dict[str, Any]:
         return {}
     if not isinstance(kwargs, dict):
         raise invalid("chat_template_kwargs must be an object.", param="chat_template_kwargs")
-    for name in _OWN_FIELDS:
+    for name in _REQUEST_FIELDS:
         if name in kwargs:
             raise invalid(
-                f"chat_template_kwargs must not hold {name}; it is a field of the request.",
+                f"chat_template_kwargs must not contain {name}; it is a field of the request.",
                 param=f"chat_template_kwargs.{name}",
             )
     return kwargs
@@ -213,21 +216,21 @@ def _check_documents(documents: Any) -> list[dict[str, Any]] | None:
 
 
 def as_json(value: Any) -> bytes:
-    """What is read already, for another process; SluiceError(INVALID_ARGUMENT) for a chat that cannot be sent there.
+    """Serializes parsed values for another process; raises SluiceError(INVALID_ARGUMENT) if that is impossible.
 
-    What is read may be nested more deeply than what is written.
+    The parser accepts deeper nesting than the serializer.
     """
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError as error:
-        raise invalid("The chat is nested too deeply, or its text is no valid Unicode.", param="messages") from error
+        raise invalid("The chat is nested too deeply, or its text is not valid Unicode.", param="messages") from error
 
 
 def too_large(size: int, limit: int, param: str) -> SluiceError:
-    """The prompt is over the size limit; sizes in bytes."""
+    """Returns the error of a prompt over the size limit; sizes in bytes."""
     return SluiceError(
         ErrorKind.TOO_LARGE,
-        f"The prompt has {size:,} bytes; at most {limit:,} are allowed.",
+        f"The prompt has {size:,} bytes; send at most {limit:,}.",
         param=param,
         code="prompt_too_large",
     )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, SecretStr
 
-from services.common.redis.settings import RedisLoginSettings
+from services.common.redis.target import RedisLoginSettings
 from services.common.settings import AddressList, GrpcServiceSettings, settings_config
 from services.router.reservations.cost import PREFILL_LOAD_SCALE
 

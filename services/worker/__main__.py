@@ -11,9 +11,9 @@ from services.worker.settings import WorkerSettings
 
 
 async def serve(settings: WorkerSettings, stop: Stop) -> None:
-    """Serves until `stop` is set, then shuts down in order."""
-    host = WorkerServer(settings, stop)
-    starting = asyncio.create_task(host.start())
+    """Serves until `stop` is set, then shuts down gracefully."""
+    server = WorkerServer(settings, stop)
+    starting = asyncio.create_task(server.start())
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -24,11 +24,11 @@ async def serve(settings: WorkerSettings, stop: Stop) -> None:
         starting.cancel()
         stopping.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
-        await host.shut_down()
+        await server.shut_down()
 
 
 def main() -> None:
-    """Reads settings and runs until told to stop."""
+    """Reads the settings and runs the worker until it receives a stop signal."""
     settings = WorkerSettings.load()
     run("worker", settings, lambda stop: serve(settings, stop))
 

@@ -1,4 +1,4 @@
-"""What a worker is told to do beside its engine; light, because settings are made of it."""
+"""Options of local processing; a module without heavy imports, because the settings use it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Level = Literal["none", "prompts", "full"]
 
 @dataclass(frozen=True, slots=True)
 class PromptBounds:
-    """What prompts may use up.
+    """Resource limits of tokenization.
 
     Attributes:
-        max_prompt_bytes: of one prompt, as it comes.
-        max_held_bytes: of all that wait for their ids; what a thread is still at after its caller has left is not
-            counted, which is at most one prompt a thread.
-        threads: prompts that are computed at once.
-        max_waiting: prompts that wait for a thread.
-        limit_s: seconds from a prompt's arrival to its ids.
+        max_prompt_bytes: size of one prompt as received.
+        max_held_bytes: total size of all prompts being tokenized, without those whose callers have cancelled, of which
+            each thread may still process one.
+        threads: prompts tokenized concurrently.
+        max_waiting: prompts that may wait for a thread.
+        limit_s: seconds from the arrival of a prompt to its token ids.
     """
 
     max_prompt_bytes: int = 4 << 20
@@ -30,12 +30,13 @@ class PromptBounds:
 
 @dataclass(frozen=True, slots=True)
 class ProcessingOptions:
-    """What is done here.
+    """What the worker processes locally.
 
     Attributes:
-        level: nothing; prompts; prompts and texts.
-        required: the worker cannot do without; otherwise it serves token ids when the tokenizer cannot be loaded.
-        cache_bytes: memory for ids of earlier prompts.
+        level: nothing, prompts, or prompts and output text.
+        required: fail to start when the tokenizer cannot be loaded; otherwise the worker then serves token ids only.
+        cache_bytes: memory for the token ids of earlier prompts.
+        bounds: resource limits of tokenization.
     """
 
     level: Level = "prompts"

@@ -1,4 +1,4 @@
-"""Hosts one worker in this process: start-up and shutdown in their order."""
+"""Runs one worker in this process, with ordered start-up and shutdown."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ STOP_SERVER_S = 0.2
 
 
 class WorkerServer:
-    """Everything one worker process runs.
+    """Owns the engine, the worker, its gRPC server and its registration.
 
-    The server listens from the first moment, so that probes see a worker that is starting; it takes requests when the
-    engine is ready, and registers after that.
+    The server listens from the beginning so that probes can observe a starting worker. Requests are accepted once the
+    engine is ready; registration follows.
     """
 
     def __init__(self, settings: WorkerSettings, stop: Stop) -> None:
@@ -61,7 +61,7 @@ class WorkerServer:
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server.server)
 
     async def start(self) -> None:
-        """Returns when requests are welcome; SluiceError when the engine or the server cannot start."""
+        """Returns when requests are accepted; raises SluiceError when the engine or the server cannot start."""
         settings = self._settings
         await self.server.start()
         self.worker.worker_id = settings.worker_id or default_worker_id(self.server.port)
@@ -72,7 +72,7 @@ class WorkerServer:
             reasoning_parser=settings.reasoning_parser,
         )
         self._engine_metrics.register()
-        # A vocabulary lives as long as the process: keep the collector from walking it again and again.
+        # A vocabulary lives as long as the process; exclude it from every later garbage collection.
         gc.collect()
         gc.freeze()
         await self.server.set_serving(True)
@@ -83,13 +83,16 @@ class WorkerServer:
             self._tasks.spawn(canary.run(), "canary")
 
     def health(self) -> dict[str, object]:
-        """What `/health` beside the metrics says: whether it serves and, while it does not, what keeps it."""
+        """Returns the body of `/health` on the metrics port: the status and, while not serving, the current phase."""
         worker, phases = self.worker, self.worker.phases
-        status = "draining" if worker.draining else "ok" if not phases.name else "waiting"
-        said: dict[str, object] = {"status": status, "worker_id": worker.worker_id, "phase": phases.name}
-        trouble = "" if self.registration is None else self.registration.trouble
-        said |= {"phase_share": phases.share, "phase_seconds": round(phases.seconds, 1)}
-        return said | {"registration": trouble}
+        return {
+            "status": "draining" if worker.draining else "ok" if not phases.name else "waiting",
+            "worker_id": worker.worker_id,
+            "phase": phases.name,
+            "phase_share": phases.share,
+            "phase_seconds": round(phases.seconds, 1),
+            "registration": "" if self.registration is None else self.registration.trouble,
+        }
 
     async def _register(self) -> None:
         settings = self._settings
@@ -104,7 +107,7 @@ class WorkerServer:
         self._tasks.spawn(self.registration.run(), "registration")
 
     def _serving_changed(self, why: str) -> None:
-        """The worker stops serving for a while, or serves again."""
+        """Updates health and registration when the worker is suspended, or resumed with an empty `why`."""
         if self.worker.draining:
             return
         self._tasks.spawn(self.server.set_serving(not why), "health")
@@ -122,13 +125,13 @@ class WorkerServer:
         return self.registration is not None and self.registration.resync()
 
     async def shut_down(self) -> None:
-        """Leaves discovery, waits the grace period, drains, cleans up, stops the server; every part has a deadline."""
+        """Leaves discovery, waits the grace period, drains, cleans up, stops the server; each step has a deadline."""
         self.worker.draining = True
         await self.server.set_serving(False)
         if self.registration is not None:
             await self.registration.leave("shutdown")
         if self.worker.live_requests or self.service.sessions:
-            # Requests that were routed here before the news spread still arrive.
+            # Requests routed here before gateways learned of the departure still arrive.
             await asyncio.sleep(self._settings.grace_s)
         await self.worker.drain(self._settings.drain_s)
         await wait_flushed(tuple(self.service.sessions), FLUSH_S)

@@ -14,99 +14,122 @@ from services.worker.processing_options import ProcessingOptions
 
 
 class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
-    """Sluice worker: hosts one engine and serves its tokens.
+    """Sluice worker: runs one engine and streams its tokens.
 
-    Every flag is also an environment variable: --log-level is SLUICE_WORKER_LOG_LEVEL.
+    Every flag can also be set by an environment variable: --log-level is SLUICE_WORKER_LOG_LEVEL.
     """
 
     model_config = settings_config("worker")
 
-    listen: str = Field("127.0.0.1:50061", description="host:port of the gRPC server")
-    worker_id: str = Field("", description="unique name of this worker; empty: host name, or the container's, and port")
-    advertise: Address = Field("", description="host:port where gateways reach this worker; empty: found out")
-    routers: AddressList = Field([], description="host:port of the routers to register with; empty: stand alone")
-    role: Literal["aggregated", "prefill", "decode"] = Field("aggregated", description="part this worker plays")
-    grace_s: float = Field(0.5, ge=0, le=60, description="seconds between leaving discovery and refusing requests")
-
-    max_live: int = Field(0, ge=0, description="requests alive at once; more are refused as overloaded; 0: no limit")
-    canary_s: float = Field(
-        30.0, ge=0, description="after this many seconds without a finished generation a tiny one is tried; 0: never"
+    listen: str = Field("127.0.0.1:50061", description="host:port that the gRPC server listens on")
+    worker_id: str = Field(
+        "", description="unique name of this worker; empty: the host or container name, followed by the port"
     )
-    canary_timeout_s: float = Field(10.0, gt=0, description="seconds that the tiny generation may take")
-    canary_failures: int = Field(2, ge=1, description="failures in a row after which the worker leaves discovery")
+    advertise: Address = Field(
+        "", description="host:port at which gateways reach this worker; empty: determined automatically"
+    )
+    routers: AddressList = Field(
+        [], description="host:port of the routers to register with; empty: do not register with a router"
+    )
+    role: Literal["aggregated", "prefill", "decode"] = Field(
+        "aggregated", description="stages of a request that this worker runs: both, prefill only or decode only"
+    )
+    grace_s: float = Field(0.5, ge=0, le=60, description="seconds between leaving discovery and rejecting requests")
+
+    max_live: int = Field(
+        0, ge=0, description="maximum number of concurrent requests; more are rejected as overloaded; 0: no limit"
+    )
+    canary_s: float = Field(
+        30.0, ge=0, description="seconds without a finished generation before a one-token canary runs; 0: no canaries"
+    )
+    canary_timeout_s: float = Field(10.0, gt=0, description="maximum seconds a canary generation may take")
+    canary_failures: int = Field(
+        2, ge=1, description="consecutive canary failures after which the worker leaves discovery"
+    )
     strict_streams: bool = Field(
-        False, description="raise inside an engine that breaks its contract, for tests; otherwise its request fails"
+        False, description="raise contract violations into the engine, for tests; otherwise only the request fails"
     )
 
     max_grammar_kb: int = Field(
         2048,
         ge=1,
-        description="longest constraint on an answer: schema, pattern, grammar or all texts of a choice, Ki characters",
+        description="maximum size of a structured-output constraint, in Ki characters: a schema, regular expression, "
+        "grammar, or all texts of a choice",
     )
     grammar_timeout_s: float = Field(
-        10.0, gt=0, description="longest that a request waits for the worker to compile or check its grammar"
+        10.0, gt=0, description="maximum seconds a request waits for its grammar to be compiled or validated"
     )
-    grammar_threads: int = Field(2, ge=1, le=64, description="grammars that the worker compiles or checks at once")
+    grammar_threads: int = Field(2, ge=1, le=64, description="number of grammars compiled or validated concurrently")
 
     processing: Literal["none", "prompts", "full"] = Field(
         "prompts",
-        description="what is done beside the engine: prompts of text and chats are made; full: text and tool calls are "
-        "made of its tokens too. When it is set and the tokenizer cannot be loaded, the worker does not start",
+        description="processing in the worker besides the engine; none: token ids only; prompts: tokenize text and "
+        "chat prompts; full: also return text and tool calls. When set explicitly, the worker does not start if the "
+        "tokenizer cannot be loaded",
     )
-    processing_cache_mb: int = Field(16, ge=0, description="MiB that remember ids of earlier prompts; 0: none")
+    processing_cache_mb: int = Field(16, ge=0, description="size in MiB of the cache of tokenized prompts; 0: no cache")
 
-    engine: str = Field("mock", description="engine by name, or package.module:Class")
+    engine: str = Field("mock", description="name of the engine, or package.module:Class of a custom one")
     engine_args: str = Field(
-        "", description="options of the engine's own: a JSON object, or key=value,key=value; flags may also follow --"
+        "",
+        description="options for the engine: a JSON object, or key=value,key=value; engine flags may also follow --",
     )
     model: str = Field(
         f"{DEFAULT_NAME}={DEFAULT_SOURCE}",
         description="model to serve, as NAME=SOURCE[@PROCESSOR]; SOURCE is a hub id, a folder or mistral-common:NAME",
     )
     tool_parser: str = Field(
-        "", description="what the tool parser 'auto' means for this model; empty: its template tells"
+        "", description="tool parser that 'auto' selects for this model; empty: detected from the chat template"
     )
-    reasoning_parser: str = Field("", description="the same for the reasoning parser")
+    reasoning_parser: str = Field(
+        "", description="reasoning parser that 'auto' selects for this model; empty: detected from the chat template"
+    )
     chat_template: FilePath | None = Field(
         None, description="Jinja file to use instead of the chat template in the model's files"
     )
     adapters: CommaList = Field([], description="names of LoRA adapters to serve")
-    context_length: int = Field(0, ge=0, description="most tokens of prompt and output; 0: as the model's files say")
+    context_length: int = Field(
+        0, ge=0, description="maximum number of prompt and output tokens; 0: taken from the model's files"
+    )
 
-    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV-cache block")
-    total_blocks: int = Field(16_384, ge=2, description="KV-cache blocks")
-    max_sequences: int = Field(256, ge=1, description="requests that run at once")
-    max_batched_tokens: int = Field(8_192, ge=1, description="tokens of one engine step")
-    max_waiting: int = Field(2_048, ge=0, description="requests that may wait; more are refused as overloaded")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens per KV-cache block")
+    total_blocks: int = Field(16_384, ge=2, description="number of KV-cache blocks")
+    max_sequences: int = Field(256, ge=1, description="maximum number of requests in the running batch")
+    max_batched_tokens: int = Field(8_192, ge=1, description="maximum number of tokens in an engine step")
+    max_waiting: int = Field(
+        2_048, ge=0, description="maximum number of waiting requests; more are rejected as overloaded"
+    )
 
-    speedup: float = Field(1.0, gt=0, description="mock engine: how much faster its clock runs")
+    speedup: float = Field(1.0, gt=0, description="mock engine: factor by which simulated time runs faster")
     timing: Literal["modelled", "polynomial", "fixed", "table"] = Field(
-        "modelled", description="mock engine: how long a step takes; modelled and polynomial are the same"
+        "modelled", description="mock engine: model of step durations; modelled and polynomial are the same"
     )
-    timing_file: str = Field("", description="mock engine, table timing: JSON file with measured points")
-    fixed_step_ms: float = Field(5.0, ge=0, description="mock engine, fixed timing: milliseconds of a step")
+    timing_file: str = Field("", description="mock engine, table timing: JSON file with measured step durations")
+    fixed_step_ms: float = Field(5.0, ge=0, description="mock engine, fixed timing: milliseconds per step")
     fixed_prefill_us: float = Field(
-        20.0, ge=0, description="mock engine, fixed timing: microseconds per prompt token computed"
+        20.0, ge=0, description="mock engine, fixed timing: microseconds per computed prompt token"
     )
-    fault: CommaList = Field([], description="mock engine: faults from the start, such as slow=5,error_after=3")
+    fault: CommaList = Field(
+        [], description="mock engine: faults to inject from the start, such as slow=5,error_after=3"
+    )
     transfer_gbps: float = Field(
-        100.0, gt=0, description="mock engine, decode role: gigabits a second at which a prompt's cache arrives"
+        100.0, gt=0, description="mock engine, decode role: KV-cache transfer rate in gigabits per second"
     )
-    kv_token_bytes: int = Field(131_072, ge=1, description="mock engine: bytes of KV cache of one token")
+    kv_token_bytes: int = Field(131_072, ge=1, description="mock engine: bytes of KV cache per token")
     data_parallel_size: int = Field(
-        1, ge=1, le=64, description="mock engine: data-parallel ranks, each with blocks and a batch of its own"
+        1, ge=1, le=64, description="mock engine: number of data-parallel ranks, each with its own blocks and batch"
     )
     embedding_width: int = Field(256, ge=1, le=65_536, description="mock engine: dimensions of an embedding")
 
     engine_flags: tuple[str, ...] = ()
-    """What followed `--` on the command line, for the engine's own parser; no flag of its own."""
+    """Command-line arguments after `--`, passed to the engine's own parser; not a flag itself."""
 
     @classmethod
     def load(cls, argv: list[str] | None = None) -> Self:
-        """As ServiceSettings.load; what follows `--` is left to the engine."""
-        given = sys.argv[1:] if argv is None else argv
-        end = given.index("--") if "--" in given else len(given)
-        return super().load(given[:end]).model_copy(update={"engine_flags": tuple(given[end + 1 :])})
+        """Loads the settings as ServiceSettings.load does; arguments after `--` become `engine_flags`."""
+        arguments = sys.argv[1:] if argv is None else argv
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        return super().load(arguments[:end]).model_copy(update={"engine_flags": tuple(arguments[end + 1 :])})
 
     @field_validator("model")
     @classmethod
@@ -116,7 +139,7 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
 
     @property
     def processing_options(self) -> ProcessingOptions:
-        """What is done beside the engine."""
+        """The options of local processing."""
         return ProcessingOptions(
             self.processing,
             "processing" in self.model_fields_set,
@@ -125,5 +148,5 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
 
     @property
     def spec(self) -> ModelSpec:
-        """The model as name, source and processor."""
+        """The name, source and processor of the model."""
         return ModelSpec.parse(self.model)

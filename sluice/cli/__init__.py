@@ -1,1 +1,1 @@
-"""The command line: `sluice up` runs the whole suite as local processes."""
+"""The `sluice` command line."""

@@ -1,4 +1,4 @@
-"""`sluice certs`: an authority for development and a certificate for each service, in one folder."""
+"""`sluice certs`: creates a development authority and a certificate for each service, in one folder."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _IDENTITIES = {**{name: name for name in CALLERS}, "client": OPERATOR}
 _TRUST_DOMAIN = re.compile(r"[a-z0-9._-]+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_.])?")
-CLOCKS_DIFFER = timedelta(minutes=5)
-LONGEST_COMMON_NAME = 64  # of X.509
+CLOCK_SKEW = timedelta(minutes=5)
+MAX_COMMON_NAME = 64  # of X.509
 
 
 class BadFolder(Exception):
-    """The certificates cannot be made; the text is one sentence."""
+    """Raised if the certificates cannot be created; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to make: certificates of `names`, and one for each of `workers` alone, for these hosts too.
+    """Selects the certificates to create: those of `names`, and a separate one for each of `workers`.
 
-    They are valid for so many days; `renew` replaces those that are there, never the authority. Those of callers name
+    All are also valid for `hosts`. `renew` replaces existing certificates, never the authority. Those of callers name
     them in `trust_domain`.
     """
 
@@ -56,8 +56,8 @@ class Options:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """One certificate: the name of its files, its host names, and the caller that it names, if any."""
+class _CertificateRequest:
+    """Describes one certificate: the name of its files, its host names, and the caller that it names, if any."""
 
     name: str
     hosts: Sequence[str]
@@ -71,10 +71,10 @@ class _Authority:
 
 
 def make(folder: Path, options: Options) -> list[str]:
-    """Makes what is missing, and with `renew` every certificate anew; a sentence about each thing made.
+    """Creates missing files, and with `renew` every certificate again; returns a sentence about each.
 
     Raises:
-        BadFolder: a file cannot be read or written, or the authority there is none.
+        BadFolder: a file cannot be read or written, or the existing authority is invalid.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,49 +89,57 @@ def _make(folder: Path, options: Options) -> list[str]:
         *(_of_worker(one, options) for one in options.workers),
     ]
     if not _TRUST_DOMAIN.fullmatch(options.trust_domain):
-        raise BadFolder(f"--trust-domain {options.trust_domain!r} must be of a-z, 0-9, '.', '-' and '_'.")
-    said = []
-    there = (folder / f"{AUTHORITY}.pem").exists(), (folder / f"{AUTHORITY}.key").exists()
-    if there == (True, False):
-        raise BadFolder(f"{folder} has {AUTHORITY}.pem without {AUTHORITY}.key: nothing can be issued with it.")
-    if there == (False, True):  # a new authority would be written over it
-        raise BadFolder(f"{folder} has {AUTHORITY}.key without {AUTHORITY}.pem: put its certificate back, or move it.")
-    if not all(there):
+        raise BadFolder(f"--trust-domain {options.trust_domain!r} may contain only a-z, 0-9, '.', '-' and '_'.")
+    lines = []
+    existing = (folder / f"{AUTHORITY}.pem").exists(), (folder / f"{AUTHORITY}.key").exists()
+    if existing == (True, False):
+        raise BadFolder(
+            f"{folder} has {AUTHORITY}.pem without {AUTHORITY}.key: restore the key, or use another folder."
+        )
+    if existing == (False, True):  # creating an authority would overwrite it
+        raise BadFolder(
+            f"{folder} has {AUTHORITY}.key without {AUTHORITY}.pem: restore the certificate, or move the key away."
+        )
+    if not all(existing):
         _write_authority(folder, options.authority_days)
-        said.append(f"made {folder / AUTHORITY}.pem, the authority; keep {AUTHORITY}.key where no service runs")
+        lines.append(f"created {folder / AUTHORITY}.pem, the authority; keep {AUTHORITY}.key where no service runs")
     authority = _read_authority(folder)
     for one in wanted:
         path = folder / f"{one.name}.pem"
-        known = path.exists() and path.with_name(f"{one.name}.key").exists()
-        if known and not options.renew:
-            said.append(f"left {path} as it is; --renew replaces it")
+        exists = path.exists() and path.with_name(f"{one.name}.key").exists()
+        if exists and not options.renew:
+            lines.append(f"kept {path}; --renew replaces it")
             continue
-        ends = _issue(folder, authority, one, options)
-        shown = f", for {one.identity}" if one.identity else ""
-        said.append(f"{'renewed' if known else 'made'} {path}{shown}, valid until {ends:%Y-%m-%d %H:%M} UTC")
-    return said
+        expiry = _issue(folder, authority, one, options)
+        caller = f", for {one.identity}" if one.identity else ""
+        lines.append(f"{'renewed' if exists else 'created'} {path}{caller}, valid until {expiry:%Y-%m-%d %H:%M} UTC")
+    return lines
 
 
-def _of_service(name: str, options: Options) -> _Wanted:
+def _of_service(name: str, options: Options) -> _CertificateRequest:
     identity = _IDENTITIES.get(name)
-    return _Wanted(_file_name(name), (name,), "" if identity is None else f"spiffe://{options.trust_domain}/{identity}")
+    return _CertificateRequest(
+        _file_name(name), (name,), "" if identity is None else f"spiffe://{options.trust_domain}/{identity}"
+    )
 
 
-def _of_worker(worker_id: str, options: Options) -> _Wanted:
+def _of_worker(worker_id: str, options: Options) -> _CertificateRequest:
     name = _file_name(f"{WORKER}-{worker_id}")
-    return _Wanted(name, (WORKER, worker_id), f"spiffe://{options.trust_domain}/{WORKER}/{worker_id}")
+    return _CertificateRequest(name, (WORKER, worker_id), f"spiffe://{options.trust_domain}/{WORKER}/{worker_id}")
 
 
 def _file_name(name: str) -> str:
     if not _FILE_NAME.fullmatch(name) or name == AUTHORITY:
-        raise BadFolder(f"{name!r} cannot be the name of a certificate: letters, digits, '-' and '.' can.")
+        raise BadFolder(f"{name!r} cannot be the name of a certificate; use letters, digits, '-' and '.'.")
     return name
 
 
 def _write_authority(folder: Path, days: int) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Sluice development authority")])
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # certificates and their lists
+    usage = x509.KeyUsage(
+        False, False, False, False, False, True, True, False, False
+    )  # signs certificates and revocation lists
     certificate = (
         _builder(name, name, key, days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -144,27 +152,29 @@ def _write_authority(folder: Path, days: int) -> None:
 def _read_authority(folder: Path) -> _Authority:
     certificate, key = folder / f"{AUTHORITY}.pem", folder / f"{AUTHORITY}.key"
     try:
-        read = _Authority(
+        authority = _Authority(
             x509.load_pem_x509_certificate(certificate.read_bytes()),
             _elliptic(load_pem_private_key(key.read_bytes(), None)),
         )
     except (ValueError, TypeError) as error:
-        raise BadFolder(f"{certificate} and {key} are no authority that `sluice certs` made.") from error
-    if read.certificate.public_key() != read.key.public_key():
-        raise BadFolder(f"{key} is not the key of {certificate}.")
-    return read
+        raise BadFolder(
+            f"{certificate} and {key} are not an authority created by `sluice certs`; use another folder."
+        ) from error
+    if authority.certificate.public_key() != authority.key.public_key():
+        raise BadFolder(f"{key} is not the key of {certificate}; restore the matching pair.")
+    return authority
 
 
 def _elliptic(key: object) -> ec.EllipticCurvePrivateKey:
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError("another kind of key")
+        raise ValueError("not an elliptic-curve key")
     return key
 
 
-def _issue(folder: Path, authority: _Authority, wanted: _Wanted, options: Options) -> datetime:
+def _issue(folder: Path, authority: _Authority, wanted: _CertificateRequest, options: Options) -> datetime:
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, wanted.name[:LONGEST_COMMON_NAME])])
-    names = [_general(host) for host in dict.fromkeys((*wanted.hosts, *LOCAL_NAMES, *options.hosts))]
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, wanted.name[:MAX_COMMON_NAME])])
+    names = [_general_name(host) for host in dict.fromkeys((*wanted.hosts, *LOCAL_NAMES, *options.hosts))]
     if wanted.identity:
         names.append(x509.UniformResourceIdentifier(wanted.identity))
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -191,23 +201,23 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCKS_DIFFER)
+        .not_valid_before(now - CLOCK_SKEW)
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
 
 
-def _general(host: str) -> x509.GeneralName:
+def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
     if not _HOST_NAME.fullmatch(host):
-        raise BadFolder(f"--host {host!r} is no address and no name in ASCII form; each one has a --host of its own.")
+        raise BadFolder(f"--host {host!r} is not an address or an ASCII host name; pass each one in a separate --host.")
     return x509.DNSName(host)
 
 
 def _write_pair(folder: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
-    # One after the other: a service that looks in between sees that they do not fit, and looks again.
+    # Not atomic as a pair: a service that reads in between detects the mismatch and reads again.
     write(folder / f"{name}.pem", certificate.public_bytes(Encoding.PEM))
     write(folder / f"{name}.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))

@@ -1,4 +1,4 @@
-"""All commands of `sluice`; they are in `starting`, `operating`, `proving` and `securing`."""
+"""Collects all commands of `sluice` from the modules `commands_*`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Protocol, cast
 import typer
 
 from sluice import __version__
-from sluice.cli import commands_live as operating
-from sluice.cli import commands_security as securing
-from sluice.cli import commands_up as starting
-from sluice.cli import commands_worker as proving
+from sluice.cli import commands_live, commands_security, commands_up, commands_worker
 from sluice.cli.up.plan import BadFlag
 
 app = typer.Typer(
@@ -22,11 +19,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Typer carries its own copy of click in some versions: this is the base of its errors in all of them.
+# Some versions of Typer bundle click; this expression finds the base class of its errors in all of them.
 _CommandLineError = cast(type[Exception], typer.BadParameter.__mro__[2])
 
 
-class _Speaks(Protocol):
+class _HasMessage(Protocol):
     def format_message(self) -> str: ...
 
 
@@ -36,16 +33,16 @@ def version() -> None:
     typer.echo(__version__)
 
 
-for _commands in (starting, operating, proving, securing):
+for _commands in (commands_up, commands_live, commands_worker, commands_security):
     _commands.add_to(app)
 
 
 def invoke(arguments: list[str]) -> int:
-    """Runs a command; a mistake on the command line is one sentence on standard error and exit code 2."""
+    """Runs a command; an invalid command line prints one sentence to standard error and returns exit code 2."""
     try:
         return int(app(arguments, standalone_mode=False) or 0)
     except _CommandLineError as error:
-        return _refuse(cast(_Speaks, error).format_message())
+        return _refuse(cast(_HasMessage, error).format_message())
     except BadFlag as error:
         return _refuse(str(error))
 

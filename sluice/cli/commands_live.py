@@ -1,4 +1,4 @@
-"""The commands for a suite that runs: `top`, `route`, `workers` and `doctor`."""
+"""The commands for a running suite: `top`, `route`, `workers` and `doctor`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from rich.console import Console
 from sluice.cli.trust import Tls, TlsCa, TlsCert, TlsKey, Trust
 from sluice.cli.up.plan import BadFlag
 
-Gateway = Annotated[str, typer.Option(envvar="SLUICE_GATEWAY", metavar="URL", help="where the gateway is")]
+Gateway = Annotated[str, typer.Option(envvar="SLUICE_GATEWAY", metavar="URL", help="URL of the gateway")]
 Router = Annotated[
     str,
-    typer.Option(envvar="SLUICE_ROUTER", metavar="HOST:PORT", help="where a router is; empty: as the gateway says"),
+    typer.Option(
+        envvar="SLUICE_ROUTER", metavar="HOST:PORT", help="address of a router; empty: the one that the gateway reports"
+    ),
 ]
-ApiKey = Annotated[str, typer.Option(envvar="SLUICE_API_KEY", help="key to show the gateway, if it wants one")]
+ApiKey = Annotated[str, typer.Option(envvar="SLUICE_API_KEY", help="API key for the gateway, if it requires one")]
 RouterToken = Annotated[
-    str, typer.Option(envvar="SLUICE_ROUTER_TOKEN", help="token to show to the router, if it wants one")
+    str, typer.Option(envvar="SLUICE_ROUTER_TOKEN", help="token for the router, if it requires one")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for scripts")]
 
-USUAL = "http://127.0.0.1:8000"
-WIDE = 200
+DEFAULT_GATEWAY = "http://127.0.0.1:8000"
+UNLIMITED_WIDTH = 200
 
 
 def add_to(app: typer.Typer) -> None:
@@ -35,31 +37,31 @@ def add_to(app: typer.Typer) -> None:
 
 
 def top(
-    gateway: Gateway = USUAL,
+    gateway: Gateway = DEFAULT_GATEWAY,
     api_key: ApiKey = "",
     tls: Tls = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    once: Annotated[bool, typer.Option("--once", help="one look, then it ends")] = False,
+    once: Annotated[bool, typer.Option("--once", help="print one snapshot and exit")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show rates, workers and recent requests of a running suite, once a second; Ctrl-C ends it."""
+    """Show rates, workers and recent requests of a running suite, updated every second; Ctrl-C exits."""
     from sluice.cli.live import top as command
     from sluice.cli.live.endpoint import Endpoint
 
-    place = Endpoint(gateway, "", api_key, "", Trust(tls, tls_ca, tls_cert, tls_key))
-    _end(lambda: command.run(place, once, as_json, console()))
+    endpoint = Endpoint(gateway, "", api_key, "", Trust(tls, tls_ca, tls_cert, tls_key))
+    _end(lambda: command.run(endpoint, once, as_json, console()))
 
 
 def route(
-    text: Annotated[str, typer.Argument(help="what a client would ask")],
-    gateway: Gateway = USUAL,
+    text: Annotated[str, typer.Argument(help="text of the prompt")],
+    gateway: Gateway = DEFAULT_GATEWAY,
     router: Router = "",
-    model: Annotated[str, typer.Option(help="served name; empty: the only one there is")] = "",
-    raw: Annotated[bool, typer.Option("--raw", help="a plain prompt, not a chat's message")] = False,
+    model: Annotated[str, typer.Option(help="served name of the model; may be omitted if there is only one")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="treat the text as a plain prompt, not as a chat message")] = False,
     tenant: Annotated[
-        str, typer.Option(help="tenant in whose part of the prefix cache it is looked up; `sluice keys list` has them")
+        str, typer.Option(help="tenant whose part of the prefix cache is searched; see `sluice keys list`")
     ] = "",
     api_key: ApiKey = "",
     router_token: RouterToken = "",
@@ -69,18 +71,18 @@ def route(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where a prompt would go and why: the router's score of each worker. Books nothing."""
+    """Show where a prompt would be routed and why: the router's score of each worker. Makes no reservation."""
     from sluice.cli.live import route as command
     from sluice.cli.live.endpoint import Endpoint
 
     if not text:
-        raise BadFlag("route needs a text that is not empty")
-    place = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
-    _end(lambda: command.run(place, text, model, raw, tenant, as_json, console()))
+        raise BadFlag("TEXT must not be empty; pass the prompt to route")
+    endpoint = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    _end(lambda: command.run(endpoint, text, model, raw, tenant, as_json, console()))
 
 
 def workers(
-    gateway: Gateway = USUAL,
+    gateway: Gateway = DEFAULT_GATEWAY,
     router: Router = "",
     api_key: ApiKey = "",
     router_token: RouterToken = "",
@@ -90,20 +92,24 @@ def workers(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the workers and how they are doing; exit code 1 when one does not serve."""
+    """List the workers with their health and load; exit code 1 if one does not serve."""
     from sluice.cli.live import workers as command
     from sluice.cli.live.endpoint import Endpoint
 
-    place = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
-    _end(lambda: command.run(place, as_json, console()))
+    endpoint = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    _end(lambda: command.run(endpoint, as_json, console()))
 
 
 def doctor(
-    gateway: Gateway = USUAL,
+    gateway: Gateway = DEFAULT_GATEWAY,
     router: Router = "",
     redis: Annotated[
         str,
-        typer.Option(envvar="SLUICE_ROUTER_REDIS_URL", metavar="URL", help="the routers' Redis, to have it checked"),
+        typer.Option(
+            envvar="SLUICE_ROUTER_REDIS_URL",
+            metavar="URL",
+            help="URL of the routers' Redis, which is then checked as well",
+        ),
     ] = "",
     api_key: ApiKey = "",
     router_token: RouterToken = "",
@@ -113,25 +119,25 @@ def doctor(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a running suite and say what to do: addresses, versions, Redis, clocks, certificates, parity.
+    """Check a running suite and suggest fixes: addresses, versions, Redis, clocks, certificates, parity.
 
-    Exit code 1 when something is wrong.
+    Exit code 1 if a check fails.
     """
     from sluice.cli.doctor import doctor as command
     from sluice.cli.live.endpoint import Endpoint
 
-    place = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
-    _end(lambda: command.run(place, redis, as_json, console()))
+    endpoint = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
+    _end(lambda: command.run(endpoint, redis, as_json, console()))
 
 
 def console() -> Console:
-    """A console as wide as the terminal; where there is none, nothing has to be cut."""
-    cut = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if cut else WIDE)
+    """Returns a console as wide as the terminal, or one that cuts nothing if there is no terminal."""
+    limited = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if limited else UNLIMITED_WIDTH)
 
 
 def _end(command: Callable[[], int]) -> None:
-    """Ends with the command's exit code; whoever cannot be reached makes one sentence and exit code 2."""
+    """Exits with the command's exit code; an unreachable service is one sentence and exit code 2."""
     from sluice.cli.live.client import NotReached
 
     try:

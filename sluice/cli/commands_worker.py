@@ -25,39 +25,45 @@ def add_to(app: typer.Typer) -> None:
 
 
 def worker() -> None:
-    """Start one worker, which registers with --routers; the flags are those of `python -m services.worker`.
+    """Start one worker, which registers with --routers; accepts the flags of `python -m services.worker`.
 
-    In addition --tls DIR stands for its TLS flags, with the certificates that `sluice certs DIR` made.
+    In addition, --tls DIR sets its TLS flags to the certificates that `sluice certs DIR` created.
     """
     try:
         from sluice.cli import worker as command
     except ImportError as error:
         raise BadFlag(f"worker needs the package {error.name}: install sluice-llm[worker]") from error
-    command.run_worker(sys.argv[sys.argv.index("worker") + 1 :])  # as they stand: `--` begins the engine's own flags
+    command.run_worker(sys.argv[sys.argv.index("worker") + 1 :])  # unparsed: the engine's own flags follow `--`
 
 
 def engines(
-    as_table: Annotated[bool, typer.Option("--table", help="what each honours, as a table")] = False,
-    write: Annotated[Path | None, typer.Option(help="write the table into this document instead")] = None,
+    as_table: Annotated[bool, typer.Option("--table", help="print a table of what each engine supports")] = False,
+    write: Annotated[Path | None, typer.Option(help="write the table into this document")] = None,
 ) -> None:
-    """List the engines by name."""
-    from sluice.cli import engines as command
+    """List the engines by name, or what they support."""
+    from services.worker.engines import engine_names
+    from services.worker.engines import table as support
 
     if write is not None and not write.is_file():
-        raise BadFlag(f"--write {write} does not exist")
-    raise typer.Exit(command.run(as_table, write))
+        raise BadFlag(f"--write {write}: the file does not exist")
+    if write is not None:
+        typer.echo(f"{write} {'was updated' if support.write(write) else 'is up to date'}")
+    elif as_table:
+        typer.echo(support.table(support.built_in_engines()), nl=False)
+    else:
+        typer.echo("\n".join(engine_names()))
 
 
 def diff_tokenizers(
     left: Annotated[str, typer.Argument(metavar="A", help="SOURCE[@PROCESSOR], such as ./model@hf")],
-    right: Annotated[str, typer.Argument(metavar="B", help="the same for the other side, such as ./model@vllm")],
+    right: Annotated[str, typer.Argument(metavar="B", help="SOURCE[@PROCESSOR] to compare with, such as ./model@vllm")],
     chats: Annotated[
-        Path | None, typer.Option(help="file with a chat a line, JSON with messages; by default a fixed set")
+        Path | None, typer.Option(help="file with one chat per line, as JSON with messages; default: a fixed set")
     ] = None,
-    vllm_python: Annotated[str, typer.Option(help="interpreter that has vllm, if not this one")] = "",
-    sglang_python: Annotated[str, typer.Option(help="interpreter that has sglang, if not this one")] = "",
+    vllm_python: Annotated[str, typer.Option(help="Python interpreter that has vllm; default: this one")] = "",
+    sglang_python: Annotated[str, typer.Option(help="Python interpreter that has sglang; default: this one")] = "",
 ) -> None:
-    """Show where two tokenizers make different prompts, side by side; exit code 1 when they do."""
+    """Show where two tokenizers produce different prompts, side by side; exit code 1 if they do."""
     try:
         from services.preprocess.tokenizers.engine import EngineOptions
         from sluice.cli import diff
@@ -65,16 +71,16 @@ def diff_tokenizers(
         raise BadFlag(f"diff-tokenizers needs the package {error.name}: install sluice-llm[preprocess]") from error
     engines = {"vllm": EngineOptions(python=vllm_python), "sglang": EngineOptions(python=sglang_python)}
     if chats is not None and not chats.is_file():
-        raise BadFlag(f"--chats {chats} does not exist")
+        raise BadFlag(f"--chats {chats}: the file does not exist")
     raise typer.Exit(
         diff.run(left, right, diff.read_chats(chats) if chats is not None else diff.default_chats(), engines)
     )
 
 
 def tiny_model(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to write it; made when missing")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; created if missing")],
 ) -> None:
-    """Write a model folder to try engines with: a tiny tokenizer, a chat template, random weights. No download."""
+    """Write a model folder for testing engines: a tiny tokenizer, a chat template, random weights. No download."""
     try:
         from sluice.cli import tiny_model as command
 
@@ -86,17 +92,24 @@ def tiny_model(
 def conformance(
     address: Annotated[str, typer.Argument(help="host:port of the worker's gRPC server")] = "",
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the results as JUnit XML")] = None,
-    rule: Annotated[list[str] | None, typer.Option(metavar="NAME", help="only this rule; may be repeated")] = None,
+    rule: Annotated[list[str] | None, typer.Option(metavar="NAME", help="test only this rule; may be repeated")] = None,
     list_rules: Annotated[bool, typer.Option("--list", help="print every rule and what it proves")] = False,
-    patience: Annotated[float, typer.Option(help="multiplies every deadline, for slow engines")] = 1.0,
+    patience: Annotated[float, typer.Option(help="factor for every deadline, for slow engines")] = 1.0,
     router_listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="be a router here, for a worker started with it as --routers")
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="address on which the kit acts as the worker's router; start the worker with it as --routers",
+        ),
     ] = "",
     prefill_peer: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="a prefill worker of the same model, to try a decode worker with")
+        str, typer.Option(metavar="HOST:PORT", help="prefill worker of the same model, to test a decode worker")
     ] = "",
     stop_command: Annotated[
-        str, typer.Option(metavar="COMMAND", help="stops the worker, such as 'kill PID'; then the drain is tried, last")
+        str,
+        typer.Option(
+            metavar="COMMAND", help="command that stops the worker, such as 'kill PID', to test its drain at the end"
+        ),
     ] = "",
     tls: Tls = None,
     tls_ca: TlsCa = None,
@@ -104,7 +117,7 @@ def conformance(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try every rule of the worker contract on a running worker; exit code 1 when one is broken."""
+    """Test a running worker against every rule of the worker contract; exit code 1 if one is violated."""
     try:
         from sluice.cli import conformance as command
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`sluice conformance`: whether a worker keeps its contract, rule by rule."""
+"""`sluice conformance`: tests a worker against its contract, rule by rule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sluice.cli.up.plan import BadFlag
 from sluice.conformance import Patience, Report, Result, Rule, Target, Verdict, Watcher, junit
 
 Stop = Callable[[], Awaitable[None]]
-KEPT, BROKEN = 0, 1
+PASSED, VIOLATED = 0, 1
 NARROW = 120
 QUIET = (Verdict.PASSED, Verdict.NOT_CLAIMED)
 STYLES = {
@@ -38,7 +38,7 @@ STYLES = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to test and how; as the flags of the same names."""
+    """Holds the flags of the same names."""
 
     address: str
     junit: Path | None = None
@@ -52,7 +52,7 @@ class Options:
 
 
 def list_rules(console: Console, as_json: bool = False) -> None:
-    """Prints every rule."""
+    """Prints every rule, as a table or as JSON."""
     rules = conformance.select()
     if as_json:
         print(json.dumps([_of_rule(rule) for rule in rules]))
@@ -60,26 +60,26 @@ def list_rules(console: Console, as_json: bool = False) -> None:
     table = Table(Column("rule", no_wrap=True), "what it proves", box=None, pad_edge=False, header_style="dim")
     wide = console.width >= NARROW
     if wide:
-        table.add_column("where the contract says so")
+        table.add_column("clause of the contract")
     for rule in rules:
         table.add_row(rule.name, *map(escape, (rule.proves, rule.clause) if wide else (rule.proves,)))
     console.print(table)
 
 
 def markdown() -> str:
-    """Every rule as a table for the documentation."""
+    """Returns every rule as a Markdown table for the documentation."""
     rows = [f"| `{rule.name}` | {rule.proves} | {rule.clause} |" for rule in conformance.select()]
     return "\n".join(["| rule | what it proves | clause |", "| --- | --- | --- |", *rows, ""])
 
 
 def run(options: Options, console: Console) -> int:
-    """Tests and prints; the exit code: 0 when no rule was broken, 1 when one was.
+    """Tests and prints; returns exit code 0 if no rule was violated, else 1.
 
     Raises:
-        BadFlag: the worker cannot be asked, or a flag does not fit.
+        BadFlag: the worker cannot be tested, or a flag is invalid.
     """
     if ":" not in options.address:
-        raise BadFlag(f"{options.address} is no host:port of a worker's gRPC server")
+        raise BadFlag(f"{options.address} is not a host:port of a worker's gRPC server")
     if not options.patience > 0:
         raise BadFlag("--patience must be above 0")
     chosen, stop = _chosen(options.rules), _stopper(options.stop_command)
@@ -95,12 +95,12 @@ def run(options: Options, console: Console) -> int:
         console.print(_summary(report), style=STYLES[Verdict.FAILED if report.failed else Verdict.PASSED])
     if options.junit is not None:
         _write(report, options.junit)
-    return BROKEN if report.failed else KEPT
+    return VIOLATED if report.failed else PASSED
 
 
 @contextmanager
 def _quiet_services() -> Iterator[None]:
-    """What a rule finds is in the table; the log of the kit's own router is not for its readers."""
+    """Suppresses the log of the kit's own router; the findings of the rules are in the table."""
     services = logging.getLogger("services")
     level = services.level
     services.setLevel(logging.CRITICAL)
@@ -132,7 +132,7 @@ async def _run(options: Options, chosen: Sequence[Rule], stop: Stop | None, cons
             stop=stop,
         )
         progress = Console(stderr=True, highlight=False)  # standard output is for the results
-        status = opened.enter_context(progress.status("asking the worker"))
+        status = opened.enter_context(progress.status("connecting to the worker"))
         names = iter([*(rule.name for rule in chosen[1:]), "the end"])
 
         def show(result: Result) -> None:
@@ -161,29 +161,29 @@ def _stopper(command: str) -> Stop | None:
             child = await asyncio.create_subprocess_exec(*words)
         except OSError as error:
             raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION, f"The stop command cannot be run: {error.strerror}."
+                ErrorKind.FAILED_PRECONDITION, f"--stop-command cannot be run: {error.strerror}."
             ) from error
         if await child.wait() != 0:
-            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"The stop command ended with {child.returncode}.")
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"--stop-command exited with code {child.returncode}.")
 
     return stop
 
 
 def _table(report: Report, width: int) -> Table:
-    """A line a rule; in a narrow terminal only what needs a look takes more than one."""
+    """Returns a table with one line per rule; in a narrow terminal, only failures use more than one."""
     table = Table(box=None, pad_edge=False, header_style="dim", title=f"{report.address}  {report.worker}")
     wide = width >= NARROW
-    for title in ("rule", *(("what it proves",) if wide else ()), "verdict", "seconds", "what was seen"):
+    for title in ("rule", *(("what it proves",) if wide else ()), "verdict", "seconds", "observed"):
         table.add_column(title, no_wrap=title in ("rule", "verdict"), justify="right" if title == "seconds" else "left")
     for result in report.results:
         style = STYLES[result.verdict]
-        seen = Text(result.seen, overflow="ellipsis", no_wrap=not wide and result.verdict in QUIET)
+        observed = Text(result.seen, overflow="ellipsis", no_wrap=not wide and result.verdict in QUIET)
         table.add_row(
             result.rule.name,
             *((escape(result.rule.proves),) if wide else ()),
             f"[{style}]{result.verdict}[/]",
             f"{result.seconds:.2f}",
-            seen,
+            observed,
             style="red" if result.verdict is Verdict.FAILED else "",
         )
     return table
@@ -194,7 +194,7 @@ def _of_rule(rule: Rule) -> dict[str, str]:
 
 
 def _document(report: Report) -> dict[str, Any]:
-    """The report for scripts."""
+    """Returns the report as JSON fields."""
     rules = [
         {**_of_rule(result.rule), "verdict": str(result.verdict), "seconds": result.seconds, "seen": result.seen}
         for result in report.results
@@ -204,8 +204,8 @@ def _document(report: Report) -> dict[str, Any]:
 
 def _summary(report: Report) -> str:
     counts = ", ".join(f"{len(report.with_verdict(verdict))} {verdict}" for verdict in Verdict)
-    broken = f" Not kept: {', '.join(report.failed)}." if report.failed else ""
-    return f"{len(report.results)} rules: {counts}.{broken}"
+    violated = f" Not kept: {', '.join(report.failed)}." if report.failed else ""
+    return f"{len(report.results)} rules: {counts}.{violated}"
 
 
 def _write(report: Report, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`sluice diff-tokenizers`: where two tokenizers make different prompts, side by side."""
+"""`sluice diff-tokenizers`: shows where two tokenizers produce different prompts, side by side."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAME, DIFFERENT = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-    """What one tokenizer makes of a chat: ids with the text of each, or the sentence of a refusal."""
+    """Holds the result of one tokenizer for a chat: its ids, or the message of its error."""
 
     ids: tuple[int, ...] = ()
     refusal: str = ""
@@ -40,7 +40,7 @@ class Side:
 
 
 def first_difference(left: Side, right: Side) -> int | None:
-    """The position of the first id that differs; None when nothing does. Two refusals are the same."""
+    """Returns the position of the first different id, or None; two rejections count as equal."""
     if left.refusal or right.refusal:
         return None if left.refusal and right.refusal else 0
     for position, (one, other) in enumerate(zip_longest(left.ids, right.ids)):
@@ -50,10 +50,10 @@ def first_difference(left: Side, right: Side) -> int | None:
 
 
 def read_chats(path: Path) -> dict[str, ChatRequest]:
-    """Chats of one's own: a JSON object a line, with messages and, if wanted, tools and chat_template_kwargs."""
+    """Reads chats: one JSON object per line, with messages and optionally tools and chat_template_kwargs."""
     found: dict[str, ChatRequest] = {}
     try:
-        lines = path.read_text("utf-8").split("\n")  # not `splitlines`: U+2028 may stand inside a JSON text
+        lines = path.read_text("utf-8").split("\n")  # not `splitlines`: U+2028 is valid inside a JSON string
     except (OSError, ValueError) as error:
         raise BadFlag(f"--chats {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -64,11 +64,11 @@ def read_chats(path: Path) -> dict[str, ChatRequest]:
             parts = [json.dumps(body[key]).encode() if key in body else b"" for key in _PARTS]
             found[f"line {number}"] = parse_chat(*parts)
         except (ValueError, KeyError, TypeError) as error:
-            raise BadFlag(f"{path}, line {number}, is no chat: {error}.") from None
+            raise BadFlag(f"{path}, line {number}, is not a chat: {error}.") from None
         except SluiceError as error:
             raise BadFlag(f"{path}, line {number}: {error.message}") from None
     if not found:
-        raise BadFlag(f"--chats {path} holds no chat")
+        raise BadFlag(f"--chats {path} contains no chat")
     return found
 
 
@@ -76,7 +76,7 @@ _PARTS = ("messages", "tools", "chat_template_kwargs")
 
 
 def run(left: str, right: str, chats: Mapping[str, ChatRequest], engines: Mapping[str, EngineOptions]) -> int:
-    """Compares and prints; the exit code: 0 when all prompts are the same, 1 when one is not.
+    """Compares and prints; returns exit code 0 if all prompts are the same, else 1.
 
     Raises:
         BadFlag: a side cannot be loaded.
@@ -154,5 +154,5 @@ def _detail(
 
 
 def default_chats() -> Mapping[str, ChatRequest]:
-    """The fixed set."""
+    """Returns the fixed set."""
     return PROBES

@@ -1,4 +1,4 @@
-"""`sluice keys`: makes, lists, changes and revokes API keys in the file that gateways read."""
+"""`sluice keys`: creates, lists, changes and revokes API keys in the file that gateways read."""
 
 from __future__ import annotations
 
@@ -22,57 +22,57 @@ from sluice.cli.up.plan import BadFlag
 
 ID_WIDTH = 12
 PIPED_WIDTH = 10_000
-"""Columns of a console that is no terminal: no row folds."""
+"""Width of the output if it is not a terminal, so that rows are not wrapped."""
 
 
 def create(path: Path, name: str, **fields: Any) -> str:
-    """Adds a key to the file, which is made when there is none; returns what its owner must keep: nobody can again.
+    """Adds a key to the file, creating it if needed; returns the key, which cannot be shown again.
 
     Args:
-        fields: scopes, tenant and limits, as ApiKey has them.
+        fields: scopes, tenant and limits, named as in ApiKey.
 
     Raises:
         BadFlag: a field is out of range, or the file cannot be read or written.
     """
-    with _speaking(), _locked(path):
+    with _errors_as_bad_flag(), _locked(path):
         shown, record = keys.create(name, **fields)
         keys.write(path, [*(keys.read(path) if path.exists() else []), record])
     return shown
 
 
 def change(path: Path, key_id: str, **changes: Any) -> ApiKey:
-    """Changes scopes, tenant or limits of a key, given its id or the whole key; returns what it is now.
+    """Changes scopes, tenant or limits of a key, given its id or the whole key; returns the changed key.
 
     Raises:
         BadFlag: the file has no such key, a field is out of range, or the file cannot be read or written.
     """
-    with _speaking():
+    with _errors_as_bad_flag():
         return _replace(path, key_id, lambda key: keys.changed(key, **changes))
 
 
 def revoke(path: Path, key_id: str) -> ApiKey:
-    """Makes a key invalid, given its id or the whole key; BadFlag when there is none in the file."""
-    with _speaking():
+    """Revokes a key, given its id or the whole key; raises BadFlag if the file does not have it."""
+    with _errors_as_bad_flag():
         return _replace(path, key_id, lambda key: replace(key, revoked=True))
 
 
 def _replace(path: Path, key_id: str, change: Callable[[ApiKey], ApiKey]) -> ApiKey:
     key_id = key_id.split("-")[1] if key_id.startswith(f"{keys.PREFIX}-") else key_id
     with _locked(path):
-        known = {key.id: key for key in keys.read(path)}
-        if key_id not in known:
-            raise BadFlag(f"There is no key {key_id} in {path}")
-        known[key_id] = change(known[key_id])
-        keys.write(path, known.values())
-    return known[key_id]
+        by_id = {key.id: key for key in keys.read(path)}
+        if key_id not in by_id:
+            raise BadFlag(f"{path} has no key {key_id}; `sluice keys list` shows the ids")
+        by_id[key_id] = change(by_id[key_id])
+        keys.write(path, by_id.values())
+    return by_id[key_id]
 
 
 def show(path: Path, as_json: bool = False) -> None:
-    """Prints the keys with their scopes, tenants and limits; BadFlag when the file cannot be read."""
-    with _speaking():
-        found = keys.read(path)
+    """Prints the keys with their scopes, tenants and limits; raises BadFlag if the file cannot be read."""
+    with _errors_as_bad_flag():
+        listed = keys.read(path)
     if as_json:
-        print(json.dumps([_document(key) for key in found], indent=1))
+        print(json.dumps([_document(key) for key in listed], indent=1))
         return
     table = Table(
         Column("id", no_wrap=True, min_width=ID_WIDTH),
@@ -82,19 +82,19 @@ def show(path: Path, as_json: bool = False) -> None:
         "tenant",
         "requests/min",
         "tokens/min",
-        "at once",
+        "concurrency",
         "models",
         "priority",
         "weight",
         "",
     )
-    for key in found:
+    for key in listed:
         table.add_row(*_row(key))
     Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
 
 
 def _document(key: ApiKey) -> dict[str, Any]:
-    """A key for scripts: everything but the digest of its secret."""
+    """Returns a key as JSON fields: everything except the digest of its secret."""
     return {name: value for name, value in keys.record(key).items() if name != "hash"} | {"tenant": key.owner}
 
 
@@ -105,7 +105,7 @@ def _row(key: ApiKey) -> Sequence[str]:
         key.name,
         datetime.fromtimestamp(key.created_unix_s, UTC).strftime("%Y-%m-%d"),
         ", ".join(scopes.ordered(key.scopes)) or "none",
-        key.tenant or "its own",
+        key.tenant or "separate",
         *(str(limit) if limit else "–" for limit in limits),
         ", ".join(key.models) or "all",
         str(key.priority),
@@ -116,7 +116,7 @@ def _row(key: ApiKey) -> Sequence[str]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Nobody else changes the file meanwhile."""
+    """Locks the file against concurrent changes."""
     if path.is_dir():
         raise BadFlag(f"--file {path} is a folder; name a file in it")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,10 +126,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _speaking() -> Iterator[None]:
+def _errors_as_bad_flag() -> Iterator[None]:
     try:
         yield
     except SluiceError as error:
         raise BadFlag(error.message) from error
     except OSError as error:
-        raise BadFlag(f"The API keys cannot be kept: {error.strerror or error}") from error
+        raise BadFlag(f"The API keys cannot be read or written: {error.strerror or error}") from error

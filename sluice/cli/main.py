@@ -1,4 +1,4 @@
-"""Where `sluice` begins. The commands are in `commands`, whose imports take a second."""
+"""Entry point of `sluice`. The commands are in `commands`, which takes a second to import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CANNOT_RUN, INTERRUPTED = 2, 130
 
 
 def main() -> NoReturn:
-    """Entry point; Ctrl-C is an exit code from the first moment on, not a traceback."""
+    """Runs the command line; Ctrl-C leads to an exit code instead of a traceback, even during imports."""
     try:
         sys.exit(_run(sys.argv[1:] or ["--help"]))
     except KeyboardInterrupt:
@@ -21,7 +21,7 @@ def _run(arguments: list[str]) -> int:
         from sluice.cli.commands import invoke
 
         return invoke(arguments)
-    except ModuleNotFoundError as error:  # one service is installed, as in its image
+    except ModuleNotFoundError as error:  # only one service is installed, as in its image
         print(f"sluice: This command needs the package {error.name}: install sluice-llm[all].", file=sys.stderr)
         return CANNOT_RUN
 

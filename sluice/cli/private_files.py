@@ -1,4 +1,4 @@
-"""Files that only their owner can read."""
+"""Writes files that only their owner can read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ MODE = 0o600
 
 
 def write(path: Path, content: bytes, mode: int = MODE) -> None:
-    """Writes a file in one step, readable by its owner alone, or as `mode` says, from the first moment."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.unlink(missing_ok=True)
-    opened = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(opened, "wb") as file:
+    """Writes a file atomically; it is never readable beyond `mode`, by default by its owner alone."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), mode)
         file.write(content)
-    os.replace(fresh, path)
+    os.replace(temporary, path)

@@ -1,7 +1,7 @@
-"""`sluice tiny-model`: a model folder in Hugging Face's format, made on the spot without any download.
+"""`sluice tiny-model`: creates a model folder in Hugging Face's format, without any download.
 
-Its tokenizer is trained on a few sentences and its weights are random: what it says means nothing. It is for trying
-engines, templates and the tutorial, and for tests.
+Its tokenizer is trained on a few sentences and its weights are random, so its output is meaningless. It is for testing
+engines and templates, and for the examples in the documentation.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ CORPUS = (
 
 
 def build_tiny_model(folder: Path) -> Path:
-    """Writes a byte-level BPE tokenizer with a ChatML template and the configuration files beside it.
+    """Writes a byte-level BPE tokenizer with a ChatML template and the configuration files.
 
     Args:
-        folder: where to write; made when missing.
+        folder: where to write; created if missing.
 
     Returns:
         `folder`, with tokenizer.json, tokenizer_config.json, generation_config.json and config.json. The end-of-turn
-        token and the end-of-text token both end a generation; there is no BOS. Equal on every run.
+        token and the end-of-text token both end a generation; there is no BOS. The files are equal on every run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -119,17 +119,17 @@ def build_tiny_model(folder: Path) -> Path:
 
 
 def build_servable_model(folder: Path) -> Path:
-    """Writes the same with random weights that engines can load.
+    """Writes a tiny model with random weights that engines can load.
 
     The model is a two-layer Qwen3 in float32: hidden size 64, 4 heads of 32, 2 KV heads.
 
     Returns:
-        `folder`, with model.safetensors beside the tokenizer's files. Equal on every run.
+        `folder`, with model.safetensors beside the tokenizer's files. The files are equal on every run.
     """
     build_tiny_model(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocab_size, turn_end = tokenizer.get_vocab_size(), tokenizer.token_to_id(TURN_END)
-    assert turn_end is not None, "it is one of the special tokens"
+    assert turn_end is not None, "TURN_END is one of the special tokens"
     settings = tiny_weights.model_settings(vocab_size, CONTEXT_LENGTH, turn_end)
     _write(folder / "config.json", settings)
     tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
@@ -139,10 +139,10 @@ def build_servable_model(folder: Path) -> Path:
 
 
 def run(folder: Path) -> str:
-    """Writes the model; what to tell the user. BadFlag for a folder that holds something else or cannot be written."""
+    """Writes the model and returns a message; raises BadFlag if the folder has other files or cannot be written."""
     try:
-        if strangers := _strangers(folder):
-            raise BadFlag(f"{folder} holds {strangers[0]}, which is not part of a tiny model; name another folder")
+        if other_files := _other_files(folder):
+            raise BadFlag(f"{folder} contains {other_files[0]}, which is not part of a tiny model; name another folder")
         build_servable_model(folder)
         size = sum((folder / name).stat().st_size for name in FILES)
     except OSError as error:
@@ -153,8 +153,8 @@ def run(folder: Path) -> str:
     )
 
 
-def _strangers(folder: Path) -> Sequence[str]:
-    """Names in the folder that a tiny model does not have."""
+def _other_files(folder: Path) -> Sequence[str]:
+    """Returns the names of files in the folder that are not part of a tiny model."""
     if not folder.is_dir():
         return []
     return sorted(path.name for path in folder.iterdir() if path.name not in FILES)

@@ -1,4 +1,4 @@
-"""Random weights for the tiny model, written without any engine: the same bytes everywhere, a few hundred KiB."""
+"""Random weights for the tiny model, written without any engine: reproducible bytes, a few hundred KiB."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[numpy.float32]])
 
 
 def model_settings(vocab_size: int, context_length: int, eos_token_id: int) -> dict[str, object]:
-    """The config.json of a two-layer Qwen3."""
+    """Returns the config.json of a two-layer Qwen3."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -63,7 +63,7 @@ def model_settings(vocab_size: int, context_length: int, eos_token_id: int) -> d
 
 
 def model_weights(vocab_size: int) -> Tensors:
-    """Weights so far apart that rounding does not change which token is the likeliest."""
+    """Returns weights spread so far that rounding does not change the most likely token."""
     random = numpy.random.default_rng(SEED)
 
     def matrix(rows: int, columns: int, scale: float) -> NDArray[numpy.float32]:

@@ -1,7 +1,7 @@
-"""`sluice tokens`: a token for each service and each service that it calls, and the digests that these accept.
+"""`sluice tokens`: creates a token for each caller and callee, and the digests that the callees accept.
 
-A folder for each service holds what is mounted there and nothing else: `shown-tokens`, one for each service that it
-calls, and `accepted-tokens`, the digests of those that it is shown. What is accepted follows from what is shown.
+The folder of a service contains only what is mounted there: `shown-tokens`, the tokens that it sends, and
+`accepted-tokens`, the digests of those that it accepts. The accepted digests are derived from the sent tokens.
 """
 
 from __future__ import annotations
@@ -30,23 +30,22 @@ CALLS: Mapping[str, Sequence[str]] = {
     SCHEDULER: ("preprocess", "router", "worker", "postprocess"),
     OPERATOR: ("preprocess", "router", "worker", "postprocess"),
 }
-"""The services that each caller calls."""
+"""The callees of each caller."""
 BYTES = 32
 READABLE = 0o444
 _WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 Arrow = tuple[str, str]
-"""Caller and callee, each a service or ``worker/ID``."""
+"""A caller and its callee, each a service or ``worker/ID``."""
 
 
 class BadTokens(Exception):
-    """The tokens cannot be made; the text is one sentence."""
+    """Raised if the tokens cannot be created; the message is one sentence."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to make: tokens for these workers alone instead of one for all, for a scheduler, and a step of rotation; and
-    the mode of the files."""
+    """Selects what to create: separate tokens for `workers`, tokens for a scheduler, a rotation step, the file mode."""
 
     workers: Sequence[str] = ()
     scheduler: bool = False
@@ -55,14 +54,14 @@ class Options:
 
 
 def make(folder: Path, options: Options) -> list[str]:
-    """Makes what is missing, then takes a step of rotation if one is asked for; returns a sentence about each.
+    """Creates missing tokens, then performs the rotation step, if any; returns a sentence about each.
 
     Raises:
         BadTokens: a file cannot be read or written, or the step does not come after the last one.
     """
     for worker_id in options.workers:
         if not _WORKER_ID.fullmatch(worker_id):
-            raise BadTokens(f"--worker {worker_id!r} cannot name a folder: letters, digits, '.', '-' and '_' can.")
+            raise BadTokens(f"--worker {worker_id!r} cannot name a folder; use letters, digits, '.', '-' and '_'.")
     try:
         return _make(folder, options)
     except OSError as error:
@@ -72,21 +71,21 @@ def make(folder: Path, options: Options) -> list[str]:
 def _make(folder: Path, options: Options) -> list[str]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     shown, accepted = _read(folder)
-    wanted = _arrows(options, known={name for arrow in shown for name in arrow})
+    wanted = _arrows(options, existing={name for arrow in shown for name in arrow})
     fresh = [arrow for arrow in wanted if arrow not in shown]
     shown |= {arrow: [_new()] for arrow in fresh}
-    done = [f"made {len(fresh)} tokens in {folder}"] if fresh else []
+    done = [f"created {len(fresh)} tokens in {folder}"] if fresh else []
     if options.rotate:
         done.append(_rotate(shown, accepted, options.rotate))
     _write(folder, shown, accepted, options.mode)
-    return done or [f"left the {len(shown)} tokens in {folder} as they are; --rotate replaces them"]
+    return done or [f"kept the {len(shown)} tokens in {folder}; --rotate replaces them"]
 
 
-def _arrows(options: Options, known: set[str]) -> list[Arrow]:
+def _arrows(options: Options, existing: set[str]) -> list[Arrow]:
     workers = {f"{WORKER}/{worker_id}" for worker_id in options.workers}
-    workers |= {name for name in known if name.startswith(WORKER)} or (set() if workers else {WORKER})
+    workers |= {name for name in existing if name.startswith(WORKER)} or (set() if workers else {WORKER})
     callers = [name for name in CALLS if name not in (WORKER, SCHEDULER)]
-    callers += [SCHEDULER] if options.scheduler or SCHEDULER in known else []
+    callers += [SCHEDULER] if options.scheduler or SCHEDULER in existing else []
     found = [(worker, callee) for worker in sorted(workers) for callee in CALLS[WORKER]]
     for caller in callers:
         for callee in CALLS[caller]:
@@ -98,21 +97,23 @@ def _rotate(shown: dict[Arrow, list[str]], accepted: dict[Arrow, set[str]], step
     prepared = all(len(tokens) > 1 for tokens in shown.values())
     if step == "prepare":
         if prepared:
-            raise BadTokens("New tokens are prepared already: give every service its accepted-tokens, then switch.")
+            raise BadTokens(
+                "New tokens are already prepared; give every service its accepted-tokens, then use --rotate switch."
+            )
         for tokens in shown.values():
             tokens[1:] = [_new()]
-        return "prepared: give every service its accepted-tokens, then switch"
+        return "prepared: give every service its accepted-tokens, then use --rotate switch"
     if step == "switch":
         if not prepared:
-            raise BadTokens("There are no new tokens to switch to: prepare first.")
+            raise BadTokens("There are no new tokens to switch to; use --rotate prepare first.")
         for arrow, tokens in shown.items():
             accepted.setdefault(arrow, set()).update(map(digest_of, tokens))
             del tokens[0]
-        return "switched: give every service its shown-tokens, then finish"
+        return "switched: give every service its shown-tokens, then use --rotate finish"
     if prepared:
-        raise BadTokens("The new tokens are not shown yet: switch first.")
+        raise BadTokens("The new tokens are not in use yet; use --rotate switch first.")
     accepted.clear()
-    return "finished: give every service its accepted-tokens; the old tokens are worth nothing then"
+    return "finished: give every service its accepted-tokens; the old tokens are invalid then"
 
 
 def _new() -> str:
@@ -124,7 +125,7 @@ def _folder(name: str) -> str:
 
 
 def _read(folder: Path) -> tuple[dict[Arrow, list[str]], dict[Arrow, set[str]]]:
-    """Tokens that are shown, in order, and digests that are accepted, by caller and callee."""
+    """Returns the sent tokens, in order, and the accepted digests, by caller and callee."""
     shown: dict[Arrow, list[str]] = {}
     accepted: dict[Arrow, set[str]] = {}
     for path in sorted(folder.glob(f"*/{SHOWN}")):
@@ -156,7 +157,7 @@ def _write(folder: Path, shown: Mapping[Arrow, Sequence[str]], accepted: Mapping
     callees = dict.fromkeys(callee for _, callee in shown)
     for name in {**callers, **callees}:
         (folder / _folder(name)).mkdir(mode=0o700, exist_ok=True)
-    for callee in callees:  # before anything is shown that is new
+    for callee in callees:  # before any new token is sent
         lines = [
             f"{digest} {caller}"
             for (caller, called), tokens in shown.items()
@@ -176,10 +177,15 @@ def _write_lines(path: Path, lines: Iterable[str], mode: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes tokens where each service's folder is a volume that it alone mounts, under a user of its own: the files can
-    be read by every user. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m sluice.cli.tokens", description=main.__doc__)
-    parser.add_argument("folder", type=Path, help="holds a folder for each service")
+    """Creates tokens for folders that are each mounted by one service only, under its own user.
+
+    The files are readable by every user. Returns the exit code.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m sluice.cli.tokens",
+        description="Create tokens, readable by every user, in folders that are each mounted by one service only.",
+    )
+    parser.add_argument("folder", type=Path, help="contains a folder for each service")
     try:
         for sentence in make(parser.parse_args(argv).folder, Options(mode=READABLE)):
             print(sentence)

@@ -1,4 +1,4 @@
-"""What a command shows to the suite and which authorities it trusts: the same four flags everywhere."""
+"""The TLS flags of the commands: the certificate they present and the authorities they trust."""
 
 from __future__ import annotations
 
@@ -16,25 +16,23 @@ from services.common.settings import TlsSettings
 Tls = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="folder of `sluice certs`: ca.pem is trusted, client.pem shown; unset: plain text"
+        metavar="DIR", help="folder of `sluice certs`: trusts ca.pem and presents client.pem; unset: plain text"
     ),
 ]
-TlsCa = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="instead of --tls: authorities that are trusted (PEM file)")
-]
-TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="with --tls-ca: certificate to show (PEM file)")]
+TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="trusted authorities (PEM file), instead of --tls")]
+TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="client certificate (PEM file); needs --tls-ca")]
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="private key of --tls-cert (PEM file)")]
 
 AUTHORITY, CLIENT, CLIENT_KEY = "ca.pem", "client.pem", "client.key"
 
 
 class BadTrust(Exception):
-    """The TLS flags cannot be used; the text is one sentence that names the flag."""
+    """Raised for TLS flags that cannot be used; the message is one sentence that names the flag."""
 
 
 @dataclass(frozen=True)
 class Trust:
-    """The TLS flags of a command; all unset is plain text."""
+    """Holds the TLS flags of a command; all unset means plain text."""
 
     folder: Path | None = None
     ca: Path | None = None
@@ -43,32 +41,34 @@ class Trust:
 
     @property
     def encrypted(self) -> bool:
-        """Whether the suite is reached over TLS."""
+        """Whether connections use TLS."""
         return self.folder is not None or self.ca is not None
 
     def check(self) -> None:
-        """Raises BadTrust for flags that can never work."""
+        """Raises BadTrust for flags that are incomplete or contradictory."""
         files = self.ca or self.cert or self.key
         if self.folder is not None and files:
-            raise BadTrust("--tls names a folder with all the files: leave --tls-ca, --tls-cert and --tls-key out")
+            raise BadTrust("--tls names a folder with all files; omit --tls-ca, --tls-cert and --tls-key")
         if self.folder is not None and not (self.folder / AUTHORITY).is_file():
-            raise BadTrust(f"--tls {self.folder} holds no {AUTHORITY}; `sluice certs {self.folder}` makes a set")
+            raise BadTrust(
+                f"--tls {self.folder} has no {AUTHORITY}; create the certificates with `sluice certs {self.folder}`"
+            )
         if files and (self.ca is None or (self.cert is None) is not (self.key is None)):
-            raise BadTrust("--tls-cert and --tls-key need each other and --tls-ca")
+            raise BadTrust("--tls-cert and --tls-key must be passed together, with --tls-ca")
 
     def settings(self) -> TlsSettings:
-        """The files, as services name them; without a certificate where the folder holds none for clients."""
+        """Returns the files as TLS settings, without a certificate if the folder has no client certificate."""
         if self.folder is None:
             return TlsSettings(tls_ca=self.ca, tls_cert=self.cert, tls_key=self.key)
-        shown = (self.folder / CLIENT).is_file()
+        has_client = (self.folder / CLIENT).is_file()
         return TlsSettings(
             tls_ca=self.folder / AUTHORITY,
-            tls_cert=self.folder / CLIENT if shown else None,
-            tls_key=self.folder / CLIENT_KEY if shown else None,
+            tls_cert=self.folder / CLIENT if has_client else None,
+            tls_key=self.folder / CLIENT_KEY if has_client else None,
         )
 
     def credentials(self) -> PeerCredentials | None:
-        """For gRPC; None is plain text. Raises BadTrust when the files cannot be used."""
+        """Returns credentials for gRPC, None for plain text; raises BadTrust if the files cannot be used."""
         self.check()
         if not self.encrypted:
             return None
@@ -79,9 +79,9 @@ class Trust:
             raise BadTrust(f"{flag}: {error.message}") from error
 
     def context(self) -> ssl.SSLContext:
-        """For HTTPS: checks the gateway's certificate, and shows this one's to a gateway that requires one.
+        """Returns a context for HTTPS that verifies the gateway and presents the client certificate, if any.
 
-        The files are expected to be sound: `credentials` checks them.
+        Call `credentials` first: it validates the files.
         """
         files = self.settings()
         context = ssl.create_default_context(cafile=None if files.tls_ca is None else str(files.tls_ca))

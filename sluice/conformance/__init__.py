@@ -1,4 +1,4 @@
-"""The conformance kit: asks any worker, through nothing but its gRPC contract, to keep every clause of it."""
+"""The conformance kit: tests whether a worker keeps every clause of the gRPC contract, using only its RPCs."""
 
 from sluice.conformance.kit import run, select
 from sluice.conformance.patience import Patience

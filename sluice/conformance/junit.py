@@ -1,4 +1,4 @@
-"""A report as JUnit XML, for the test views of CI systems."""
+"""Writes a report as JUnit XML for CI systems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUITE = "sluice.conformance"
 
 
 def write(report: Report, path: Path) -> None:
-    """Writes a file; rules that were not claimed or not checked are skipped tests. OSError when it cannot."""
+    """Writes a report; rules not claimed or not checked become skipped tests. Raises OSError."""
     skipped = [*report.with_verdict(Verdict.NOT_CLAIMED), *report.with_verdict(Verdict.NOT_CHECKED)]
     suite = ElementTree.Element(
         "testsuite",
@@ -45,5 +45,5 @@ def _case(result: Result) -> ElementTree.Element:
 
 
 def _printable(text: str) -> str:
-    """What a worker said, without the control characters that XML cannot hold."""
+    """Replaces control characters, which XML does not permit."""
     return "".join(char if char.isprintable() or char == "\n" else "�" for char in text)

@@ -1,4 +1,4 @@
-"""Runs rules against one worker, one after another, and says what became of each."""
+"""Runs rules against one worker, one after another, and reports their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from sluice.conformance import rules
 from sluice.conformance.patience import Patience
-from sluice.conformance.rule import Broken, NotChecked, NotClaimed, Report, Result, Rule, Verdict
+from sluice.conformance.rule import NotChecked, NotClaimed, Report, Result, Rule, RuleFailed, Verdict
 from sluice.conformance.subject import Subject, Target
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
@@ -23,15 +23,17 @@ Listener = Callable[[Result], None]
 
 
 def select(names: Iterable[str] = ()) -> Sequence[Rule]:
-    """The rules of these names, in the order of a run; all of them when none is named.
+    """Returns the rules with these names, in the order of a run; all rules for no names.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for a name that no rule has.
+        SluiceError: INVALID_ARGUMENT for an unknown name.
     """
-    known, wanted = rules.all_rules(), set(names)
-    if strangers := sorted(wanted - {rule.name for rule in known}):
-        raise invalid(f"There is no rule {', '.join(strangers)}; `sluice conformance --list` names them.", param="rule")
-    return [rule for rule in known if not wanted or rule.name in wanted]
+    available, wanted = rules.all_rules(), set(names)
+    if unknown := sorted(wanted - {rule.name for rule in available}):
+        raise invalid(
+            f"There is no rule {', '.join(unknown)}; `sluice conformance --list` lists all rules.", param="rule"
+        )
+    return [rule for rule in available if not wanted or rule.name in wanted]
 
 
 async def run(
@@ -40,24 +42,24 @@ async def run(
     patience: Patience | None = None,
     on_result: Listener = lambda result: None,
 ) -> Report:
-    """Tries every rule, whatever became of those before it.
+    """Runs every rule, regardless of the results of earlier ones.
 
     Args:
-        target: which worker.
+        target: the worker to test.
         chosen: rules in order; None: all.
         patience: deadlines.
         on_result: called after each rule.
 
     Raises:
-        SluiceError: the worker cannot be asked at all.
+        SluiceError: the worker cannot be reached or is not serving.
     """
     patience = patience or Patience()
     channel = open_channel(target.address, target.credentials)
     try:
-        subject = Subject(target, channel, patience, await _introduction(channel, patience))
+        subject = Subject(target, channel, patience, await _get_info(channel, patience))
         report = Report(target.address, f"{subject.info.engine} {subject.info.engine_version}".strip())
         for rule in select() if chosen is None else chosen:
-            result = await _try(rule, subject)
+            result = await _run_rule(rule, subject)
             report.results.append(result)
             on_result(result)
         return report
@@ -65,18 +67,18 @@ async def run(
         await channel.close()
 
 
-async def _introduction(channel: grpc.aio.Channel, patience: Patience) -> worker_pb2.GetInfoResponse:
+async def _get_info(channel: grpc.aio.Channel, patience: Patience) -> worker_pb2.GetInfoResponse:
     stub = worker_pb2_grpc.WorkerStub(channel)
     try:
         info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=patience.answer_s)
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, "worker") from error
     if info.phase and not info.card.model:
-        raise unavailable(f"The worker does not serve yet, it is {info.phase}; try again when it does.")
+        raise unavailable(f"The worker is not serving yet ({info.phase}); try again when it is.")
     return info
 
 
-async def _try(rule: Rule, subject: Subject) -> Result:
+async def _run_rule(rule: Rule, subject: Subject) -> Result:
     loop = asyncio.get_running_loop()
     started = loop.time()
     verdict, seen = await _verdict(rule, subject)
@@ -84,8 +86,8 @@ async def _try(rule: Rule, subject: Subject) -> Result:
 
 
 async def _verdict(rule: Rule, subject: Subject) -> tuple[Verdict, str]:
-    if rule.generates and not subject.takes_whole_requests:
-        return Verdict.NOT_CHECKED, "This worker plays one part of a request only; the rules prefill and decode try it."
+    if rule.generates and not subject.serves_complete_requests:
+        return Verdict.NOT_CHECKED, "This worker has a prefill or decode role; only the rules prefill and decode apply."
     try:
         async with asyncio.timeout(subject.patience.rule_s):
             return Verdict.PASSED, await rule.check(subject)
@@ -93,14 +95,14 @@ async def _verdict(rule: Rule, subject: Subject) -> tuple[Verdict, str]:
         return Verdict.NOT_CLAIMED, str(reason)
     except NotChecked as reason:
         return Verdict.NOT_CHECKED, str(reason)
-    except Broken as reason:
+    except RuleFailed as reason:
         return Verdict.FAILED, str(reason)
     except TimeoutError:
-        return Verdict.FAILED, f"The rule did not come to an end within {subject.patience.rule_s:g} s."
+        return Verdict.FAILED, f"The rule did not complete within {subject.patience.rule_s:g} s."
     except grpc.aio.AioRpcError as error:
         return Verdict.FAILED, f"A call failed with {error.code().name}: {error.details()}"
     except SluiceError as error:
         return Verdict.FAILED, error.message
     except Exception as error:
-        log.exception("a rule stumbled over an answer", extra={"rule": rule.name})
-        return Verdict.FAILED, f"The answer cannot be understood ({type(error).__name__}: {error})."
+        log.exception("rule failed on an unexpected response", extra={"rule": rule.name})
+        return Verdict.FAILED, f"The response is invalid ({type(error).__name__}: {error})."

@@ -1,4 +1,4 @@
-"""How long the kit waits for what; a slow machine gets more of it, never a different contract."""
+"""The deadlines of the kit, which can be scaled for slow machines."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class Patience:
     """Deadlines in seconds.
 
     Attributes:
-        answer_s: a unary call that computes nothing.
-        generation_s: a generation of a few dozen tokens, others beside it.
-        cancel_s: from a cancel to the terminal delta.
-        settle_s: until the engine's load shows that something ended, or an event has arrived.
-        attach_s: until the worker registers with the kit, where the kit is its router.
-        rule_s: everything that one rule does.
+        answer_s: a unary call without computation.
+        generation_s: a generation of a few dozen tokens, concurrently with others.
+        cancel_s: from a cancellation to the terminal delta.
+        settle_s: until the engine's load reflects the end of a request, or an event arrives.
+        attach_s: until the worker registers with the kit as its router.
+        rule_s: one rule in total.
     """
 
     answer_s: float = 10.0
@@ -26,7 +26,7 @@ class Patience:
     rule_s: float = 180.0
 
     def times(self, factor: float) -> Patience:
-        """Every deadline `factor` times as long."""
+        """Returns deadlines multiplied by `factor`."""
         return Patience(
             answer_s=self.answer_s * factor,
             generation_s=self.generation_s * factor,

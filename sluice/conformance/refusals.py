@@ -1,4 +1,4 @@
-"""What a refusal has to look like: typed, in words, on its own request only."""
+"""Checks of refusals: each must have a typed error and a message, and affect its own request only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import grpc
 
 from services.common.errors import ErrorKind
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error
-from sluice.conformance.heard import REASONS, ObservedStream
-from sluice.conformance.rule import Broken, NotClaimed, expect
+from sluice.conformance.observed_stream import REASONS, ObservedStream
+from sluice.conformance.rule import NotClaimed, RuleFailed, expect
 from sluice.conformance.subject import Subject
 from sluice.v1 import common_pb2, worker_pb2
 
@@ -25,78 +25,82 @@ CODES = {
 }
 
 
-async def refused(subject: Subject, request: worker_pb2.GenerateRequest, *kinds: ErrorKind) -> str:
-    """The sentence with which a session refuses a request; the next request on that session must work.
+async def expect_refused(subject: Subject, request: worker_pb2.GenerateRequest, *kinds: ErrorKind) -> str:
+    """Expects a session to refuse a request and to serve the next one; returns the error message.
 
     Raises:
-        Broken: the request was taken, or refused in another way.
+        RuleFailed: the request was accepted, or refused in another way.
     """
     async with subject.session() as caller:
-        bad = await caller.ask_one(request)
-        said = refusal_of(bad, kinds)
-        after = await caller.ask_one(subject.request())
+        bad = await caller.complete_one(request)
+        message = refusal_message(bad, kinds)
+        after = await caller.complete_one(subject.request())
         expect(
             after.reason in (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH),
             f"The request after the refused one ended with {after.describe()}.",
         )
-    return said
+    return message
 
 
-async def unclaimed(subject: Subject, request: worker_pb2.GenerateRequest) -> NoReturn:
-    """Ends a rule whose capability the card does not list: the request must be refused, not quietly served without."""
-    raise NotClaimed(f"Refused: {await refused(subject, request, *UNSUPPORTED)}")
+async def expect_unsupported(subject: Subject, request: worker_pb2.GenerateRequest) -> NoReturn:
+    """Ends a rule whose capability the card does not list: expects the request to be refused, not served without it."""
+    raise NotClaimed(f"Refused: {await expect_refused(subject, request, *UNSUPPORTED)}")
 
 
-async def unclaimed_option(subject: Subject, request: worker_pb2.GenerateRequest) -> NoReturn:
-    """Ends a rule about a sampling option that the card does not list.
+async def expect_unsupported_option(subject: Subject, request: worker_pb2.GenerateRequest) -> NoReturn:
+    """Ends a rule about a sampling option that the card does not list: accepts a refusal as well as a generation.
 
-    Clients send these whatever the engine, so an engine may take one without honouring it; nothing on the wire tells
-    that from a refusal that was forgotten.
+    Clients send these options to every engine, so an engine may ignore one; the protocol cannot distinguish this from
+    a missing refusal.
     """
-    heard = await subject.ask(request)
-    if heard.reason in (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH):
-        raise NotClaimed("Taken without effect, as an engine may.")
-    raise NotClaimed(f"Refused: {refusal_of(heard, UNSUPPORTED)}")
+    stream = await subject.complete(request)
+    if stream.reason in (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH):
+        raise NotClaimed("Accepted and ignored, which is permitted.")
+    raise NotClaimed(f"Refused: {refusal_message(stream, UNSUPPORTED)}")
 
 
-async def call_refused(subject: Subject, call: Awaitable[Any], *kinds: ErrorKind) -> str:
-    """The sentence with which a unary call is refused, by gRPC status and typed detail alike."""
+async def expect_call_refused(subject: Subject, call: Awaitable[Any], *kinds: ErrorKind) -> str:
+    """Expects a unary call to be refused with matching gRPC status and typed detail; returns the error message."""
     try:
         async with asyncio.timeout(subject.patience.generation_s):
             await call
     except grpc.aio.AioRpcError as error:
-        return _status(error, kinds)
+        return _check_status(error, kinds)
     except TimeoutError:
-        raise Broken("No answer in time; it should have been refused.") from None
-    raise Broken("It was accepted; it should have been refused.")
+        raise RuleFailed("The call timed out; it should have been refused.") from None
+    raise RuleFailed("The call was accepted; it should have been refused.")
 
 
-def _status(error: grpc.aio.AioRpcError, kinds: tuple[ErrorKind, ...]) -> str:
+def _check_status(error: grpc.aio.AioRpcError, kinds: tuple[ErrorKind, ...]) -> str:
     detailed = any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
-    expect(detailed, f"The status {error.code().name} carries no typed detail ({DETAIL_KEY}).")
+    expect(detailed, f"The status {error.code().name} has no typed detail ({DETAIL_KEY}).")
     typed = from_rpc_error(error, "worker")
-    _check_words(typed.kind, typed.message, kinds)
+    _check_error(typed.kind, typed.message, kinds)
     wanted = CODES.get(typed.kind)
     expect(wanted in (None, error.code()), f"The status is {error.code().name} for the kind {typed.kind.name}.")
     return typed.message
 
 
-def refusal_of(heard: ObservedStream, kinds: tuple[ErrorKind, ...]) -> str:
-    """The sentence of a terminal delta that refuses; Broken when it is none, or not of these kinds."""
+def refusal_message(stream: ObservedStream, kinds: tuple[ErrorKind, ...]) -> str:
+    """Returns the error message of a refused request.
+
+    Raises:
+        RuleFailed: the request was not refused, or with an error of another kind.
+    """
     expect(
-        heard.reason == REASONS.FINISH_REASON_ERROR,
-        f"It was accepted ({heard.describe()}); it should have been refused.",
+        stream.reason == REASONS.FINISH_REASON_ERROR,
+        f"The request was accepted ({stream.describe()}); it should have been refused.",
     )
-    expect(not heard.token_ids, "It was refused only after tokens had come.")
-    expect(heard.terminal.HasField("error"), "The terminal delta says ERROR without the error.")
-    detail: common_pb2.ErrorDetail = heard.terminal.error
-    _check_words(detail.kind, detail.message, kinds)
+    expect(not stream.token_ids, "The request was refused only after tokens had been sent.")
+    expect(stream.terminal.HasField("error"), "The terminal delta has the finish reason ERROR but no error.")
+    detail: common_pb2.ErrorDetail = stream.terminal.error
+    _check_error(detail.kind, detail.message, kinds)
     return detail.message
 
 
-def _check_words(kind: int, message: str, kinds: tuple[ErrorKind, ...]) -> None:
+def _check_error(kind: int, message: str, kinds: tuple[ErrorKind, ...]) -> None:
     wanted = " or ".join(one.name for one in kinds)
     name = ErrorKind(kind).name if kind in ErrorKind.__members__.values() else str(kind)
     expect(kind in kinds, f"The error is {name}, not {wanted}: {message or 'no message'}")
     expect(bool(message.strip()), f"The error {name} has no message.")
-    expect("Traceback" not in message and "\n" not in message.strip(), "The message is no sentence but a traceback.")
+    expect("Traceback" not in message and "\n" not in message.strip(), "The message is a traceback, not a sentence.")

@@ -1,4 +1,4 @@
-"""Rules, what becomes of them, and the register that holds them all."""
+"""Rules, their results, and the registry of all rules."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 Check = Callable[["Subject"], Awaitable[str]]
 
 
-class Broken(Exception):
-    """The worker does not keep the clause; the text says what was seen instead."""
+class RuleFailed(Exception):
+    """The worker violates the clause; the message describes the observed behaviour."""
 
 
 class NotClaimed(Exception):
-    """The card does not claim what the rule is about; the text says how the worker refuses it."""
+    """The card does not claim the capability of the rule; the message describes how the worker refuses it."""
 
 
 class NotChecked(Exception):
-    """The rule could not be tried here; the text says why, and what to do where something can be done."""
+    """The rule could not be run; the message states the reason and, if possible, what to change."""
 
 
 class Verdict(StrEnum):
-    """What became of a rule."""
+    """The outcome of a rule."""
 
     PASSED = "pass"
     FAILED = "fail"
@@ -36,15 +36,15 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One clause of the contract and how it is tried.
+    """One clause of the contract and its check.
 
     Attributes:
-        name: stable, for reports and `--rule`.
+        name: stable name for reports and `--rule`.
         proves: the clause in one sentence.
-        clause: where the contract says so.
-        check: returns what was seen; raises Broken, NotClaimed or NotChecked.
-        generates: sends whole requests, which a worker that plays only one part of them does not take.
-        disturbs: ends the worker, so it comes after all others.
+        clause: where the contract defines it.
+        check: returns a description of the observed behaviour; raises RuleFailed, NotClaimed or NotChecked.
+        generates: whether the check sends complete requests, which a worker with a prefill or decode role refuses.
+        disturbs: whether the check stops the worker and must therefore run last.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Rule:
 
     @property
     def part(self) -> str:
-        """The part of the contract it belongs to: the name of its module."""
+        """The part of the contract that the rule belongs to: the name of its module."""
         return self.check.__module__.rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One rule's outcome; `seen` is a sentence, `seconds` how long it took."""
+    """The result of one rule; `seen` describes the observed behaviour, `seconds` is the duration."""
 
     rule: Rule
     verdict: Verdict
@@ -72,19 +72,19 @@ class Result:
 
 @dataclass(slots=True)
 class Report:
-    """What a run found, rule by rule."""
+    """The results of a run."""
 
     address: str
     worker: str = ""
     results: list[Result] = field(default_factory=list)
 
     def with_verdict(self, verdict: Verdict) -> list[str]:
-        """Names of the rules that ended so."""
+        """Returns the names of the rules with this verdict."""
         return [result.rule.name for result in self.results if result.verdict is verdict]
 
     @property
     def failed(self) -> list[str]:
-        """Names of the rules that the worker does not keep."""
+        """Names of the failed rules."""
         return self.with_verdict(Verdict.FAILED)
 
 
@@ -94,7 +94,7 @@ _RULES: list[Rule] = []
 def rule(
     name: str, proves: str, clause: str, *, generates: bool = True, disturbs: bool = False
 ) -> Callable[[Check], Check]:
-    """Registers a check under a name; see Rule."""
+    """Registers the decorated check as a rule; see Rule for the arguments."""
 
     def register(check: Check) -> Check:
         _RULES.append(Rule(name, proves, clause, check, generates, disturbs))
@@ -104,11 +104,11 @@ def rule(
 
 
 def registered() -> Sequence[Rule]:
-    """Every rule whose module was imported, in the order of registration."""
+    """Returns all rules of imported modules, in the order of registration."""
     return tuple(_RULES)
 
 
-def expect(kept: bool, otherwise: str) -> None:
-    """Raises Broken with a sentence that says what was seen, unless the clause was kept."""
-    if not kept:
-        raise Broken(otherwise)
+def expect(condition: bool, message: str) -> None:
+    """Raises RuleFailed with `message` unless the condition holds."""
+    if not condition:
+        raise RuleFailed(message)

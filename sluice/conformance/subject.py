@@ -1,4 +1,4 @@
-"""The worker under test, as its rules see it: a stub, a card, and requests that suit the card."""
+"""The worker under test: its stub, its card, and requests that match the card."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.caller import Caller
-from sluice.conformance.heard import ObservedStream
+from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.patience import Patience
-from sluice.conformance.rule import Broken
+from sluice.conformance.rule import RuleFailed
 from sluice.conformance.watching import Watcher
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -35,14 +35,14 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to test.
+    """The worker to test, and what the kit may use for it.
 
     Attributes:
         address: host:port of the worker.
-        credentials: None for plain text.
-        watcher: the router that the worker was told to register with, when that is the kit.
+        credentials: None for plaintext.
+        watcher: the kit's router, if the worker is configured to register with it.
         prefill_peer: host:port of a prefill worker of the same model, for a decode worker; empty: none.
-        stop: makes the worker shut down as an operator would; None when the kit may not.
+        stop: shuts the worker down as an operator would; None: the kit must not stop it.
     """
 
     address: str
@@ -53,12 +53,12 @@ class Target:
 
 
 class Subject:
-    """One worker.
+    """Sends requests to one worker.
 
     Attributes:
-        info: what GetInfo said when the run began.
+        info: the GetInfo response at the beginning of the run.
         card: the model card of `info`.
-        eos_token_ids: of the card.
+        eos_token_ids: end-of-sequence ids of the card.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Subject:
         self.info = info
         self.card = info.card
         self.stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
-        self.eos_token_ids = _whole(self.card.eos_token_ids)
+        self.eos_token_ids = _complete_ids(self.card.eos_token_ids)
         self._random = Random()
 
     def claims(self, capability: Capability) -> bool:
@@ -78,12 +78,12 @@ class Subject:
         return capability in self.card.capabilities
 
     def prompt(self, length: int = PROMPT_TOKENS) -> list[int]:
-        """Ids nobody has sent before, away from both ends of the vocabulary, where the special ones tend to be."""
+        """Returns new random ids, away from both ends of the vocabulary, where special tokens tend to be."""
         size = self.card.vocab_size or UNKNOWN_VOCABULARY
         return [self._random.randrange(size // 10, max(size * 9 // 10, 1)) for _ in range(length)]
 
     def block_prompt(self) -> list[int]:
-        """A fresh prompt of a few whole cache blocks and a bit, as far as the context has room for it."""
+        """Returns a new prompt of a few complete cache blocks and three more tokens, within the context length."""
         block, context = self.card.block_size, self.card.context_length
         blocks = min(PROMPT_BLOCKS, max((context - OUTPUT_TOKENS) // block - 1, 1)) if context else PROMPT_BLOCKS
         return self.prompt(blocks * block + 3)
@@ -96,12 +96,12 @@ class Subject:
         greedy: bool = True,
         stops: Sequence[int] | None = None,
     ) -> worker_pb2.GenerateRequest:
-        """A request as a gateway would make it.
+        """Returns a request as a gateway would send it.
 
         Args:
-            prompt: ids; None: a fresh prompt.
-            max_tokens: most tokens to generate.
-            greedy: asks for the likeliest tokens where the engine lets a caller choose.
+            prompt: ids; None: a new prompt.
+            max_tokens: maximum number of tokens to generate.
+            greedy: use temperature 0 if the engine supports it.
             stops: stop ids; None: the model's end-of-sequence ids.
         """
         request = worker_pb2.GenerateRequest(
@@ -118,10 +118,10 @@ class Subject:
             request.sampling.temperature = 0.0
         return request
 
-    def endless(
+    def full_length(
         self, prompt: Sequence[int] | None = None, max_tokens: int = OUTPUT_TOKENS
     ) -> worker_pb2.GenerateRequest:
-        """A request that only `max_tokens` ends, as far as the engine can be told so."""
+        """Returns a request that ends only at `max_tokens`, if the engine supports that."""
         request = self.request(prompt, max_tokens=max_tokens, stops=())
         if self.claims(Capability.IGNORE_EOS):
             request.stop.ignore_eos = True
@@ -130,24 +130,29 @@ class Subject:
         return request
 
     def long(self, tokens: int = LONG_TOKENS) -> worker_pb2.GenerateRequest:
-        """A request that runs until it is cancelled, or for as long as the context lasts."""
+        """Returns a request that runs until it is cancelled or the context is full."""
         room = [limit for limit in (self.card.context_length, self.card.total_blocks * self.card.block_size) if limit]
-        return self.endless(max_tokens=max(min([tokens, *(limit - PROMPT_TOKENS - 1 for limit in room)]), 1))
+        return self.full_length(max_tokens=max(min([tokens, *(limit - PROMPT_TOKENS - 1 for limit in room)]), 1))
 
     @property
-    def takes_whole_requests(self) -> bool:
-        """Whether requests need no second worker."""
-        alone = (common_pb2.WORKER_ROLE_UNSPECIFIED, common_pb2.WORKER_ROLE_AGGREGATED)
-        return self.info.role in alone or self.claims(Capability.LOCAL_PREFILL)
+    def unknown_model(self) -> str:
+        """The name of a model that the worker does not serve."""
+        return f"{self.card.model}-that-is-not-served"
 
     @property
-    def lasts(self) -> bool:
-        """Whether `endless` requests really are: natural ends do not end them."""
+    def serves_complete_requests(self) -> bool:
+        """Whether the worker serves requests without a second worker."""
+        complete = (common_pb2.WORKER_ROLE_UNSPECIFIED, common_pb2.WORKER_ROLE_AGGREGATED)
+        return self.info.role in complete or self.claims(Capability.LOCAL_PREFILL)
+
+    @property
+    def supports_full_length(self) -> bool:
+        """Whether `full_length` requests never end before `max_tokens`."""
         return self.claims(Capability.IGNORE_EOS) or self.claims(Capability.MIN_TOKENS)
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Caller]:
-        """A session of its own; what still runs at the end is cancelled."""
+        """Opens a session; cancels the requests still running at the end."""
         caller = Caller(self.stub, self.patience)
         try:
             yield caller
@@ -156,48 +161,48 @@ class Subject:
 
     @asynccontextmanager
     async def peer(self, address: str) -> AsyncIterator[Subject]:
-        """Another worker, asked like this one."""
+        """Connects to another worker."""
         channel = open_channel(address, self.target.credentials)
         try:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            info = await self.answer(stub.GetInfo(worker_pb2.GetInfoRequest()))
+            info = await self.call(stub.GetInfo(worker_pb2.GetInfoRequest()))
             yield Subject(Target(address, self.target.credentials), channel, self.patience, info)
         finally:
             await channel.close()
 
-    async def ask(self, request: worker_pb2.GenerateRequest) -> ObservedStream:
-        """One request on a session of its own, to its end."""
+    async def complete(self, request: worker_pb2.GenerateRequest) -> ObservedStream:
+        """Runs one request to its end on a new session."""
         async with self.session() as caller:
-            return await caller.ask_one(request)
+            return await caller.complete_one(request)
 
     async def generate(self, request: worker_pb2.GenerateRequest) -> ObservedStream:
-        """One request by the server-streaming twin, to the end of the stream."""
-        heard = ObservedStream(request)
+        """Runs one request to the end of the stream with the Generate RPC."""
+        stream = ObservedStream(request)
         call = self.stub.Generate(request, timeout=self.patience.generation_s)
         async for delta in call:
-            late = bool(heard.token_ids)
+            late = bool(stream.token_ids)
             if delta.token_ids:
-                heard.take_tokens(_whole(delta.token_ids))
+                stream.take_tokens(_complete_ids(delta.token_ids))
             if delta.HasField("extra"):
-                heard.take_extra(delta.extra, late)
-        return heard
+                stream.take_extra(delta.extra, late)
+        return stream
 
-    async def answer(self, call: Awaitable[A]) -> A:
-        """A unary call's answer; Broken when it fails or takes too long."""
+    async def call(self, call: Awaitable[A]) -> A:
+        """Returns the response of a unary call; raises RuleFailed when it fails or times out."""
         try:
             async with asyncio.timeout(self.patience.answer_s):
                 return await call
         except TimeoutError:
-            raise Broken(f"No answer within {self.patience.answer_s:g} s.") from None
+            raise RuleFailed(f"No response within {self.patience.answer_s:g} s.") from None
         except grpc.aio.AioRpcError as error:
-            raise Broken(f"The call failed: {from_rpc_error(error, 'worker').message}") from error
+            raise RuleFailed(f"The call failed: {from_rpc_error(error, 'worker').message}") from error
 
     async def load(self) -> common_pb2.WorkerLoad:
-        """The load now."""
-        return (await self.answer(self.stub.GetInfo(worker_pb2.GetInfoRequest()))).load
+        """Returns the current load."""
+        return (await self.call(self.stub.GetInfo(worker_pb2.GetInfoRequest()))).load
 
-    async def settles(self, settled: Callable[[common_pb2.WorkerLoad], bool]) -> common_pb2.WorkerLoad:
-        """Asks for the load until it is as wanted or patience ends; the last answer."""
+    async def wait_for_load(self, settled: Callable[[common_pb2.WorkerLoad], bool]) -> common_pb2.WorkerLoad:
+        """Polls the load until `settled` returns True or the deadline passes; returns the last load."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.patience.settle_s
         while True:
@@ -209,16 +214,16 @@ class Subject:
     async def control(
         self, action: worker_pb2.ControlRequest.Action.ValueType, **arguments: str
     ) -> worker_pb2.ControlResponse:
-        """Operates the engine; grpc.aio.AioRpcError when it refuses."""
+        """Runs a control action; raises grpc.aio.AioRpcError when the worker refuses it."""
         async with asyncio.timeout(self.patience.generation_s):
             return await self.stub.Control(worker_pb2.ControlRequest(action=action, arguments=arguments))
 
 
 def prompt_of(request: worker_pb2.GenerateRequest) -> list[int]:
-    """The ids of a request's prompt."""
+    """Returns the prompt ids of a request."""
     return unpack_u32(request.tokens.token_ids).tolist()
 
 
-def _whole(packed: bytes) -> list[int]:
-    """Whole ids of a packed field; rules about the form complain about the rest."""
+def _complete_ids(packed: bytes) -> list[int]:
+    """Unpacks ids, ignoring an incomplete last one, which other rules detect."""
     return unpack_u32(packed[: len(packed) // 4 * 4]).tolist()

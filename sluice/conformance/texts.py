@@ -1,4 +1,4 @@
-"""What a worker's token ids mean, read from the tokenizer files that it serves itself."""
+"""Converts a worker's token ids to text with the tokenizer files that the worker serves."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Reader = Callable[[Sequence[int]], str]
 
 
 async def fetch_tokenizer(subject: Subject, folder: Path) -> Path:
-    """Streams the tokenizer's files into a folder and checks them against their fingerprint.
+    """Downloads the tokenizer files into a folder and verifies their fingerprint.
 
     Raises:
-        SluiceError: a file or the fingerprint is not as announced.
+        SluiceError: a file or the fingerprint does not match.
         grpc.aio.AioRpcError: the worker does not serve its tokenizer.
     """
     store = TokenizerStore(folder)
@@ -41,17 +41,17 @@ async def fetch_tokenizer(subject: Subject, folder: Path) -> Path:
 
 
 async def text_reader(subject: Subject) -> Reader:
-    """What turns ids of the model into text, special tokens left out; NotChecked when the files cannot be read."""
+    """Returns a function from ids to text without special tokens; raises NotChecked when the files cannot be read."""
     try:
         from services.postprocess.streams.vocabulary_registry import load
     except ImportError as error:
-        raise NotChecked(f"Reading text needs the package {error.name}: install sluice-llm[worker].") from error
+        raise NotChecked(f"Decoding text requires the package {error.name}; install sluice-llm[worker].") from error
     with tempfile.TemporaryDirectory(prefix="sluice-conformance-") as folder:
         try:
             files = await fetch_tokenizer(subject, Path(folder))
             vocabulary = await asyncio.to_thread(load, ModelSpec("conformance", str(files)))
         except SluiceError as error:
-            raise NotChecked(f"The output cannot be read as text: {error.message}") from error
+            raise NotChecked(f"The output cannot be decoded to text: {error.message}") from error
 
     def read(token_ids: Sequence[int]) -> str:
         detokenizer = vocabulary.detokenizer(True)

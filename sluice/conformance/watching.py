@@ -1,4 +1,4 @@
-"""The kit as a router: a worker that is told to register with it shows its card, its load and its cache."""
+"""The kit as a router: receives the card, load and cache events of a worker that registers with it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ Blocks = set[tuple[int, int]]
 
 @dataclass(slots=True)
 class RankView:
-    """What one data-parallel rank has told of its cache.
+    """The cache of one data-parallel rank, as reported by its events and snapshots.
 
     Attributes:
-        sequence: number of the last batch, or of the last snapshot.
-        batches: how many came.
-        blocks: tier and hash of every block held.
-        faults: sentences about numbers that do not follow and messages that cannot be read.
-        snapshots: how many came, each whole.
-        lost, gained: blocks that the last snapshot lacked, or had in excess, of what events had told up to its
-            number; None when the snapshot was ahead of the events.
+        sequence: number of the last batch or snapshot.
+        batches: number of batches received.
+        blocks: tier and hash of every cached block.
+        faults: descriptions of gaps in the numbering and of malformed messages.
+        snapshots: number of complete snapshots received.
+        lost, gained: number of blocks that the last snapshot lacked or had in addition, compared with the events up to
+            its number; None when the snapshot was ahead of the events.
+        incoming: blocks of an incomplete snapshot.
     """
 
     sequence: int = 0
@@ -48,7 +49,7 @@ class RankView:
 
     @property
     def hashes(self) -> set[int]:
-        """Hashes of the blocks held, on whatever tier."""
+        """Hashes of the cached blocks on all tiers."""
         return {block_hash for _, block_hash in self.blocks}
 
     def take_batch(self, batch: router_pb2.KvEventBatch) -> None:
@@ -66,17 +67,17 @@ class RankView:
             elif kind == "cleared":
                 self.blocks.clear()
 
-    def take_snapshot(self, part: router_pb2.Snapshot) -> None:
-        """Takes a part of a snapshot; the last one replaces what was known."""
-        self.incoming |= self._read(part.tier, part.block_hashes)
-        if part.last:
-            comparable = part.sequence == self.sequence
+    def take_snapshot(self, piece: router_pb2.Snapshot) -> None:
+        """Adds a piece of a snapshot; the last one replaces the blocks."""
+        self.incoming |= self._read(piece.tier, piece.block_hashes)
+        if piece.last:
+            comparable = piece.sequence == self.sequence
             self.lost = len(self.blocks - self.incoming) if comparable else None
             self.gained = len(self.incoming - self.blocks) if comparable else None
-            if part.sequence < self.sequence:
-                self.faults.append(f"a snapshot up to number {part.sequence} follows number {self.sequence}")
+            if piece.sequence < self.sequence:
+                self.faults.append(f"a snapshot up to number {piece.sequence} follows number {self.sequence}")
             self.blocks, self.incoming = self.incoming, set()
-            self.sequence = part.sequence
+            self.sequence = piece.sequence
             self.snapshots += 1
 
     def _read(self, tier: int, packed: bytes) -> Blocks:
@@ -88,16 +89,16 @@ class RankView:
 
 
 class Watcher:
-    """A router that only listens.
+    """A router that only receives registrations.
 
     Args:
-        listen: host:port; port 0 for any free one.
+        listen: host:port; port 0 selects a free port.
 
     Attributes:
-        registration: the last one; None before the first.
-        heartbeats: how many came since then.
-        ranks: what is known of each rank's cache.
-        left: the worker said goodbye.
+        registration: the last registration; None before the first.
+        heartbeats: number of heartbeats received since then.
+        ranks: the reported cache of each rank.
+        left: whether the worker has deregistered.
     """
 
     def __init__(self, listen: str = "127.0.0.1:0") -> None:
@@ -107,7 +108,7 @@ class Watcher:
             request_deserializer=router_pb2.AttachRequest.FromString,
             response_serializer=router_pb2.AttachResponse.SerializeToString,
         )
-        # Only Attach: whoever asks this router anything else hears UNIMPLEMENTED.
+        # All other RPCs return UNIMPLEMENTED.
         handlers = grpc.method_handlers_generic_handler(SERVICE, {"Attach": attach})
         self._server.server.add_generic_rpc_handlers((handlers,))
         self._host = listen.rpartition(":")[0]
@@ -118,7 +119,7 @@ class Watcher:
         self.heartbeats = 0
         self.ranks: dict[int, RankView] = {}
         self.left = False
-        self._given_up = False
+        self._timed_out = False
 
     @property
     def address(self) -> str:
@@ -126,17 +127,17 @@ class Watcher:
         return f"{self._host}:{self._server.port}"
 
     async def start(self) -> None:
-        """Listens; SluiceError when the address cannot be bound."""
+        """Starts to listen; raises SluiceError when the address cannot be bound."""
         await self._server.start()
         await self._server.set_serving(True)
 
     async def close(self) -> None:
-        """Ends the workers' streams, which gRPC would otherwise cancel with a traceback, and stops listening."""
+        """Ends the streams, which gRPC would otherwise cancel with a traceback, and stops the server."""
         self._closing.set()
         await self._server.stop(0.2)
 
     async def until(self, condition: Callable[[], bool], within_s: float) -> bool:
-        """Waits until something the worker said makes the condition true; False when it did not in time."""
+        """Waits for messages until the condition is true; returns False on timeout."""
         try:
             async with asyncio.timeout(within_s):
                 while not condition():
@@ -147,13 +148,13 @@ class Watcher:
         return True
 
     async def registered(self, within_s: float) -> bool:
-        """Waits for the worker to register; once, whoever asks again hears at once that it did not."""
-        patience = 0.0 if self._given_up else within_s
-        self._given_up = not await self.until(lambda: self.registration is not None, patience)
-        return not self._given_up
+        """Waits for the worker to register; after a timeout, later calls do not wait again."""
+        timeout_s = 0.0 if self._timed_out else within_s
+        self._timed_out = not await self.until(lambda: self.registration is not None, timeout_s)
+        return not self._timed_out
 
     async def resync(self, rank: int) -> None:
-        """Asks for a snapshot of a rank; a lost stream shows as a snapshot that never comes."""
+        """Requests a snapshot of a rank; does nothing when no worker is attached."""
         if self._context is not None:
             await self._context.write(
                 router_pb2.AttachResponse(
@@ -165,7 +166,7 @@ class Watcher:
         closing = asyncio.create_task(self._closing.wait())
         with self._attachment(context):
             try:
-                while (message := await _first(context.read(), closing)) not in (None, grpc.aio.EOF):
+                while (message := await _read_or_close(context.read(), closing)) not in (None, grpc.aio.EOF):
                     await self._take(cast(router_pb2.AttachRequest, message), context)
             finally:
                 closing.cancel()
@@ -200,8 +201,8 @@ class Watcher:
         return self.ranks.setdefault(rank, RankView())
 
 
-async def _first(reading: Awaitable[object], closing: asyncio.Task[bool]) -> object:
-    """What was read; None when the end comes before it."""
+async def _read_or_close(reading: Awaitable[object], closing: asyncio.Task[bool]) -> object:
+    """Returns the message read; None when `closing` completes first."""
     task = asyncio.ensure_future(reading)
     try:
         await asyncio.wait({task, closing}, return_when=asyncio.FIRST_COMPLETED)

@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class StreamOptions(_message.Message):
-    """How one stream's tokens become text."""
+    """Options of the conversion of one stream's tokens to text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -44,17 +44,17 @@ class StreamOptions(_message.Message):
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """served name; decides tokenizer and parsers"""
+    """served name; determines tokenizer and parsers"""
     skip_special_tokens: _builtins.bool
     """unset: true"""
     include_stop_string: _builtins.bool
-    """the text ends after it instead"""
+    """the text includes the stop string"""
     stop_token_ids: _builtins.bytes
-    """packed u32; text of these ids, when they come last, is left out"""
+    """packed u32; text of a final token with one of these ids is omitted"""
     eos_token_ids: _builtins.bytes
     """packed u32; the same for the model's end-of-sequence ids"""
     min_tokens: _builtins.int
-    """stop strings count only after this many tokens"""
+    """stop strings take effect only after this many tokens"""
     prompt_tail: _builtins.bytes
     """packed u32; TokenizeResponse.prompt_tail"""
     tool_parser: _builtins.str
@@ -68,18 +68,18 @@ class StreamOptions(_message.Message):
     ignore_eos: _builtins.bool
     """eos_token_ids are ordinary tokens"""
     single_tool_call: _builtins.bool
-    """at most one tool call; further ones stay text"""
+    """at most one tool call; further ones remain text"""
     guided: _builtins.bool
-    """a grammar constrains the output: no tool calls in it, and no reasoning unless the"""
+    """a grammar constrains the output: no tool calls, and no reasoning unless the"""
     token_texts: _builtins.bool
-    """model thinks first
-    tell what each token stands for, in StreamEvent.tokens; for logprobs; not with Parse
+    """model reasons first
+    return each token's text in StreamEvent.tokens, for logprobs; not with Parse
     """
     chat_template_kwargs_json: _builtins.bytes
-    """JSON object the caller gave the chat template, such as enable_thinking; the"""
+    """JSON object passed to the chat template, such as enable_thinking; read by the"""
     max_tokens: _builtins.int
-    """engines' own parsers look at it; empty: none
-    tokens of the whole generation; a further one is ignored and ends the stream with
+    """engines' own parsers; empty: none
+    maximum tokens of the generation; a further one is dropped and ends the stream
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -126,7 +126,7 @@ class PostSessionRequest(_message.Message):
     ENDS_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
     closes: _builtins.bytes
-    """packed u32 slots to forget without an answer"""
+    """packed u32; slots to close without a finish event"""
     @_builtins.property
     def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenStream]:
         """Applied in this order."""
@@ -153,7 +153,7 @@ Global___PostSessionRequest: _TypeAlias = PostSessionRequest  # noqa: Y015
 
 @_typing.final
 class OpenStream(_message.Message):
-    """A stream on a session. The slot is free again after its finish event or after a close."""
+    """Opens a stream on a session. The slot can be reused after its finish event or a close."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -163,7 +163,7 @@ class OpenStream(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """chosen by the caller, unique among the session's live streams"""
+    """chosen by the caller, unique among the session's open streams"""
     request_id: _builtins.str
     @_builtins.property
     def options(self) -> Global___StreamOptions: ...
@@ -171,7 +171,7 @@ class OpenStream(_message.Message):
     def trace(self) -> _common_pb2.TraceContext: ...
     @_builtins.property
     def resume(self) -> Global___StreamResume:
-        """the stream began elsewhere; unset: it begins here"""
+        """state of a stream that moves here; unset: a new stream"""
 
     def __init__(
         self,
@@ -192,10 +192,10 @@ Global___OpenStream: _TypeAlias = OpenStream  # noqa: Y015
 
 @_typing.final
 class StreamResume(_message.Message):
-    """A stream that another replica (or another session) was working on. Its state is rebuilt from its tokens, and only
-    what the caller has not got yet comes out: what follows equals what the lost replica would have sent. The other
-    fields of OpenStream must be those it was opened with, request_id included (ids of tool calls are made of it).
-    `degraded` marks come again. The counts never exceed what these tokens gave.
+    """A stream moved from another replica or session. Its state is rebuilt from its tokens, and only output that the caller
+    has not received is sent: it equals what the lost replica would have sent. The other fields of OpenStream must equal
+    those of the original, including request_id (from which ids of tool calls are derived). `degraded` marks are sent
+    again. The counts never exceed what these tokens produced.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -206,16 +206,16 @@ class StreamResume(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     TOKENS_SENT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
-    """packed u32; all tokens of the stream so far, in order"""
+    """packed u32; all tokens of the stream so far"""
     text_sent: _builtins.int
-    """code points of content the caller has got"""
+    """code points of content already received"""
     reasoning_sent: _builtins.int
-    """code points of reasoning"""
+    """code points of reasoning already received"""
     tokens_sent: _builtins.int
-    """with token_texts: rows of StreamEvent.tokens the caller has got"""
+    """with token_texts: rows of StreamEvent.tokens already received"""
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___CallSent]:
-        """tool calls of which the caller has got anything; others have begun nowhere"""
+        """tool calls already received in part or completely"""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ Global___StreamResume: _TypeAlias = StreamResume  # noqa: Y015
 
 @_typing.final
 class CallSent(_message.Message):
-    """How much of one tool call the caller has got: its id and name, and so much of its arguments."""
+    """The part of a tool call already received: its id and name, and a prefix of its arguments."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -262,10 +262,10 @@ Global___CallSent: _TypeAlias = CallSent  # noqa: Y015
 
 @_typing.final
 class TokenColumns(_message.Message):
-    """The token columns of a worker's TokenBatch, passed on untouched. Rows are applied in order; a slot may appear more
-    than once. Rows of slots whose stream has ended or was closed are ignored: they are tokens that were under way, and
-    the slot may have a next stream before an answer could arrive. A slot that was never opened on this session is
-    answered once with FINISH_REASON_ERROR, code stream_unknown.
+    """The token columns of a worker's TokenBatch, forwarded unchanged. Rows are applied in order; a slot may appear more
+    than once. Rows of slots whose stream has ended or was closed are ignored: such tokens were in transit, and the slot
+    may be reused before a response could arrive. For a slot never opened on this session, one event with
+    FINISH_REASON_ERROR and code stream_unknown is returned.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -296,7 +296,7 @@ Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
 
 @_typing.final
 class EndStream(_message.Message):
-    """The engine has ended this stream; what is held back comes out and a finish event answers."""
+    """The engine ended this stream; withheld output is flushed, followed by a finish event."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -306,7 +306,7 @@ class EndStream(_message.Message):
     slot: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     stop_token_id: _builtins.int
-    """the id that ended it, as the worker said"""
+    """the id that ended it, as reported by the worker"""
     def __init__(
         self,
         *,
@@ -326,8 +326,8 @@ Global___EndStream: _TypeAlias = EndStream  # noqa: Y015
 
 @_typing.final
 class TextBatch(_message.Message):
-    """Everything that became ready together, as columns: row i is slots[i] with the next text_lengths[i] code points of
-    text. A slot appears at most once; a slot whose tokens gave no text yet does not appear. Events come after the text.
+    """Output that became ready together, as columns: row i is slots[i] with the next text_lengths[i] code points of text. A
+    slot appears at most once, and only if its tokens produced text. Events apply after the text.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -343,9 +343,9 @@ class TextBatch(_message.Message):
     """packed u32, Unicode code points"""
     text: _builtins.str
     draining: _builtins.bool
-    """This replica leaves: the caller should move every stream of this session to another replica (StreamResume there,
-    a close here) and open no more. Set on the first message after it knows, and only there; a message may have
-    nothing else in it. Streams go on here meanwhile, for the time it has.
+    """This replica is shutting down: the caller should move every stream of this session to another replica (StreamResume
+    there, a close here) and open no more. Set on one message, possibly otherwise empty. Until the shutdown deadline
+    streams continue here.
     """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamEvent]: ...
@@ -368,7 +368,7 @@ Global___TextBatch: _TypeAlias = TextBatch  # noqa: Y015
 
 @_typing.final
 class StreamEvent(_message.Message):
-    """What a stream has to say besides plain text."""
+    """Output of a stream other than plain text."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -386,24 +386,24 @@ class StreamEvent(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
-    """Set: the stream is over, nothing comes after it. STOP with stop_string or stop_token_id says that postprocess
-    found the end itself, and the caller should cancel the worker if it still runs.
+    """Set: the stream has ended; this is its last event. STOP with stop_string or stop_token_id means that postprocess
+    detected the end, and the caller should cancel the generation if it still runs.
     """
     stop_string: _builtins.str
-    """the stop string that was hit"""
+    """the matched stop string"""
     stop_token_id: _builtins.int
-    """the stop id that was hit"""
+    """the matched stop id"""
     tokens_seen: _builtins.int
     """with finish_reason: tokens up to and including the end"""
     reasoning_tokens: _builtins.int
-    """with finish_reason: of them, inside reasoning"""
+    """with finish_reason: the tokens inside reasoning"""
     reasoning: _builtins.str
     """reasoning text"""
     degraded: _builtins.str
-    """why a fallback was taken; empty: none"""
+    """reason for a fallback; empty: none"""
     text: _builtins.str
-    """Content text of streams with a parser, where the order of text, reasoning and tool calls matters: the events of a
-    slot are in order, and such a stream never uses the text column.
+    """Content text of streams with a parser, where the order of text, reasoning and tool calls matters: a slot's events
+    are ordered, and such a stream never uses the text column.
     """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
@@ -413,7 +413,7 @@ class StreamEvent(_message.Message):
 
     @_builtins.property
     def tokens(self) -> Global___TokenTexts:
-        """What tokens stand for, with StreamOptions.token_texts; comes with the tokens, before text that is held back."""
+        """Texts of tokens, with StreamOptions.token_texts; sent with the tokens, before withheld text."""
 
     def __init__(
         self,
@@ -453,10 +453,10 @@ class TokenTexts(_message.Message):
     lengths: _builtins.bytes
     """packed u32, bytes of each token"""
     pieces: _builtins.bytes
-    """the tokens' own bytes, one after the other; a part of a character where a token is one;"""
+    """concatenated bytes of the tokens, possibly partial characters; special tokens are"""
     text_offsets: _builtins.bytes
-    """special tokens are spelled out even where the text leaves them out
-    packed u32: code points of the stream's text (content, reasoning and markup alike, stop
+    """included even if the text omits them
+    packed u32: code points of the stream's text (content, reasoning and markup, ignoring stop
     """
     def __init__(
         self,
@@ -482,13 +482,13 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """which call of the message"""
+    """index of the call in the message"""
     id: _builtins.str
     """on the first delta of a call"""
     name: _builtins.str
     """on the first delta of a call"""
     arguments: _builtins.str
-    """next piece of the JSON text"""
+    """next part of the JSON text"""
     def __init__(
         self,
         *,
@@ -515,7 +515,7 @@ class ParseRequest(_message.Message):
     token_ids: _builtins.bytes
     """packed u32"""
     finish_reason: _common_pb2.FinishReason.ValueType
-    """how the engine ended it; unspecified is read as LENGTH"""
+    """how the engine ended it; unspecified means LENGTH"""
     @_builtins.property
     def options(self) -> Global___StreamOptions: ...
     def __init__(

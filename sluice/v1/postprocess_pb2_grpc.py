@@ -55,22 +55,22 @@ class PostprocessServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Carries every stream between one gateway process and this replica.
+        """Multiplexes all streams of one gateway process to this replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Parse(self, request, context):
-        """One finished token sequence at once; equals a session that got the same tokens in any split.
+        """Parses a complete token sequence; equals a session that received the same tokens in any split.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TokenPieces(self, request, context):
-        """The bytes of single tokens, for callers that show tokens the model did not choose (top_logprobs). They never
-        change while a model is served under its name, so keep them.
+        """Returns the bytes of single tokens, for callers that show tokens other than the sampled ones (top_logprobs). They
+        never change while a model is served under its name and can be cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

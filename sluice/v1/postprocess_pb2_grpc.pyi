@@ -32,24 +32,24 @@ class PostprocessStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PostprocessAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_postprocess_pb2.PostSessionRequest, _postprocess_pb2.TextBatch]
-    """Carries every stream between one gateway process and this replica."""
+    """Multiplexes all streams of one gateway process to this replica."""
     Parse: _grpc.UnaryUnaryMultiCallable[_postprocess_pb2.ParseRequest, _postprocess_pb2.ParseResponse]
-    """One finished token sequence at once; equals a session that got the same tokens in any split."""
+    """Parses a complete token sequence; equals a session that received the same tokens in any split."""
     TokenPieces: _grpc.UnaryUnaryMultiCallable[_postprocess_pb2.TokenPiecesRequest, _postprocess_pb2.TokenPiecesResponse]
-    """The bytes of single tokens, for callers that show tokens the model did not choose (top_logprobs). They never
-    change while a model is served under its name, so keep them.
+    """Returns the bytes of single tokens, for callers that show tokens other than the sampled ones (top_logprobs). They
+    never change while a model is served under its name and can be cached.
     """
 
 @_typing.type_check_only
 class PostprocessAsyncStub(PostprocessStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_postprocess_pb2.PostSessionRequest, _postprocess_pb2.TextBatch]  # type: ignore[assignment]
-    """Carries every stream between one gateway process and this replica."""
+    """Multiplexes all streams of one gateway process to this replica."""
     Parse: _aio.UnaryUnaryMultiCallable[_postprocess_pb2.ParseRequest, _postprocess_pb2.ParseResponse]  # type: ignore[assignment]
-    """One finished token sequence at once; equals a session that got the same tokens in any split."""
+    """Parses a complete token sequence; equals a session that received the same tokens in any split."""
     TokenPieces: _aio.UnaryUnaryMultiCallable[_postprocess_pb2.TokenPiecesRequest, _postprocess_pb2.TokenPiecesResponse]  # type: ignore[assignment]
-    """The bytes of single tokens, for callers that show tokens the model did not choose (top_logprobs). They never
-    change while a model is served under its name, so keep them.
+    """Returns the bytes of single tokens, for callers that show tokens other than the sampled ones (top_logprobs). They
+    never change while a model is served under its name and can be cached.
     """
 
 class PostprocessServicer(metaclass=_abc_1.ABCMeta):
@@ -59,7 +59,7 @@ class PostprocessServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_postprocess_pb2.PostSessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_postprocess_pb2.TextBatch], _abc.AsyncIterator[_postprocess_pb2.TextBatch]]:
-        """Carries every stream between one gateway process and this replica."""
+        """Multiplexes all streams of one gateway process to this replica."""
 
     @_abc_1.abstractmethod
     def Parse(
@@ -67,7 +67,7 @@ class PostprocessServicer(metaclass=_abc_1.ABCMeta):
         request: _postprocess_pb2.ParseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_postprocess_pb2.ParseResponse, _abc.Awaitable[_postprocess_pb2.ParseResponse]]:
-        """One finished token sequence at once; equals a session that got the same tokens in any split."""
+        """Parses a complete token sequence; equals a session that received the same tokens in any split."""
 
     @_abc_1.abstractmethod
     def TokenPieces(
@@ -75,8 +75,8 @@ class PostprocessServicer(metaclass=_abc_1.ABCMeta):
         request: _postprocess_pb2.TokenPiecesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_postprocess_pb2.TokenPiecesResponse, _abc.Awaitable[_postprocess_pb2.TokenPiecesResponse]]:
-        """The bytes of single tokens, for callers that show tokens the model did not choose (top_logprobs). They never
-        change while a model is served under its name, so keep them.
+        """Returns the bytes of single tokens, for callers that show tokens other than the sampled ones (top_logprobs). They
+        never change while a model is served under its name and can be cached.
         """
 
 def add_PostprocessServicer_to_server(servicer: PostprocessServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

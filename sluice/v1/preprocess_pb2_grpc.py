@@ -70,43 +70,43 @@ class PreprocessServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Tokenize(self, request, context):
-        """Turns one request into exactly the token ids the engine itself would have made.
+        """Converts a request to exactly the token ids that the engine would produce.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Many calls of Tokenize on one stream, for callers with many requests under way: what is ready together travels
-        together. The first message of the server has no answers; it says that the stream is open.
+        """Multiplexes Tokenize calls on one stream, for callers with many concurrent requests: calls and answers that are
+        ready together share a message. The server's first message has no answers and confirms that the stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Render(self, request, context):
-        """The text that Tokenize would have encoded: the chat template's result.
+        """Returns the text that Tokenize would encode: the rendered chat template.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text, all at once.
+        """Converts a complete sequence of token ids to text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models this replica can tokenize for.
+        """Returns the models that this replica can tokenize for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetFingerprint(self, request, context):
-        """Identifies a model's tokenizer and template; equal fingerprints mean equal ids.
+        """Returns a model's tokenizer and template fingerprints; equal fingerprints mean equal ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

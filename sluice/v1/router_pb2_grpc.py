@@ -105,93 +105,93 @@ class RouterServicer:
     """Missing associated documentation comment in .proto file."""
 
     def RouteQuery(self, request, context):
-        """Chooses a worker; with SELECT_AND_RESERVE also books the request's load on it, in one atomic step.
-        Idempotent by request_id: a retry gets the same reservation.
+        """Selects a worker; with SELECT_AND_RESERVE also reserves the request's load on it, in one atomic step.
+        Idempotent by request_id: a retry returns the same reservation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Many calls of RouteQuery on one stream, for callers with many requests under way: what is ready together travels
-        together. The first message of the server has no answers; it says that the stream is open.
+        """Multiplexes RouteQuery calls on one stream, for callers with many concurrent requests: calls and answers that are
+        ready together share a message. The server's first message has no answers and confirms that the stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddRequest(self, request, context):
-        """Books load on a worker the caller chose itself.
+        """Reserves load on a worker that the caller selected.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MarkPrefillComplete(self, request, context):
-        """The prompts are computed: their prefill load is given back. Batched; unknown ids are counted, not an error.
+        """Releases the prefill load of requests whose prompts are computed. Batched; unknown ids are counted, not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FreeRequest(self, request, context):
-        """The requests are over: all their load is given back. Batched; unknown ids are counted, not an error.
+        """Releases all load of ended requests. Batched; unknown ids are counted, not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportProgress(self, request, context):
-        """How far running requests have come: decode load grows with them. Batched; unknown ids are counted, not an error.
+        """Updates the decode load of running requests by their output so far. Batched; unknown ids are counted, not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDecisions(self, request, context):
-        """The last decisions of this replica: what was predicted, what was possible, what the worker delivered.
+        """Returns this replica's latest decisions: predicted, best possible and actual cache hits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """The workers alive now.
+        """Returns the live workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchWorkers(self, request, context):
-        """First every worker alive, then every change.
+        """Streams every live worker, then every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Booked and reported load of each worker.
+        """Returns the reserved and reported load of each worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetOverlaps(self, request, context):
-        """How much of a prompt each worker holds.
+        """Returns how many blocks of a prompt each worker has cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DumpIndex(self, request, context):
-        """The index as this replica sees it, worker by worker.
+        """Streams this replica's index, worker by worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request_iterator, context):
-        """For workers: the stream is the worker's lease. The first message must be a registration.
+        """Registers a worker: the stream is its lease. The first message must be a registration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -75,22 +75,22 @@ class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Carries every request between one gateway process and this worker. What is ready together travels together: an
-        engine step is one message, whatever the number of requests in it.
+        """Multiplexes all requests of one gateway process to this worker. Outputs that are ready together share a message: an
+        engine step is one message, regardless of the number of requests in it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """One request, for other people's tools. Deltas are those of Session; the last one carries finish_reason.
+        """Runs one request, for external tools. Deltas equal those of Session; the last one has finish_reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Embeds token sequences. FAILED_PRECONDITION when the card does not list "embeddings".
+        """Embeds token sequences. FAILED_PRECONDITION unless the card lists "embeddings".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,21 +104,21 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """The card, the engine's version and the load now.
+        """Returns the card, the engine's version and the current load.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """Streams the tokenizer's files, so that nobody needs a shared volume.
+        """Streams the tokenizer's files, so that other services need no shared volume.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Control(self, request, context):
-        """Operates the engine. FAILED_PRECONDITION for an action the engine does not have.
+        """Operates the engine. FAILED_PRECONDITION for an action that the engine does not support.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,41 +32,41 @@ class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_worker_pb2.WorkerSessionRequest, _worker_pb2.TokenBatch]
-    """Carries every request between one gateway process and this worker. What is ready together travels together: an
-    engine step is one message, whatever the number of requests in it.
+    """Multiplexes all requests of one gateway process to this worker. Outputs that are ready together share a message: an
+    engine step is one message, regardless of the number of requests in it.
     """
     Generate: _grpc.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateDelta]
-    """One request, for other people's tools. Deltas are those of Session; the last one carries finish_reason."""
+    """Runs one request, for external tools. Deltas equal those of Session; the last one has finish_reason."""
     Embed: _grpc.UnaryUnaryMultiCallable[_worker_pb2.EmbedRequest, _worker_pb2.EmbedResponse]
-    """Embeds token sequences. FAILED_PRECONDITION when the card does not list "embeddings"."""
+    """Embeds token sequences. FAILED_PRECONDITION unless the card lists "embeddings"."""
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
     """Stops a request of any session by its request id."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
-    """The card, the engine's version and the load now."""
+    """Returns the card, the engine's version and the current load."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.TokenizerChunk]
-    """Streams the tokenizer's files, so that nobody needs a shared volume."""
+    """Streams the tokenizer's files, so that other services need no shared volume."""
     Control: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ControlRequest, _worker_pb2.ControlResponse]
-    """Operates the engine. FAILED_PRECONDITION for an action the engine does not have."""
+    """Operates the engine. FAILED_PRECONDITION for an action that the engine does not support."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_worker_pb2.WorkerSessionRequest, _worker_pb2.TokenBatch]  # type: ignore[assignment]
-    """Carries every request between one gateway process and this worker. What is ready together travels together: an
-    engine step is one message, whatever the number of requests in it.
+    """Multiplexes all requests of one gateway process to this worker. Outputs that are ready together share a message: an
+    engine step is one message, regardless of the number of requests in it.
     """
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateDelta]  # type: ignore[assignment]
-    """One request, for other people's tools. Deltas are those of Session; the last one carries finish_reason."""
+    """Runs one request, for external tools. Deltas equal those of Session; the last one has finish_reason."""
     Embed: _aio.UnaryUnaryMultiCallable[_worker_pb2.EmbedRequest, _worker_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Embeds token sequences. FAILED_PRECONDITION when the card does not list "embeddings"."""
+    """Embeds token sequences. FAILED_PRECONDITION unless the card lists "embeddings"."""
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
     """Stops a request of any session by its request id."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """The card, the engine's version and the load now."""
+    """Returns the card, the engine's version and the current load."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.TokenizerChunk]  # type: ignore[assignment]
-    """Streams the tokenizer's files, so that nobody needs a shared volume."""
+    """Streams the tokenizer's files, so that other services need no shared volume."""
     Control: _aio.UnaryUnaryMultiCallable[_worker_pb2.ControlRequest, _worker_pb2.ControlResponse]  # type: ignore[assignment]
-    """Operates the engine. FAILED_PRECONDITION for an action the engine does not have."""
+    """Operates the engine. FAILED_PRECONDITION for an action that the engine does not support."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -75,8 +75,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.WorkerSessionRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.TokenBatch], _abc.AsyncIterator[_worker_pb2.TokenBatch]]:
-        """Carries every request between one gateway process and this worker. What is ready together travels together: an
-        engine step is one message, whatever the number of requests in it.
+        """Multiplexes all requests of one gateway process to this worker. Outputs that are ready together share a message: an
+        engine step is one message, regardless of the number of requests in it.
         """
 
     @_abc_1.abstractmethod
@@ -85,7 +85,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateDelta], _abc.AsyncIterator[_worker_pb2.GenerateDelta]]:
-        """One request, for other people's tools. Deltas are those of Session; the last one carries finish_reason."""
+        """Runs one request, for external tools. Deltas equal those of Session; the last one has finish_reason."""
 
     @_abc_1.abstractmethod
     def Embed(
@@ -93,7 +93,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.EmbedResponse, _abc.Awaitable[_worker_pb2.EmbedResponse]]:
-        """Embeds token sequences. FAILED_PRECONDITION when the card does not list "embeddings"."""
+        """Embeds token sequences. FAILED_PRECONDITION unless the card lists "embeddings"."""
 
     @_abc_1.abstractmethod
     def Abort(
@@ -109,7 +109,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.GetInfoResponse, _abc.Awaitable[_worker_pb2.GetInfoResponse]]:
-        """The card, the engine's version and the load now."""
+        """Returns the card, the engine's version and the current load."""
 
     @_abc_1.abstractmethod
     def GetTokenizer(
@@ -117,7 +117,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.TokenizerChunk], _abc.AsyncIterator[_worker_pb2.TokenizerChunk]]:
-        """Streams the tokenizer's files, so that nobody needs a shared volume."""
+        """Streams the tokenizer's files, so that other services need no shared volume."""
 
     @_abc_1.abstractmethod
     def Control(
@@ -125,6 +125,6 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ControlRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ControlResponse, _abc.Awaitable[_worker_pb2.ControlResponse]]:
-        """Operates the engine. FAILED_PRECONDITION for an action the engine does not have."""
+        """Operates the engine. FAILED_PRECONDITION for an action that the engine does not support."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -63,7 +63,7 @@ def test_a_gateway_that_ends_lets_its_requests_finish_and_is_started_again(suite
     assert statuses == {200}
     assert all(text.endswith("data: [DONE]\n\n") and '"error"' not in text for text in texts)
     until_two(suite, victim.pid)
-    assert any("starting it again" in line for line in suite.output)
+    assert any("restarting it" in line for line in suite.output)
 
 
 def test_a_killed_worker_is_started_again_and_serves(suite: Suite) -> None:

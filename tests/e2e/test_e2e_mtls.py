@@ -330,8 +330,8 @@ async def test_files_that_vanish_or_break_under_load_cost_nothing(guarded: Guard
             shutil.copytree(kept_tokens, guarded.tokens, dirs_exist_ok=True)
         await asyncio.sleep(ROTATED_S)
         await chat(http, f"{MARK}-prompt after")
-    await said(guarded, "are no certificate with its unencrypted key")
-    await said(guarded, "cannot be read: No such file or directory. What was read before stays valid.")
+    await said(guarded, "must be a certificate and its unencrypted key")
+    await said(guarded, "cannot be read: No such file or directory. The previous content stays in use.")
 
 
 async def said(guarded: Guarded, words: str) -> None:

@@ -107,12 +107,12 @@ def test_operators_model_is_loaded_before_the_suite_is_ready(native: Suite) -> N
 def test_native_processing_without_native_code_is_reported_at_the_start_and_for_each_learned_model(
     native: Suite, folder: Path
 ) -> None:
-    (note,) = lines_with(native, "sluice ", "--native-framework-processing", "mock brings no code")
+    (note,) = lines_with(native, "sluice ", "--native-framework-processing", "has no code for prompts")
     assert native.output.index(note) < native.output.index(*lines_with(native, "ready http"))
     with second_worker(native, "again", folder):
         assert text_of(chat(native, "again"))
         for service in ("preprocess", "postprocess"):
-            until(lambda: lines_with(native, f"{service} ", "brings no code", "model=again", "engine=mock"))  # noqa: B023
+            until(lambda: lines_with(native, f"{service} ", "no processing", "model=again", "engine=mock"))  # noqa: B023
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +143,8 @@ def test_service_with_trtllm_processing_ends_with_a_sentence(service: str) -> No
         [sys.executable, "-m", f"services.{service}", "--trtllm-processing"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"python -m services.{service}: --trtllm-processing: TensorRT-LLM's own")
+    assert done.stderr.startswith(
+        f"python -m services.{service}: --trtllm-processing: TensorRT-LLM's processing code is not supported"
+    )
     assert "docs/preprocessing.md" in done.stderr
     assert "Traceback" not in done.stderr

@@ -48,7 +48,7 @@ def test_requests_go_on_without_a_collector_and_without_a_port() -> None:
                 for index in range(REQUESTS):
                     body = {"model": "tekken", "messages": [{"role": "user", "content": f"{index}"}], "max_tokens": 5}
                     assert client.post("/v1/chat/completions", json=body).status_code == 200
-                awaited("the word about the collector", lambda: said("does not take spans", "gateway"))
+                awaited("the word about the collector", lambda: said("does not accept spans", "gateway"))
                 lost = client.get("/metrics").text
             assert 'sluice_process_spans_total{outcome="failed",service="gateway"}' in lost
             taken.close()
@@ -59,5 +59,5 @@ def test_requests_go_on_without_a_collector_and_without_a_port() -> None:
 
 @pytest.mark.parametrize("listen", ["9464x", "localhost", "127.0.0.1:", "127.0.0.1:70000", ":-1"])
 def test_an_address_that_is_none_is_refused_in_words(listen: str) -> None:
-    with pytest.raises(SluiceError, match=r"is not host:port; 127\.0\.0\.1:9464 would be"):
+    with pytest.raises(SluiceError, match=r"is not host:port; use an address such as 127\.0\.0\.1:9464"):
         ScrapeEndpoint(listen)

@@ -157,7 +157,7 @@ def test_taken_gateway_port_is_named(start: Start) -> None:
         assert up.process.wait(DEADLINE_S) == 1
     assert up.err == (
         f"sluice up: gateway cannot listen on 127.0.0.1:{port}: the port is taken. "
-        '--port and --base-grpc-port choose others (with make: make run ARGS="--port 8080").\n'
+        'Choose others with --port and --base-grpc-port (with make: make run ARGS="--port 8080").\n'
     )
 
 

@@ -215,10 +215,10 @@ async def test_mistrals_own_files_are_read_or_give_way(both: Both) -> None:
 
 
 async def test_what_does_not_go_together_is_said(both: Both) -> None:
-    with pytest.raises(SluiceError, match="nearest"):
+    with pytest.raises(SluiceError, match="similar names"):
         both.opener.plan(both.options("hermess", "", True), both.vocabulary, "r")
     options = StreamOptions("m", tool_parser=f"{both.engine}:hermes", reasoning_parser="think")
-    with pytest.raises(SluiceError, match="do not go together"):
+    with pytest.raises(SluiceError, match="cannot be combined"):
         both.opener.plan(options, both.vocabulary, "r")
 
 

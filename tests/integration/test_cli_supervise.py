@@ -187,7 +187,7 @@ def test_who_does_not_stop_is_killed_with_its_own_children(start: Start) -> None
     assert suite.ends(signal.SIGINT) == 0
     assert time.monotonic() - began < 30, "it waited for the grandchild"
     assert suite.left(within_s=20) == []
-    assert "router does not stop" in suite.err
+    assert "router did not stop in time" in suite.err
 
 
 def test_second_ctrl_c_kills_at_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_with_restart_a_child_that_dies_is_started_again_but_not_for_ever(
     suite.until_ready()
     for time_again in range(1, 4):
         die(port)
-        suite.until(lambda: suite.err.count("exited with code 7; starting it again") == time_again)  # noqa: B023
+        suite.until(lambda: suite.err.count("exited with code 7; restarting it") == time_again)  # noqa: B023
         suite.until(lambda: serves(port))
     die(port)
     assert suite.ends() == 1
@@ -252,7 +252,7 @@ def test_with_restart_a_child_that_cannot_start_still_ends_it(start: Start, monk
     monkeypatch.setenv("RESTART", "1")
     suite = start(f"router,fake_http,{free_port()},fails", f"gateway,fake_http,{free_port()}")
     assert suite.ends() == 1
-    assert "starting it again" not in suite.err
+    assert "restarting it" not in suite.err
 
 
 def test_with_restart_ctrl_c_still_stops_everything(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_taken_port_is_named_before_anything_starts(start: Start) -> None:
         assert suite.ends() == 1
     assert suite.err == (
         f"sluice up: postprocess cannot listen on 127.0.0.1:{port}: the port is taken. "
-        '--port and --base-grpc-port choose others (with make: make run ARGS="--port 8080").\n'
+        'Choose others with --port and --base-grpc-port (with make: make run ARGS="--port 8080").\n'
     )
 
 

@@ -113,7 +113,7 @@ async def until(holds: Any) -> None:
 
 async def opened(chosen: ReplicaSet[Any], *services: Tokenizer) -> None:
     """Waits until every replica's session takes calls."""
-    await until(lambda: all(replica.stub.Tokenize._greeted for replica in chosen.serving))
+    await until(lambda: all(replica.stub.Tokenize._established for replica in chosen.serving))
     assert all(service.streams == 1 for service in services)
 
 
@@ -265,7 +265,7 @@ async def test_a_peer_that_comes_back_gets_a_session_again() -> None:
         await until(lambda: not chosen.serving)
         await hosts[0].server.set_serving(True)
         await until(lambda: service.streams == 2)
-        await until(lambda: chosen.serving[0].stub.Tokenize._greeted)
+        await until(lambda: chosen.serving[0].stub.Tokenize._established)
         assert await ask(chosen, "again") == "again"
         assert service.shared == 1
 

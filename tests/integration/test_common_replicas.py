@@ -253,7 +253,7 @@ async def test_a_channel_that_is_closed_under_a_call_does_not_cancel_its_caller(
         asking = asyncio.create_task(ask(chosen, attempts=1))
         await until(lambda: hosts[0].worker.calls == 1)
         await chosen.serving[0].channel.close()
-        with pytest.raises(SluiceError, match="left before it answered") as lost:
+        with pytest.raises(SluiceError, match="removed before it responded") as lost:
             await asking
         assert lost.value.kind is ErrorKind.UNAVAILABLE
         hosts[0].worker.gate.set()

@@ -80,9 +80,9 @@ def test_misspelt_variables_are_warned_of_without_their_values() -> None:
     ended = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=60)
     warnings = [line for line in ended.stderr.splitlines() if "WARNING" in line]
     assert len(warnings) == 2
-    assert "SLUICE_ROUTER_TOKENS is no setting" in warnings[0]
-    assert "SLUICE_ROUTER_TOKEN_FILE is no setting and changes nothing" in warnings[1]
-    assert "is SLUICE_ROUTER_TOKENS_FILE meant?" in warnings[1]
+    assert "SLUICE_ROUTER_TOKENS is not a setting" in warnings[0]
+    assert "SLUICE_ROUTER_TOKEN_FILE is not a setting and has no effect" in warnings[1]
+    assert "did you mean SLUICE_ROUTER_TOKENS_FILE?" in warnings[1]
     assert "secret" not in ended.stderr
 
 

@@ -155,7 +155,7 @@ async def test_message_over_the_limit_is_too_large() -> None:
 @pytest.mark.parametrize("listen", ["127.0.0.1:99999", "127.0.0.1:65536", "127.0.0.1:", "127.0.0.1:http", "h", "-1"])
 async def test_an_address_that_is_none_is_refused(listen: str) -> None:
     server = GrpcServer(GrpcServiceSettings(listen=listen), worker_pb2.DESCRIPTOR)
-    with pytest.raises(SluiceError, match=r"--listen .* is no host:port") as refused:
+    with pytest.raises(SluiceError, match=r"--listen .* is not host:port") as refused:
         await server.start()
     assert refused.value.kind is ErrorKind.INVALID_ARGUMENT
     await server.server.stop(None)
@@ -261,11 +261,11 @@ async def test_mtls_serves_only_callers_with_a_certificate_of_the_authority(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tls_cert": "{cert}"}, "belong together"),
-        ({"tls_key": "{key}"}, "belong together"),
+        ({"tls_cert": "{cert}"}, "must be set together"),
+        ({"tls_key": "{key}"}, "must be set together"),
         ({"tls_cert": "{missing}", "tls_key": "{key}"}, "cannot be read"),
-        ({"tls_cert": "{cert}", "tls_key": "{key}", "tls_require_client_cert": True}, "needs tls-ca"),
-        ({"tls_require_client_cert": True}, "needs tls-cert"),
+        ({"tls_cert": "{cert}", "tls_key": "{key}", "tls_require_client_cert": True}, "requires tls-ca"),
+        ({"tls_require_client_cert": True}, "requires tls-cert"),
         ({"tls_cert": "{junk}", "tls_key": "{junk}"}, "certificate"),
         ({"tls_cert": "{cert}", "tls_key": "{other_key}"}, "certificate"),
     ],

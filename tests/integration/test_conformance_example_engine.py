@@ -110,8 +110,8 @@ async def test_a_broken_engine_is_exit_code_one(site: Path, folder: Path, tmp_pa
     shutil.copytree(site, broken)
     speech = broken / "sluice_parrot" / "speech.py"
     text = speech.read_text()
-    assert "words[: index + 1]" in text
-    speech.write_text(text.replace("words[: index + 1]", "words[: index + 2]"))
+    assert "tokens[: index + 1]" in text
+    speech.write_text(text.replace("tokens[: index + 1]", "tokens[: index + 2]"))
     async with serving(broken, folder) as address:
         report = str(tmp_path / "report.xml")
         code, shown = await sluice(
@@ -121,7 +121,7 @@ async def test_a_broken_engine_is_exit_code_one(site: Path, folder: Path, tmp_pa
     assert "Not kept: stop-ids." in shown
     failures = list(ElementTree.parse(report).getroot().iter("failure"))
     assert len(failures) == 1
-    assert "1 tokens came after the stop id." in failures[0].attrib["message"]
+    assert "1 tokens followed the stop id." in failures[0].attrib["message"]
 
 
 def test_the_page_shows_the_code_of_the_example() -> None:

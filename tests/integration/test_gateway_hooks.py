@@ -85,7 +85,7 @@ async def test_a_handler(folder: Path) -> None:
     async with staged(folder, workers=1, config=PipelineConfig(handler="own_stages:Moderated")) as stage:
         heard = await stage.ask(asking("h", PROMPT, stop=StopParams(max_tokens=100, ignore_eos=True)))
         assert heard.usage[1] == 8
-        with pytest.raises(SluiceError, match="Secrets are not told"):
+        with pytest.raises(SluiceError, match="must not ask for secrets"):
             await stage.ask(asking("h", "a secret"))
         await stage.quiet()
 

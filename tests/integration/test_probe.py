@@ -85,7 +85,7 @@ async def test_tls_variables_of_the_service_apply(
         monkeypatch.setenv("SLUICE_ROUTER_TLS_CA", str(tmp_path / "missing.pem"))
         code, said = await ask(address, "--service", "router")
         assert code == 1
-        assert said.startswith(f"probe: {address} cannot be asked: tls-ca")
+        assert said.startswith(f"probe: {address} cannot be probed: tls-ca")
         assert said.count("\n") == 1
     finally:
         await server.stop(0)
@@ -120,7 +120,7 @@ def test_an_http_address_passes_when_it_answers_ok(
     assert probe.main([url]) == 0
     status[0] = 503
     assert probe.main([url]) == 1
-    assert capsys.readouterr().err == f"probe: {url} answers 503\n"
+    assert capsys.readouterr().err == f"probe: {url} responded with 503\n"
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://h:abc", "http://h h/"])

@@ -112,7 +112,7 @@ async def test_health_and_reflection_are_open_unless_told_otherwise() -> None:
 
 
 async def test_tokens_rotate_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.0)
     path = accept(tmp_path / "tokens", "old scheduler")
     async with routers(tokens_file=path) as (router,):
         old, new = Caller(router, "old"), Caller(router, "new")

@@ -170,4 +170,4 @@ async def test_a_report_that_cannot_be_read_is_no_report(redis: Redis, caplog: p
     assert read_report(garbled) == []
     assert used_blocks(garbled) == []
     assert worker_info(worker("a"), garbled).load.running_requests == 0
-    assert sum("ignoring a stored" in each.getMessage() for each in caplog.records) == 1
+    assert sum("ignoring a stored worker report" in each.getMessage() for each in caplog.records) == 1

@@ -27,8 +27,8 @@ def said(service: str, *flags: str) -> str:
 @pytest.mark.parametrize(
     ("service", "flags", "says"),
     [
-        ("router", ("--tls-cert", "a.pem", "--tls-key", "b.key"), "are no certificate with its unencrypted key"),
-        ("gateway", ("--https-cert", "a.pem", "--https-key", "b.key"), "are no certificate with its unencrypted key"),
+        ("router", ("--tls-cert", "a.pem", "--tls-key", "b.key"), "must be a certificate and its unencrypted key"),
+        ("gateway", ("--https-cert", "a.pem", "--https-key", "b.key"), "must be a certificate and its unencrypted key"),
         ("router", ("--tokens-file", "none"), "cannot be read: No such file"),
         ("gateway", ("--audit-log", "none/audit"), "The audit log"),
     ],

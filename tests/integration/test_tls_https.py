@@ -26,7 +26,7 @@ from tests.support.data.authority import Authority
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.0)
 
 
 async def hello(request: Request) -> PlainTextResponse:
@@ -126,11 +126,11 @@ async def test_only_clients_of_the_authority_are_let_in_where_it_is_asked_for(tm
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"https_key": None}, "https-cert and https-key belong together"),
-        ({"https_cert": None, "https_key": None}, "https-client-ca needs"),
-        ({"https_key": "other.key"}, "are no certificate with its unencrypted key"),
+        ({"https_key": None}, "https-cert and https-key must be set together"),
+        ({"https_cert": None, "https_key": None}, "https-client-ca requires"),
+        ({"https_key": "other.key"}, "must be a certificate and its unencrypted key"),
         ({"https_cert": "missing.pem"}, "cannot be read: No such file"),
-        ({"https_client_ca": "gateway.key"}, "holds no certificate"),
+        ({"https_client_ca": "gateway.key"}, "contains no certificate"),
     ],
 )
 def test_wrong_files_are_one_sentence(tmp_path: Path, wrong: dict[str, str | None], says: str) -> None:

@@ -60,7 +60,7 @@ def test_who_never_finishes_the_handshake_holds_nobody_up(tmp_path: Path) -> Non
 
 
 def test_a_new_certificate_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.0)
     ours = Authority(tmp_path)
     with endpoint(ours.issue("router")) as port:
         before = ssl.get_server_certificate(("127.0.0.1", port), ca_certs=str(ours.file), timeout=20)
@@ -71,5 +71,5 @@ def test_a_new_certificate_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_without_a_certificate_it_is_one_sentence() -> None:
-    with pytest.raises(SluiceError, match="metrics-tls needs tls-cert"):
+    with pytest.raises(SluiceError, match="metrics-tls requires tls-cert"):
         metrics_context(TlsSettings())

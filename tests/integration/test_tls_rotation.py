@@ -26,9 +26,9 @@ from tests.support.data.authority import Authority
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(peers, "TRY_AGAIN_S", 0.1)
-    monkeypatch.setattr(peers, "ACCEPTED_WITHIN_S", 1.0)
+    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(peers, "RETRY_S", 0.1)
+    monkeypatch.setattr(peers, "READY_S", 1.0)
 
 
 class Worker(worker_pb2_grpc.WorkerServicer):
@@ -169,7 +169,7 @@ async def test_a_certificate_that_the_peer_does_not_accept_costs_nothing_while_t
         for mine, theirs in ((trust.tls_cert, wrong.tls_cert), (trust.tls_key, wrong.tls_key)):
             mine.write_bytes(theirs.read_bytes())  # type: ignore[union-attr]
         deadline = time.monotonic() + 30
-        while "does not accept the new certificate" not in caplog.text:
+        while "rejected the new certificate" not in caplog.text:
             assert time.monotonic() < deadline
             assert await shown(channel)
             await asyncio.sleep(0.02)
@@ -194,7 +194,7 @@ async def test_files_that_break_or_vanish_change_nothing(tmp_path: Path, caplog:
                 server_trust.tls_cert.write_bytes(broken)
             async with open_channel(address, credentials) as channel:
                 await until_shown(channel, client_trust.tls_cert)
-        warnings = [record for record in caplog.records if "stays valid" in record.message]
+        warnings = [record for record in caplog.records if "stays in use" in record.message]
         assert 2 <= len(warnings) <= 4
         server_trust.tls_cert.write_bytes(certificate)
         server_trust.tls_key.write_bytes(key)

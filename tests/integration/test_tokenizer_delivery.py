@@ -68,7 +68,7 @@ async def test_a_single_file_under_a_name_of_its_own_arrives_too(store: Tokenize
 
 async def test_another_tokenizer_than_announced_is_refused(store: TokenizerStore) -> None:
     async with hosted(tiny_folder()) as host:
-        with pytest.raises(SluiceError, match="another tokenizer than its card says"):
+        with pytest.raises(SluiceError, match="another fingerprint than its card has"):
             await fetch_tokenizer(f"127.0.0.1:{host.server.port}", "0" * 64, store)
     assert store.find("0" * 64) is None
 

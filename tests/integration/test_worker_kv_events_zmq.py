@@ -161,7 +161,7 @@ async def test_sizes_that_do_not_go_together_end_the_feed_with_the_reason(tmp_pa
     try:
         await publisher.store(1)
         async with following(ZmqFeed(kv.sequencer, endpoint, replay)) as task:
-            with pytest.raises(SluiceError, match="Set block-size to the engine's"):
+            with pytest.raises(SluiceError, match="Set --block-size to the engine's"):
                 await asyncio.wait_for(task, DEADLINE_S)
     finally:
         publisher.close()

@@ -511,7 +511,7 @@ async def test_a_tokenizer_that_cannot_be_loaded(
         config = host.worker.config
     processing = Processing(ProcessingOptions(), lambda name, error: None)
     assert await processing.start(config) == config
-    assert "takes token ids only: The tokenizer is broken." in caplog.text
+    assert "accepts token ids only: The tokenizer is broken." in caplog.text
     assert not processing.makes_prompt_of(GenerateRequest("r", "tiny", text="Hello"))
     await processing.close()
     with pytest.raises(SluiceError, match="The tokenizer is broken"):

@@ -151,7 +151,7 @@ def test_token_for_every_service_is_refused_with_a_sentence(tmp_path: Path) -> N
         GatewaySettings(peer_token_file=path, router=["r:1"]),
         GatewaySettings(peer_token=SecretStr("one-token"), router=["r:1"]),
     ):
-        with pytest.raises(SluiceError, match="A token for all of them is not taken") as refused:
+        with pytest.raises(SluiceError, match="A token for several services is not accepted") as refused:
             channel_credentials(settings)
         assert "one-token" not in refused.value.message
 
@@ -164,7 +164,7 @@ def test_file_of_accepted_tokens_holds_none(tmp_path: Path) -> None:
         assert not secret & set(path.read_text().split())
     path = tmp_path / "plain"
     path.write_text("secret gateway\n")
-    with pytest.raises(SluiceError, match="a token itself is not taken there") as refused:
+    with pytest.raises(SluiceError, match="tokens in plain text are not accepted there") as refused:
         GrpcServer(GrpcServiceSettings(tokens_file=path), worker_pb2.DESCRIPTOR)
     assert "secret" not in refused.value.message
 

@@ -320,7 +320,7 @@ def gate_of(path: Path | None, tenant_salt: TenantSalt = "auto") -> Gate:
 
 
 def test_salts_are_on_as_soon_as_the_file_has_two_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_watcher, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watcher, "CHECK_EVERY_S", 0.0)
     path = tmp_path / "keys.json"
     write(path, [ALICE_RECORD, ANNA_RECORD])
     gates = {mode: gate_of(path, mode) for mode in ("auto", "on", "off")}

@@ -86,7 +86,7 @@ def test_a_template_of_a_workers_card_takes_no_memory_here_and_is_its_models_fau
         tokenizer.encode_chat(CHAT)
     tokenizer.close()
     assert (caught.value.kind, caught.value.code) == (ErrorKind.FAILED_PRECONDITION, "model_template_failed")
-    assert "workers of model m delivered" in caught.value.message
+    assert "delivered by the workers of model m" in caught.value.message
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
@@ -137,7 +137,7 @@ def test_a_learned_model_whose_template_is_not_jinja_is_not_loaded(tight: Limits
 
 def test_what_a_template_says_of_the_messages_stays_the_clients_fault(tight: Limits) -> None:
     tokenizer = learned("{{ raise_exception('roles must alternate' * 1000) }}", tight)
-    with pytest.raises(SluiceError, match="refuses these messages: roles must alternate") as caught:
+    with pytest.raises(SluiceError, match="rejects these messages: roles must alternate") as caught:
         tokenizer.encode_chat(CHAT)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "messages")
     assert len(caught.value.message) < 500
@@ -346,7 +346,7 @@ def test_a_tokenizer_that_could_blow_up_is_refused_before_it_is_loaded(
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder(), folder)
     (folder / "tokenizer.json").write_text(json.dumps(bomb()))
-    with pytest.raises(SluiceError, match="tokenizer is refused") as caught:
+    with pytest.raises(SluiceError, match="tokenizer was rejected") as caught:
         check_tokenizer(folder)
     assert (caught.value.kind, caught.value.code) == (ErrorKind.INVALID_ARGUMENT, "bad_tokenizer")
 
@@ -364,7 +364,7 @@ def test_one_that_takes_too_much_memory_ends_only_the_process_that_looks_at_it(
 ) -> None:
     check_tokenizer(build_tiny_model(tmp_path))
     monkeypatch.setattr(tokenizer_check, "MEMORY_BYTES", 32 << 20)
-    with pytest.raises(SluiceError, match="tokenizer is refused"):
+    with pytest.raises(SluiceError, match="tokenizer was rejected"):
         check_tokenizer(tmp_path)
 
 

@@ -17,7 +17,7 @@ from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, build, markers_of
 from services.postprocess.streams.parsed import ParsedStream
-from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer

@@ -1,4 +1,4 @@
-"""What the client costs: python measure.py [ROUTER MODEL]. Prints microseconds of CPU, best of several runs."""
+"""Measures the client: python measure.py [ROUTER MODEL] prints microseconds of CPU, best of several runs."""
 
 from __future__ import annotations
 
@@ -60,18 +60,19 @@ async def measure_calls(address: str, model: str) -> None:
     packed = pack_u32(range(TOKENS))
     async with RouterClient(address) as router:
         for name, prompt in (("ids", packed), ("hashes", hashed_here(packed, 16))):
-            for at_once in (1, 32):
+            for concurrency in (1, 32):
 
-                async def caller(prompt: PromptRef | bytes = prompt, calls: int = CALLS // at_once) -> None:
+                async def caller(prompt: PromptRef | bytes = prompt, calls: int = CALLS // concurrency) -> None:
                     for _ in range(calls):
                         await router.query(model, prompt)
 
                 await router.query(model, prompt)
                 wall, cpu = time.perf_counter(), time.process_time()
-                await asyncio.gather(*(caller() for _ in range(at_once)))
-                calls = CALLS // at_once * at_once
+                await asyncio.gather(*(caller() for _ in range(concurrency)))
+                calls = CALLS // concurrency * concurrency
                 wall, cpu = (time.perf_counter() - wall) / calls, (time.process_time() - cpu) / calls
-                print(f"RouteQuery by {name}, {at_once} at once: {wall * 1e6:.0f} a call, {cpu * 1e6:.0f} of CPU here")
+                cost = f"{wall * 1e6:.0f} per call, {cpu * 1e6:.0f} of CPU in the client"
+                print(f"RouteQuery by {name}, {concurrency} concurrent: {cost}")
 
 
 if __name__ == "__main__":

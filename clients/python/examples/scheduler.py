@@ -1,4 +1,4 @@
-"""A complete scheduler: picks a worker, reserves it, runs the prompt there, frees it.
+"""A complete scheduler: selects and reserves a worker, runs the prompt there, and frees the reservation.
 
 python scheduler.py ROUTER MODEL TOKEN_ID...
 """
@@ -11,7 +11,7 @@ from sluice_client import RouterClient, SluiceError, WorkerClient
 
 
 async def run(router: RouterClient, model: str, prompt: list[int], max_tokens: int) -> tuple[str, list[int]]:
-    """The id of the worker that ran the prompt, and the token ids that it generated."""
+    """Returns the id of the worker that ran the prompt, and the generated token ids."""
     request_id = str(uuid4())
     output: list[int] = []
     async with await router.select_and_reserve(request_id, model, prompt) as reservation:
@@ -22,7 +22,7 @@ async def run(router: RouterClient, model: str, prompt: list[int], max_tokens: i
             ):
                 output += delta.token_ids
                 if output:
-                    await reservation.mark_prefill_complete()  # only the first call asks the router
+                    await reservation.mark_prefill_complete()  # only the first call sends an RPC
     return worker.worker_id, output
 
 

@@ -1,5 +1,5 @@
-# A Redis server. Where sentinels run, they know the master: a server that comes back must follow it, never be a second one.
-# Before there are any, the server named redis leads and the others follow it.
+# A Redis server. If sentinels run, it follows the master they name: a returning server must never become a second master.
+# Without sentinels, the server named redis is the master and the others follow it.
 password=$(cat /run/secrets/sluice_router_redis_password)
 leader=$(REDISCLI_AUTH=$password redis-cli -h sentinel -p 26379 sentinel get-master-addr-by-name sluice 2>/dev/null \
     | head -n 1 | grep '\.')
@@ -7,7 +7,7 @@ leader=$(REDISCLI_AUTH=$password redis-cli -h sentinel -p 26379 sentinel get-mas
 for own in $(hostname -i); do
     [ "$own" = "$leader" ] && leader=
 done
-# In a file, because flags can be seen in the list of processes.
+# In a file, because flags are visible in the process list.
 umask 077
 cat > /tmp/redis.conf <<CONF
 requirepass $password

@@ -1,9 +1,9 @@
-# One of the sentinels. A new one asks the others who the master is; the first ones take the server named redis.
+# A sentinel. It queries the other sentinels for the master; the first ones use the server named redis.
 password=$(cat /run/secrets/sluice_router_redis_password)
 leader=$(REDISCLI_AUTH=$password redis-cli -h sentinel -p 26379 sentinel get-master-addr-by-name sluice 2>/dev/null \
     | head -n 1 | grep '\.')
 : "${leader:=$(getent hosts redis | awk '{ print $1; exit }')}"
-# A sentinel writes what it learns into its configuration.
+# A sentinel writes its state into its configuration.
 umask 077
 cat > /tmp/sentinel.conf <<CONF
 port 26379

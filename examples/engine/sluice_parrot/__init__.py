@@ -1,4 +1,4 @@
-"""An engine for Sluice that says every prompt back."""
+"""An engine for Sluice that repeats every prompt."""
 
 from sluice_parrot.engine import ParrotEngine
 

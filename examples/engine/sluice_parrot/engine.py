@@ -1,4 +1,4 @@
-"""The engine: what a worker asks of it, and nothing that all engines have in common."""
+"""The engine: only what the worker requires of it; what all engines have in common is the worker's."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from sluice_parrot.speech import speak
 
 @dataclass(frozen=True)
 class ParrotOptions:
-    """What `--engine-args` may say, such as `step_ms=10,tokens_a_step=1`."""
+    """Holds the options of `--engine-args`, such as `step_ms=10,tokens_a_step=1`."""
 
     step_ms: float = 2.0
     tokens_a_step: int = 4
 
 
 class ParrotEngine(LLMEngine):
-    """Says every prompt back. It has no weights, so it starts at once and needs no accelerator."""
+    """Repeats every prompt. It has no weights, so it starts immediately and needs no accelerator."""
 
-    # What a request may ask for. A parrot has no chance in it: equal seeds do give equal answers.
+    # The capabilities that requests may use. The output is deterministic, so equal seeds give equal outputs.
     CAPABILITIES = frozenset({Capability.TOKEN_IDS, Capability.SEED, Capability.MIN_TOKENS, Capability.IGNORE_EOS})
-    # What clients send to every engine and this one takes without effect. Anything else is refused by the worker.
+    # Options that clients send to every engine and this one ignores. The worker rejects everything else.
     ACCEPTED = SAMPLING - CAPABILITIES - {Capability.ENGINE_OPTIONS}
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__()
         self._settings = settings
         self._options = read_options(settings.engine_args, ParrotOptions, "parrot")
-        self._places = asyncio.Semaphore(settings.max_sequences)
+        self._batch_slots = asyncio.Semaphore(settings.max_sequences)
         self._context_length = 0
         self._eos_token_ids: tuple[int, ...] = ()
         self._running = 0
@@ -59,7 +59,7 @@ class ParrotEngine(LLMEngine):
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
         if settings.role != "aggregated":
-            raise invalid(f"The parrot cannot play the role {settings.role}; use aggregated.", param="role")
+            raise invalid(f"The parrot engine does not support the role {settings.role}; use aggregated.", param="role")
         engine = cls(settings)
         if engine._options.step_ms < 0 or engine._options.tokens_a_step < 1:
             raise invalid("step_ms must be at least 0 and tokens_a_step at least 1.", param="engine_args")
@@ -71,7 +71,7 @@ class ParrotEngine(LLMEngine):
         path = await asyncio.to_thread(resolve, settings.spec.source)
         config = read_json(path, "config.json")
         if not isinstance(config.get("vocab_size"), int):
-            raise invalid(f"config.json in {path} does not say the vocab_size.", param="model")
+            raise invalid(f"config.json in {path} has no vocab_size; add it.", param="model")
         eos = read_json(path, "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
         self._eos_token_ids = tuple(eos if isinstance(eos, list) else [eos] if isinstance(eos, int) else [])
         self._context_length = settings.context_length or config.get("max_position_embeddings", 4096)
@@ -94,11 +94,11 @@ class ParrotEngine(LLMEngine):
         )
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
-        async with self._place():
+        async with self._batch_slot():
             speech = speak(request, self._context_length, self._eos_token_ids)
             stride = self._options.tokens_a_step
             for start in range(0, len(speech.token_ids), stride):
-                # A cancelled request ends here: the worker cancels the task, and says so to the caller itself.
+                # A cancelled request ends here: the worker cancels the task and notifies the caller.
                 await asyncio.sleep(self._options.step_ms / 1000)
                 piece = speech.token_ids[start : start + stride]
                 yield Delta(token_ids=piece, cached_tokens=0 if start == 0 else None)
@@ -109,13 +109,13 @@ class ParrotEngine(LLMEngine):
             )
 
     @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """One of the places in the batch, as soon as one is free; the queue for them has an end."""
-        if self._waiting >= self._settings.max_waiting and self._places.locked():
-            raise overloaded("Too many requests wait for the parrot.")
+    async def _batch_slot(self) -> AsyncIterator[None]:
+        """Holds one slot of the batch, waiting for a free one; the queue is bounded."""
+        if self._waiting >= self._settings.max_waiting and self._batch_slots.locked():
+            raise overloaded("Too many requests are waiting for the parrot engine; retry later.")
         self._waiting += 1
         try:
-            await self._places.acquire()
+            await self._batch_slots.acquire()
         finally:
             self._waiting -= 1
         self._running += 1
@@ -123,7 +123,7 @@ class ParrotEngine(LLMEngine):
             yield
         finally:
             self._running -= 1
-            self._places.release()
+            self._batch_slots.release()
 
     def load(self) -> Sequence[Load]:
         return [Load(running_requests=self._running, waiting_requests=self._waiting)]

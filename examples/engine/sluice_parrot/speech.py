@@ -1,4 +1,4 @@
-"""What the parrot says: plain Python, no clock and no tasks, so that a unit test can call it."""
+"""The parrot's model: plain Python without clock or tasks, so that a unit test can call it directly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sluice.engine import (
 
 @dataclass(frozen=True)
 class Speech:
-    """A whole answer: its ids, why it ends, and the stop id that ended it, if one did."""
+    """Holds a complete output: its ids, the finish reason, and the stop id that ended it, if any."""
 
     token_ids: Sequence[int]
     reason: FinishReason
@@ -21,29 +21,29 @@ class Speech:
 
 
 def speak(request: GenerateRequest, context_length: int, eos_token_ids: Sequence[int]) -> Speech:
-    """The prompt again and again, until something ends it.
+    """Returns the prompt, repeated until the output ends.
 
     Args:
-        request: checked by the worker: ids are in the vocabulary, the prompt fits into the context.
-        context_length: most tokens of prompt and answer.
-        eos_token_ids: of the model, the usual one first.
+        request: validated by the worker: ids are in the vocabulary, the prompt fits into the context.
+        context_length: maximum number of tokens of prompt and output.
+        eos_token_ids: the model's end-of-sequence ids, the preferred one first.
     """
     stop = request.stop
     room = context_length - len(request.token_ids)
     limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
-    # A request that another worker began goes on where that one stopped.
-    said = request.resumed_tokens
-    prompt = request.token_ids[: len(request.token_ids) - said]
-    words = [prompt[(said + index) % len(prompt)] for index in range(limit)]
+    # A migrated request continues where the previous worker stopped.
+    resumed = request.resumed_tokens
+    prompt = request.token_ids[: len(request.token_ids) - resumed]
+    tokens = [prompt[(resumed + index) % len(prompt)] for index in range(limit)]
 
-    enders = stop.stop_token_ids
+    stop_ids = stop.stop_token_ids
     if stop.ignore_eos:
-        enders = enders.difference(stop.eos_token_ids, eos_token_ids)
+        stop_ids = stop_ids.difference(stop.eos_token_ids, eos_token_ids)
     for index in range(stop.min_tokens, limit):
-        if words[index] in enders:
-            return Speech(words[: index + 1], FinishReason.STOP, words[index])
+        if tokens[index] in stop_ids:
+            return Speech(tokens[: index + 1], FinishReason.STOP, tokens[index])
 
-    end = max(len(prompt) - said, stop.min_tokens, 0)
+    end = max(len(prompt) - resumed, stop.min_tokens, 0)
     if stop.ignore_eos or not eos_token_ids or end >= limit:
-        return Speech(words, FinishReason.LENGTH)
-    return Speech([*words[:end], eos_token_ids[0]], FinishReason.STOP, eos_token_ids[0])
+        return Speech(tokens, FinishReason.LENGTH)
+    return Speech([*tokens[:end], eos_token_ids[0]], FinishReason.STOP, eos_token_ids[0])

@@ -1,1 +1,1 @@
-"""Discovery of workers and models: what workers register, its checks, and the tokenizers they deliver."""
+"""Discovery of workers and models: worker registrations, their checks, and tokenizers fetched from workers."""

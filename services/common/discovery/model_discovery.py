@@ -1,4 +1,4 @@
-"""Serves models that nobody configured: learned from their workers, with the tokenizers these deliver."""
+"""Serves models that are not configured: discovered from workers, which also deliver their tokenizers."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from sluice.v1 import router_pb2_grpc
 
 
 class ModelDiscoverySettings(DeliverySettings, RouterTokenSettings, ServiceSettings):
-    """Settings of a service that learns models."""
+    """Settings of a service that discovers models."""
 
 
 class ModelObserver(Protocol):
-    """Who holds models by name and can be given more."""
+    """Holds models by name and can request the discovery of further ones."""
 
     learn: Callable[[str, float], Awaitable[bool]] | None
 
     def by_use(self) -> Sequence[str]:
-        """Names of the models that are loaded, the least recently used first."""
+        """Returns the names of the loaded models, least recently used first."""
         ...
 
 
 class ModelDiscovery:
-    """Follows the workers that the settings' routers know and hands on their models.
+    """Follows the workers registered with the configured routers, and hands over their models.
 
     Args:
-        service: whose metrics count it.
+        service: label of its metrics.
         settings: with `routers` or `workers`.
-        configured: models that are not learned.
-        learner: is told how to wait for a model that is on its way.
-        on_model: takes a model that was learned, or whose tokenizer has changed.
-        on_gone: ends a model that no worker serves any more.
+        configured: names of configured models, which are never discovered.
+        learner: its `learn` is set to a function that waits for a model being discovered.
+        on_model: called with each model that is discovered or whose tokenizer has changed.
+        on_gone: called with each model that no worker serves any more.
     """
 
     def __init__(
@@ -73,27 +73,26 @@ class ModelDiscovery:
             settings.tokenizer_cache_mb << 20,
             check_tokenizer,
         )
-        staying = RetainedModel(settings.max_learned_models, settings.model_grace_s)
+        retention = RetainedModel(settings.max_learned_models, settings.model_grace_s)
         self._delivery = TokenizerDelivery(
-            service, watch, store, configured, on_model, credentials, on_gone, staying, learner.by_use
+            service, watch, store, configured, on_model, credentials, on_gone, retention, learner.by_use
         )
 
     async def start(self) -> None:
-        """Begins to follow; requests for models that are on their way wait from now on."""
+        """Starts following; from now on, requests for models being discovered wait for them."""
         if self._routers is not None:
             await self._routers.start()
         self._tasks.spawn(self._delivery.run(), "delivery")
         self._learner.learn = self._delivery.wait_for
 
     async def catch_up(self) -> None:
-        """Waits until the models that are served already are learned, see TokenizerDelivery; or until the service is to
-        stop."""
-        ends = [asyncio.create_task(self._delivery.catch_up()), asyncio.create_task(self._stop.wait())]
+        """Waits until the models served now are discovered (see `TokenizerDelivery`) or the service is stopping."""
+        waits = [asyncio.create_task(self._delivery.catch_up()), asyncio.create_task(self._stop.wait())]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for end in ends:
-                end.cancel()
+            for wait in waits:
+                wait.cancel()
 
     async def close(self) -> None:
         """Stops following."""

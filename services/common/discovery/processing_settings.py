@@ -1,6 +1,6 @@
-"""Whose code makes prompts' token ids and reads answers: this project's, or that of the engines.
+"""Selects the code that tokenizes prompts and parses outputs: Sluice's own, or an engine's.
 
-The settings are the same in preprocess and postprocess, so that one flag means the same on both sides of the engine.
+The settings are shared by preprocess and postprocess, so that a flag has the same meaning on both sides of the engine.
 """
 
 from __future__ import annotations
@@ -20,65 +20,68 @@ from services.common.settings import CommaList
 log = logging.getLogger(__name__)
 
 NATIVE_CODE = MappingProxyType({"vllm": "vllm", "vllm-grpc": "vllm", "sglang": "sglang"})
-"""By a worker's engine: whose code makes its ids and parses its text natively."""
+"""By a worker's engine: the engine whose code tokenizes and parses for it."""
 
-ONLY_ONE = "only one can be set: vllm-processing, sglang-processing or native-framework-processing"
+ONLY_ONE = "set only one of vllm-processing, sglang-processing and native-framework-processing"
 NO_TRTLLM = (
-    "TensorRT-LLM's own processing is not part of this project; name a tokenizer class of your own in the model "
-    "(NAME=SOURCE@package.module:Class) and a parser of your own in postprocess' own-parsers, as the section "
-    "TensorRT-LLM of docs/preprocessing.md shows"
+    "TensorRT-LLM's processing code is not supported; name a custom tokenizer class in the model "
+    "(NAME=SOURCE@package.module:Class) and a custom parser in the postprocess setting own-parsers, as described under "
+    "TensorRT-LLM in docs/preprocessing.md"
 )
-NOTHING_NATIVE = "the engine brings no code for prompts and answers: Sluice's own is used"
+NOTHING_NATIVE = "the engine has no processing code of its own: using Sluice's"
 
 
 class ProcessingSettings(ModelDiscoverySettings):
-    """Settings of the services before and after the engine."""
+    """Settings shared by the services before and after the engine."""
 
-    models: CommaList = Field([], description="models that are served, NAME=SOURCE[@PROCESSOR] each")
+    models: CommaList = Field([], description="models to serve, each as NAME=SOURCE[@PROCESSOR]")
 
     vllm_processing: bool = Field(
         False,
-        description="use vLLM's own code here, for models that name no processor; set it in preprocess (prompts) and "
-        "in postprocess (tool calls and reasoning)",
+        description="use vLLM's code for models without a processor; set it in both preprocess (prompts) and "
+        "postprocess (tool calls and reasoning)",
     )
-    sglang_processing: bool = Field(False, description="the same with SGLang's own code")
+    sglang_processing: bool = Field(
+        False,
+        description="use SGLang's code for models without a processor; set it in both preprocess and postprocess",
+    )
     native_framework_processing: bool = Field(
         False,
-        description="the same with the code of the engine that each model's workers run, where that engine has some; "
-        "needs routers or workers",
+        description="use the code of the engine that each model's workers run, if that engine has any; "
+        "requires routers or workers; set it in both preprocess and postprocess",
     )
     trtllm_processing: bool = Field(
-        False, description="not available: TensorRT-LLM's code is plugged in as classes of your own"
+        False, description="not supported: plug in TensorRT-LLM's code as a custom tokenizer class and parser"
     )
-    vllm_python: str = Field("", description="interpreter that has vllm, if not this one; of any environment")
-    sglang_python: str = Field("", description="interpreter that has sglang, if not this one; of any environment")
+    vllm_python: str = Field("", description="Python interpreter of an environment with vllm; empty: this one")
+    sglang_python: str = Field("", description="Python interpreter of an environment with sglang; empty: this one")
 
     @field_validator("trtllm_processing")
     @classmethod
-    def _trtllm_is_not_here(cls, wanted: bool) -> bool:
-        if wanted:
+    def _reject_trtllm(cls, value: bool) -> bool:
+        if value:
             raise ValueError(NO_TRTLLM)
-        return wanted
+        return value
 
     @model_validator(mode="after")
-    def _one_processing(self) -> Self:
+    def _check_processing(self) -> Self:
         if self.vllm_processing + self.sglang_processing + self.native_framework_processing > 1:
             raise ValueError(ONLY_ONE)
         if self.native_framework_processing and not self.learns:
-            raise ValueError("native-framework-processing needs routers or workers, which say what engine they run")
+            raise ValueError("native-framework-processing requires routers or workers, which report their engine")
         return self
 
     @property
     def processing_engine(self) -> str:
-        """The engine whose code is used for every model that names none; empty for none or for each model's own."""
+        """The engine whose code serves models without a processor; empty for none or for each model's own engine."""
         return "vllm" if self.vllm_processing else "sglang" if self.sglang_processing else ""
 
     @property
     def configured(self) -> list[ModelSpec]:
-        """The models named; with models to learn, the default one is served only if it is named."""
+        """The configured models; with discovery on, the default model only if it is listed."""
         if self.learns and "models" not in self.model_fields_set:
             return []
-        return [self._processed(ModelSpec.parse(text)) for text in self.models]
+        return [self._with_processor(ModelSpec.parse(text)) for text in self.models]
 
     @property
     def served(self) -> list[ModelSpec]:
@@ -87,20 +90,20 @@ class ProcessingSettings(ModelDiscoverySettings):
         return [spec for spec in self.configured if spec.processor or not native]
 
     def learned_spec(self, learned: DiscoveredModel) -> ModelSpec:
-        """How a learned model is served: with the configured files where there are some, else as delivered."""
+        """Returns how a discovered model is served: with the configured files if any, else as delivered."""
         spec = next((spec for spec in self.configured if spec.name == learned.spec.name), learned.spec)
         if self.native_framework_processing:
             return replace(spec, processor=NATIVE_CODE.get(learned.engine, ""))
-        # What a card calls the processor is the format of its files, where it is not an engine's.
+        # A card's processor, unless it is an engine's, only names the format of its files.
         named = spec is learned.spec and spec.processor in PROCESSORS and self.processing_engine
-        return self._processed(replace(spec, processor="") if named else spec)
+        return self._with_processor(replace(spec, processor="") if named else spec)
 
-    def _processed(self, spec: ModelSpec) -> ModelSpec:
-        """The model with the processor that the settings give to models that name none."""
+    def _with_processor(self, spec: ModelSpec) -> ModelSpec:
+        """Returns the model with the processor that the settings assign to models without one."""
         chosen = self.processing_engine
         return spec if spec.processor or not chosen else replace(spec, processor=chosen)
 
     def warn_without_native_code(self, learned: DiscoveredModel) -> None:
-        """Logs that native processing changes nothing for a model whose engine brings no such code."""
+        """Logs a warning when native processing has no effect because the model's engine has no such code."""
         if self.native_framework_processing and learned.engine not in NATIVE_CODE:
             log.warning(NOTHING_NATIVE, extra={"model": learned.spec.name, "engine": learned.engine})

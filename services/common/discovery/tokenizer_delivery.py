@@ -1,6 +1,6 @@
-"""Models learned from the workers that serve them, their tokenizers fetched from there: nobody needs a shared volume.
+"""Discovers models from the workers that serve them and fetches their tokenizers, so no shared volume is needed.
 
-workers a router knows (or addresses) → for each model nobody configured: GetTokenizer → store → on_model
+workers registered with a router (or listed) → for each model not configured: GetTokenizer → store → on_model
 """
 
 from __future__ import annotations
@@ -35,52 +35,55 @@ FETCH_S = 120.0
 FETCHES_AT_ONCE = 16
 HOLD_ATTEMPTS = 3
 RETRY_S = (0.2, 10.0)
-HEARSAY_S = 1.0
+UNKNOWN_MODEL_S = 1.0
 FAILED_S = 5.0
-"""Longest that a request waits for a model whose tokenizer could not be used a moment ago."""
+"""Maximum wait of a request for a model whose tokenizer failed to load moments ago, seconds."""
 ROUTER_S = 3.0
 CATCH_UP_S = 120.0
 
 
 class DeliverySettings(BaseSettings):
-    """Where models come from that are not configured."""
+    """Where models that are not configured come from."""
 
     routers: AddressList = Field(
-        [], description="host:port of routers whose workers' models are served without --models"
+        [], description="host:port of routers; the models of their workers are served without being listed in --models"
     )
     workers: AddressList = Field(
-        [], description="host:port of workers whose models are served, where there is no router"
+        [], description="host:port of workers whose models are served; for use without a router"
     )
     tokenizer_cache: Path = Field(
-        default_factory=default_folder, description="folder for tokenizers that workers sent; may be shared and kept"
+        default_factory=default_folder,
+        description="folder for tokenizers received from workers; may be shared and persistent",
     )
     tokenizer_cache_mb: int = Field(
-        4096, ge=64, description="most that the tokenizers in that folder take, MiB; the least recently used go first"
+        4096,
+        ge=64,
+        description="maximum size of the tokenizer cache folder, MiB; least recently used ones are removed first",
     )
     max_tokenizer_mb: int = Field(
-        64, ge=1, le=4096, description="largest tokenizer that a worker may send, all its files together, MiB"
+        64, ge=1, le=4096, description="maximum total size of the tokenizer files sent by a worker, MiB"
     )
     max_learned_models: int = Field(
         1024,
         ge=1,
-        description="models learned from workers that are loaded at a time; a request for one more has it loaded in "
-        "place of the one least recently used, those without workers first",
+        description="maximum number of loaded models that were discovered from workers; a request for another one "
+        "replaces the least recently used, those without workers first",
     )
     model_grace_s: float = Field(
         300.0,
         ge=0,
-        description="how long a model learned from workers stays loaded after the last of them has left, seconds",
+        description="seconds a model discovered from workers stays loaded after its last worker has left",
     )
 
     @property
     def learns(self) -> bool:
-        """Whether models are learned from workers."""
+        """Whether models are discovered from workers."""
         return bool(self.routers or self.workers)
 
 
 @dataclass(frozen=True)
 class DiscoveredModel:
-    """A model of a worker's, with its tokenizer on this machine's disk. `engine` is what the worker runs."""
+    """A model served by a worker, with its tokenizer on the local disk; `engine` is what the worker runs."""
 
     spec: ModelSpec
     engine: str
@@ -88,36 +91,35 @@ class DiscoveredModel:
 
     @property
     def declared(self) -> tuple[str, str, str]:
-        """As `ServedModel.declared`."""
+        """The chat template, tool parser and reasoning parser, as `ServedModel.declared`."""
         return self.spec.chat_template, self.spec.tool_parser, self.spec.reasoning_parser
 
 
 @dataclass(frozen=True)
 class RetainedModel:
-    """How many learned models there may be and how long one stays without workers, see DeliverySettings."""
+    """Limits of discovered models: their number, and the seconds one stays without workers; see DeliverySettings."""
 
     models: int = 1024
     grace_s: float = 300.0
 
 
-async def _nothing_to_end(_: DiscoveredModel) -> None:
+async def _ignore(_: DiscoveredModel) -> None:
     return
 
 
 class TokenizerDelivery:
-    """Follows the workers and learns their models.
+    """Follows the workers and discovers their models.
 
     Args:
-        service: whose metrics count it.
-        watch: says which workers there are.
-        store: keeps the tokenizers.
-        configured: models that are not learned.
-        on_model: takes a model that was learned, or whose tokenizer has changed.
+        service: label of its metrics.
+        watch: reports the workers.
+        store: stores the tokenizers.
+        configured: names of configured models, which are never discovered.
+        on_model: called with each model that is discovered or whose tokenizer has changed.
         credentials: for the channels to workers.
-        on_gone: ends a model whose workers have been gone for the whole grace period, or which makes room for another.
-        staying: bounds the models and their grace period.
-        by_use: names of models, the least recently used first; those that it does not name come in the order in which
-            they were learned.
+        on_gone: called with a model whose grace period without workers has ended, or that is evicted for another.
+        staying: limits the number of models and their grace period.
+        by_use: names of models, least recently used first; models missing from it follow in discovery order.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class TokenizerDelivery:
         configured: Collection[str],
         on_model: Callable[[DiscoveredModel], Awaitable[None]],
         credentials: grpc.ChannelCredentials | None = None,
-        on_gone: Callable[[DiscoveredModel], Awaitable[None]] = _nothing_to_end,
+        on_gone: Callable[[DiscoveredModel], Awaitable[None]] = _ignore,
         staying: RetainedModel | None = None,
         by_use: Callable[[], Sequence[str]] = tuple,
     ) -> None:
@@ -138,18 +140,18 @@ class TokenizerDelivery:
         self._on_model = on_model
         self._credentials = credentials
         self._on_gone = on_gone
-        self._staying = staying or RetainedModel()
+        self._retention = staying or RetainedModel()
         self._by_use = by_use
         self._learned: dict[str, DiscoveredModel] = {}
-        self._failed: dict[str, DiscoveredModel] = {}  # of which something may be loaded all the same
-        self._leaving: dict[str, asyncio.TimerHandle] = {}  # without workers, in the order in which they lost the last
-        self._given_up: dict[str, str] = {}  # not learned so far, and what is wrong; empty where there are too many
-        self._fetching: dict[str, asyncio.Task[None]] = {}  # learned or ended now
-        self._resting: set[str] = set()  # of those, what failed and is tried again later
+        self._failed: dict[str, DiscoveredModel] = {}  # may be partly loaded
+        self._leaving: dict[str, asyncio.TimerHandle] = {}  # grace timers, in the order of losing the last worker
+        self._given_up: dict[str, str] = {}  # reason by model; empty: too many models
+        self._fetching: dict[str, asyncio.Task[None]] = {}  # being loaded or ended
+        self._resting: set[str] = set()  # of those, the ones sleeping before a retry
         self._fetches_at_once = asyncio.Semaphore(FETCHES_AT_ONCE)
         self._tasks = TaskOwner()
-        self._news = asyncio.Event()
-        watch.on_change = self._look
+        self._changed = asyncio.Event()
+        watch.on_change = self._on_workers_changed
         self._service = service
         self._fetches = Counter(FETCHES)
 
@@ -163,28 +165,28 @@ class TokenizerDelivery:
             await self._tasks.close()
 
     async def wait_for(self, model: str, timeout_s: float) -> bool:
-        """Waits until a model is learned, if need be in place of another; False when no worker is known to serve it.
+        """Waits until a model is loaded, evicting another if necessary; returns False when no known worker serves it.
 
         Raises:
-            SluiceError: UNAVAILABLE for a model that is served but not learned in time.
+            SluiceError: UNAVAILABLE for a model that is served but not loaded in time.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        hearsay = min(deadline, loop.time() + HEARSAY_S)  # the caller may have heard of a worker before we do
+        unknown_deadline = min(deadline, loop.time() + UNKNOWN_MODEL_S)  # the caller may learn of a worker first
         while model not in self._learned:
             served = bool(self._watch.of_model(model))
             if served and model not in self._fetching:
                 self._learn_for_request(model)
             if served and self._given_up.get(model):
                 deadline = min(deadline, loop.time() + FAILED_S)
-            left = (deadline if served or not self._watch.synced else hearsay) - loop.time()
-            if left <= 0:
+            remaining_s = (deadline if served or not self._watch.synced else unknown_deadline) - loop.time()
+            if remaining_s <= 0:
                 if served:
                     raise self._not_in_time(model)
                 return False
-            self._news.clear()
+            self._changed.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), left)
+                await asyncio.wait_for(self._changed.wait(), remaining_s)
             except TimeoutError:
                 continue
         return True
@@ -192,45 +194,47 @@ class TokenizerDelivery:
     def _not_in_time(self, model: str) -> SluiceError:
         reason = self._given_up.get(model)
         return unavailable(
-            f"The tokenizer of model {model!r} is not loaded{f': {reason}' if reason else ' yet; try again soon.'}",
+            f"The tokenizer of model {model!r} is not loaded{f': {reason}' if reason else ' yet; retry shortly.'}",
             code="model_loading",
         )
 
     async def catch_up(self) -> None:
-        """Waits until every model that workers serve by now is learned or could not be, `CATCH_UP_S` at most: who takes
-        requests earlier has them wait for a tokenizer. A router that does not answer is waited for `ROUTER_S`."""
+        """Waits until every model served now is loaded or has failed, for at most `CATCH_UP_S`.
+
+        Requests accepted earlier would wait for a tokenizer. A router that does not respond delays this by `ROUTER_S`.
+        """
         try:
             async with asyncio.timeout(ROUTER_S):
                 await self._until(lambda: self._watch.synced)
             async with asyncio.timeout(CATCH_UP_S):
                 await self._until(lambda: self._watch.models() <= {*self._configured, *self._learned, *self._given_up})
         except TimeoutError:
-            log.info("requests are taken before the models of all workers are known")
+            log.info("accepting requests before the models of all workers are loaded")
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
-    def _look(self) -> None:
-        """Starts to learn what is new among the workers, and to end what none of them serves any more."""
-        self._news.set()
+    def _on_workers_changed(self) -> None:
+        """Starts loading newly served models, and the grace period of those no longer served."""
+        self._changed.set()
         served = self._watch.by_model()
         self._given_up = {model: reason for model, reason in self._given_up.items() if model in served}
-        self._look_who_left(served.keys())
+        self._update_leaving(served.keys())
         for model, workers in served.items():
             if model in self._configured or model in self._fetching or self._is_current(model, workers):
                 continue
             if model in self._learned or not self._is_full():
                 self._begin(model, self._learn(model))
             elif not self._end_first_leaving() and model not in self._given_up:
-                log.info("there are too many models; this one is learned when it is used", extra={"model": model})
+                log.info("too many models are loaded; this one is loaded on its first request", extra={"model": model})
                 self._given_up[model] = ""
 
     def _learn_for_request(self, model: str) -> None:
-        """Learns a served model now; where too many are loaded, once the one least recently used has ended.
+        """Loads a served model now, after evicting the least recently used one if the limit is reached.
 
-        Does nothing while all of them are learned or ended now.
+        Does nothing while every model is being loaded or ended.
         """
         if not self._is_full():
             self._begin(model, self._learn(model))
@@ -239,18 +243,18 @@ class TokenizerDelivery:
             self._begin(model, self._learn(model, self._fetching[oldest]))
 
     def _least_used(self) -> Iterator[str]:
-        """The models that can make room, those without workers first."""
+        """Yields the models that can be evicted, those without workers first."""
         for model in (*self._leaving, *self._by_use(), *self._learned):
             if model in self._learned and model not in self._fetching:
                 yield model
 
     def _begin(self, model: str, work: Coroutine[None, None, None]) -> None:
-        """Learns or ends a model; one of the two at a time."""
+        """Starts loading or ending a model; only one of the two runs at a time."""
         self._given_up.pop(model, None)
         task = self._fetching[model] = self._tasks.spawn(work, f"model-{model}")
         task.add_done_callback(lambda done: self._ended(model, done))
 
-    def _look_who_left(self, served: Collection[str]) -> None:
+    def _update_leaving(self, served: Collection[str]) -> None:
         loop = asyncio.get_running_loop()
         for model in self._learned:
             timer = self._leaving.get(model)
@@ -258,16 +262,17 @@ class TokenizerDelivery:
                 if timer is not None:
                     self._leaving.pop(model).cancel()
             elif timer is None:
-                self._leaving[model] = loop.call_later(self._staying.grace_s, self._end_grace, model)
+                self._leaving[model] = loop.call_later(self._retention.grace_s, self._end_grace, model)
 
     def _is_full(self) -> bool:
-        """Whether no more models may be learned; those that are learned or ended now count as well, those that failed
-        and wait for their next try do not."""
-        return len(self._learned.keys() | (self._fetching.keys() - self._resting)) >= self._staying.models
+        """Whether the limit is reached, counting models being loaded or ended but not those sleeping before a retry."""
+        return len(self._learned.keys() | (self._fetching.keys() - self._resting)) >= self._retention.models
 
     def _end_first_leaving(self) -> bool:
-        """Ends the grace of the model that has been without workers longest: another one is looked at when it has gone.
-        False where all have workers."""
+        """Ends the grace period of the model that has been without workers longest; False when all have workers.
+
+        The workers are examined again once it has ended.
+        """
         first = next((model for model in self._leaving if model not in self._fetching), None)
         if first is not None:
             self._end_grace(first)
@@ -275,11 +280,11 @@ class TokenizerDelivery:
 
     def _end_grace(self, model: str) -> None:
         self._leaving.pop(model).cancel()
-        if model not in self._fetching:  # else it is looked at again when that has ended
-            self._begin(model, self._forget(model))
+        if model not in self._fetching:  # else it is examined again once that task has ended
+            self._begin(model, self._end_if_unserved(model))
 
-    async def _forget(self, model: str) -> None:
-        """Ends a model if it has no workers any more."""
+    async def _end_if_unserved(self, model: str) -> None:
+        """Ends a model that still has no workers."""
         if model in self._learned and not self._watch.of_model(model):
             await self._end(model, self._learned.pop(model))
 
@@ -287,14 +292,14 @@ class TokenizerDelivery:
         if (timer := self._leaving.pop(model, None)) is not None:
             timer.cancel()
         await self._on_gone(learned)
-        returns = bool(self._watch.of_model(model))  # with its next request
+        returns = bool(self._watch.of_model(model))  # it may be loaded again by its next request
         await asyncio.to_thread(self._store.release, learned.fingerprint, not returns)
-        log.info("a model is not used any more and is ended", extra={"model": model})
+        log.info("model is no longer served and was unloaded", extra={"model": model})
 
     def _ended(self, model: str, task: asyncio.Task[None]) -> None:
         self._fetching.pop(model, None)
         if not task.cancelled() and task.exception() is None:
-            self._look()  # what changed meanwhile was passed over
+            self._on_workers_changed()  # changes during the task were skipped
 
     def _is_current(self, model: str, workers: Sequence[ServedModel]) -> bool:
         known = self._learned.get(model)
@@ -303,11 +308,11 @@ class TokenizerDelivery:
         )
 
     async def _learn(self, model: str, after: asyncio.Task[None] | None = None) -> None:
-        """Tries the model's workers in turn until one has delivered, or none is left, or there are too many models.
+        """Tries the model's workers at random until one delivers, none is left, or the limit is reached.
 
         Args:
             model: its name.
-            after: makes room for it.
+            after: the task that makes room for it.
         """
         if after is not None:
             await asyncio.wait([after])
@@ -322,16 +327,16 @@ class TokenizerDelivery:
             except SluiceError as error:
                 self._fetches.add(1, {"service": self._service, "outcome": error.kind.name.lower()})
                 log.warning(
-                    "a worker's tokenizer cannot be used: %s", error.message,
+                    "a worker's tokenizer is unusable: %s", error.message,
                     extra={"model": model, "worker": served.address},
                 )  # fmt: skip
                 self._given_up[model] = error.message
-            self._news.set()
+            self._changed.set()
             self._resting.add(model)
             try:
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.5))
                 if model not in self._learned and self._is_full():
-                    break  # the next request for it has it tried again
+                    break  # its next request retries
             finally:
                 self._resting.discard(model)
             retry_s = min(2 * retry_s, RETRY_S[1])
@@ -341,7 +346,7 @@ class TokenizerDelivery:
 
     async def _learn_from(self, served: ServedModel) -> None:
         path = await self._held_files(served)
-        known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a class of its own would be code from outside
+        known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a custom class would be code from outside
         spec = ModelSpec(served.model, str(path), served.processor if known else "", *served.declared, learned=True)
         learned = DiscoveredModel(spec, served.engine, served.fingerprint)
         try:
@@ -354,11 +359,11 @@ class TokenizerDelivery:
         before, self._learned[served.model] = self._learned.get(served.model), learned
         if before is not None:
             await asyncio.to_thread(self._store.release, before.fingerprint, True)
-        self._news.set()
-        log.info("model is learned from its worker", extra={"model": served.model, "worker": served.address})
+        self._changed.set()
+        log.info("model was discovered from its worker", extra={"model": served.model, "worker": served.address})
 
     async def _held_files(self, served: ServedModel) -> Path:
-        """The files of a worker's tokenizer, fetched if need be. They stay until the store releases them."""
+        """Returns a worker's tokenizer files, fetched if necessary; retained until released from the store."""
         for _ in range(HOLD_ATTEMPTS):
             if self._store.hold(served.fingerprint):
                 path = await asyncio.to_thread(self._store.find, served.fingerprint)
@@ -367,7 +372,7 @@ class TokenizerDelivery:
                 self._store.release(served.fingerprint)
             async with self._fetches_at_once:
                 await fetch_tokenizer(served.address, served.fingerprint, self._store, self._credentials, served.callee)
-        raise unavailable("The worker's tokenizer is removed as soon as it is stored.")
+        raise unavailable("The worker's tokenizer is removed as soon as it is stored; raise --tokenizer-cache-mb.")
 
 
 async def fetch_tokenizer(
@@ -377,14 +382,14 @@ async def fetch_tokenizer(
     credentials: grpc.ChannelCredentials | None = None,
     callee: str = WORKER,
 ) -> Path:
-    """A tokenizer's files, streamed from a worker, checked and stored.
+    """Streams a tokenizer's files from a worker, checks and stores them, and returns their path.
 
     Args:
-        callee: selects the token that is shown to the worker.
+        callee: selects the bearer token sent to the worker.
 
     Raises:
-        SluiceError: as the worker said; INVALID_ARGUMENT when what came is not what was announced;
-            FAILED_PRECONDITION when the disk does not take it.
+        SluiceError: the worker's error; INVALID_ARGUMENT when the content does not match its announcement;
+            FAILED_PRECONDITION when it cannot be written to disk.
     """
     channel = open_channel(address, credentials, callee=callee)
     incoming: IncomingTokenizer | None = None
@@ -394,7 +399,9 @@ async def fetch_tokenizer(
         first = True
         async for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=FETCH_S):
             if first and chunk.fingerprint != fingerprint:
-                raise invalid("The worker sends another tokenizer than its card says.", code="bad_tokenizer")
+                raise invalid(
+                    "The worker sent a tokenizer with another fingerprint than its card has.", code="bad_tokenizer"
+                )
             first = False
             await asyncio.to_thread(incoming.add, chunk.file_name, chunk.file_size, chunk.data)
         path = await asyncio.to_thread(incoming.keep)
@@ -404,7 +411,7 @@ async def fetch_tokenizer(
         raise from_rpc_error(error, "worker") from error
     except OSError as error:
         raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION, f"The worker's tokenizer cannot be kept: {error.strerror or error}."
+            ErrorKind.FAILED_PRECONDITION, f"The worker's tokenizer cannot be stored: {error.strerror or error}."
         ) from error
     finally:
         if incoming is not None:

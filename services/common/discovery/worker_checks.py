@@ -1,4 +1,4 @@
-"""Checks of what workers report about themselves: names that can be logged, and an address that can be connected to."""
+"""Checks worker registrations: names must be printable and short, and the address connectable."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from services.common.net.addresses import is_reachable
 from sluice.v1 import common_pb2
 
 LONGEST_TEXT = 8_192
-"""Characters of the card's texts that are not names, such as where its tokenizer comes from."""
+"""Maximum characters of the card's strings that are not names, such as the tokenizer's source."""
 MOST_NAMES = 1_024
-"""Adapters, and capabilities, of one card."""
+"""Maximum number of adapters, and of capabilities, on one card."""
 
 
 def check_worker(worker_id: str, address: str, card: common_pb2.ModelCard) -> None:
-    """Checks the names that a worker chose.
+    """Checks the names a worker registers with.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT, naming the field at fault, for one that is too long or not printable, too many of
-            them, and an address that is not host:port.
+        SluiceError: INVALID_ARGUMENT, naming the field at fault, for a name that is too long or not printable, for too
+            many names, and for an address that is not host:port.
     """
     check_name(worker_id, "worker_id")
     check_name(address, "address", LONGEST_ADDRESS)
     if not is_reachable(address):
         raise invalid(f"address {address!r} is not host:port.", param="address")
-    for name, several in (("adapters", card.adapters), ("capabilities", card.capabilities)):
-        if len(several) > MOST_NAMES:
-            raise invalid(f"card.{name} has {len(several)} entries; the most is {MOST_NAMES}.", param=f"card.{name}")
-        for one in several:
-            check_name(one, f"card.{name}")
+    for name, entries in (("adapters", card.adapters), ("capabilities", card.capabilities)):
+        if len(entries) > MOST_NAMES:
+            raise invalid(f"card.{name} has {len(entries)} entries; send at most {MOST_NAMES}.", param=f"card.{name}")
+        for entry in entries:
+            check_name(entry, f"card.{name}")
     tokenizer = card.tokenizer
     names = {"model": card.model, "tool_parser": card.tool_parser, "reasoning_parser": card.reasoning_parser}
     texts = {

@@ -1,4 +1,4 @@
-"""Which workers serve which models, as a router tells or as the workers themselves do."""
+"""Tracks which workers serve which models, as reported by a router or by the workers themselves."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worke
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 0.5
-ASK_EVERY_S = 5.0
-ASK_S = 5.0
+RETRY_S = 0.5
+POLL_EVERY_S = 5.0
+POLL_S = 5.0
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a worker serves: where it is, and what the other services need of its model.
+    """A worker's model: the worker's address, and what the other services need to serve the model.
 
-    `callee` selects the token that is shown to it: ``worker/ID``, or ``worker`` where only its address is known.
+    `callee` selects the bearer token sent to the worker: ``worker/ID``, or ``worker`` when only its address is known.
     """
 
     address: str
@@ -43,21 +43,21 @@ class ServedModel:
 
     @property
     def declared(self) -> tuple[str, str, str]:
-        """What the card says of prompts and answers beside the tokenizer's files."""
+        """The card's chat template, tool parser and reasoning parser."""
         return self.chat_template, self.tool_parser, self.reasoning_parser
 
 
 class WorkerWatch:
-    """The workers now; the last known ones while no router answers.
+    """Tracks the current workers; keeps the last known ones while no router responds.
 
     Args:
-        routers: started and closed by the caller; None asks the workers themselves.
-        addresses: workers that are asked themselves.
+        routers: started and closed by the caller; None to poll workers only.
+        addresses: workers to poll directly.
         credentials: for the channels to workers.
 
     Attributes:
         on_change: called after every change.
-        synced: everything alive at the start is known.
+        synced: whether everything alive at the start has been reported.
     """
 
     def __init__(
@@ -70,37 +70,37 @@ class WorkerWatch:
         self._addresses = addresses
         self._credentials = credentials
         self._served: dict[str, ServedModel] = {}
-        self._asked: set[str] = set()
+        self._polled: set[str] = set()
         self._synced_router = routers is None
         self.on_change: Callable[[], None] = lambda: None
 
     @property
     def synced(self) -> bool:
-        return self._synced_router and self._asked >= set(self._addresses)
+        return self._synced_router and self._polled >= set(self._addresses)
 
     def models(self) -> set[str]:
-        """Names of the models that are served."""
+        """Returns the names of the served models."""
         return {served.model for served in self._served.values()}
 
     def of_model(self, model: str) -> list[ServedModel]:
-        """The workers that serve a model."""
+        """Returns the workers that serve a model."""
         return [served for served in self._served.values() if served.model == model]
 
     def by_model(self) -> dict[str, list[ServedModel]]:
-        """The workers of every model that is served."""
-        found: dict[str, list[ServedModel]] = {}
+        """Returns the workers of each served model."""
+        workers: dict[str, list[ServedModel]] = {}
         for served in self._served.values():
-            found.setdefault(served.model, []).append(served)
-        return found
+            workers.setdefault(served.model, []).append(served)
+        return workers
 
     async def run(self) -> None:
         """Follows until cancelled."""
         tasks = TaskOwner()
         try:
-            asking = [tasks.spawn(self._keep_asking(address), f"ask-{address}") for address in self._addresses]
+            polls = [tasks.spawn(self._poll(address), f"poll-{address}") for address in self._addresses]
             if self._routers is not None:
-                asking.append(tasks.spawn(self._keep_following(self._routers), "follow-router"))
-            await asyncio.gather(*asking)
+                polls.append(tasks.spawn(self._keep_following(self._routers), "follow-router"))
+            await asyncio.gather(*polls)
         finally:
             await tasks.close()
 
@@ -109,62 +109,62 @@ class WorkerWatch:
             try:
                 await self._follow(routers)
             except grpc.aio.AioRpcError as error:
-                log.info("the router's worker list broke off", extra={"status": error.code().name})
+                log.info("the router's worker stream ended", extra={"status": error.code().name})
             except asyncio.CancelledError:
                 if asked_to_end():
-                    raise  # else the channel to a router that left was closed
+                    raise  # otherwise the channel of a removed router replica was closed
             except SluiceError:
-                pass  # no router is up yet: what is known stays
-            await asyncio.sleep(AGAIN_S)
+                pass  # no router is up yet: keep the known workers
+            await asyncio.sleep(RETRY_S)
 
     async def _follow(self, routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub]) -> None:
-        said: set[str] = set()
+        reported: set[str] = set()
         first = True
         async for change in routers.pick().stub.WatchWorkers(router_pb2.WatchWorkersRequest()):
             worker = change.worker
             if change.kind == router_pb2.WorkerChange.KIND_UP:
-                said.add(worker.worker_id)
-                self._take(worker)
+                reported.add(worker.worker_id)
+                self._add(worker)
             elif change.kind == router_pb2.WorkerChange.KIND_DOWN:
                 self._served.pop(worker.worker_id, None)
             elif change.kind == router_pb2.WorkerChange.KIND_SYNCED and first:
                 first = False
                 self._synced_router = True
-                for gone in self._served.keys() - said - set(self._addresses):
-                    del self._served[gone]
+                for worker_id in self._served.keys() - reported - set(self._addresses):
+                    del self._served[worker_id]
             self.on_change()
 
-    def _take(self, worker: router_pb2.WorkerInfo) -> None:
+    def _add(self, worker: router_pb2.WorkerInfo) -> None:
         try:
             check_worker(worker.worker_id, worker.address, worker.card)
         except SluiceError as error:
-            self._served.pop(worker.worker_id, None)  # what it was before
-            log.warning("a worker is left out: %s", error.message)
+            self._served.pop(worker.worker_id, None)  # its previous registration
+            log.warning("ignoring an invalid worker: %s", error.message)
             return
         callee = f"{WORKER}/{worker.worker_id}"
         self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine, callee)
 
-    async def _keep_asking(self, address: str) -> None:
+    async def _poll(self, address: str) -> None:
         channel = open_channel(address, self._credentials, callee=WORKER)
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         try:
             while True:
                 try:
-                    info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=ASK_S)
+                    info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=POLL_S)
                     if info.card.model:
                         check_worker(info.worker_id, address, info.card)
                         self._served[address] = _served(address, info.card, info.engine)
-                    else:  # it is still starting
+                    else:  # still starting
                         self._served.pop(address, None)
                 except grpc.aio.AioRpcError as error:
-                    self._served.pop(address, None)  # it may be back soon: a model outlives its workers for a while
-                    log.debug("a worker does not answer", extra={"worker": address, "status": error.code().name})
+                    self._served.pop(address, None)  # a model stays loaded for a grace period
+                    log.debug("a worker does not respond", extra={"worker": address, "status": error.code().name})
                 except SluiceError as error:
                     self._served.pop(address, None)
-                    log.warning("a worker is left out: %s", error.message, extra={"worker": address})
-                self._asked.add(address)
+                    log.warning("ignoring an invalid worker: %s", error.message, extra={"worker": address})
+                self._polled.add(address)
                 self.on_change()
-                await asyncio.sleep(ASK_EVERY_S if address in self._served else AGAIN_S)
+                await asyncio.sleep(POLL_EVERY_S if address in self._served else RETRY_S)
         finally:
             await channel.close()
 

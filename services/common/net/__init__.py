@@ -1,1 +1,1 @@
-"""Addresses and ports."""
+"""Network addresses and ports."""

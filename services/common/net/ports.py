@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 FREE_RANGE = range(20_000, 32_000)
-"""Below the range from which the kernel takes ports for outgoing connections: a port that is free now stays free."""
+"""Below the kernel's range for outgoing connections, so a port that is free now stays free."""
 
 TAKEN = "the port is taken"
 
@@ -17,15 +17,15 @@ _claims: list[socket.socket] = []
 
 
 def problem(host: str, port: int) -> str:
-    """Why nothing can listen on host:port, in a few words; empty when something can."""
+    """Returns a short reason why nothing can listen on host:port; empty when something can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # leftovers of closed connections do not count
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
             probe.bind((host, port))
             probe.listen(1)
     except socket.gaierror:
-        return "the host name is not known"
+        return "the host name cannot be resolved"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return TAKEN
@@ -36,35 +36,35 @@ def problem(host: str, port: int) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port on which nothing listens, and that no other process of ours is given while this one lives.
+    """Returns a port on which nothing listens, reserved among Sluice processes while this one lives.
 
     Raises:
-        OSError: there is none.
+        OSError: no port is free.
     """
     return free_row(1, host)
 
 
 def free_row(count: int, host: str = "127.0.0.1") -> int:
-    """The first of `count` such ports in a row; OSError when there are none."""
-    for first in _anywhere(count):
+    """Returns the first of `count` consecutive free ports; raises OSError when there are none."""
+    for first in _candidate_starts(count):
         claims = [_claim(port) if not problem(host, port) else None for port in range(first, first + count)]
-        got = [claim for claim in claims if claim is not None]
-        if len(got) == count:
-            _claims.extend(got)
+        claimed = [claim for claim in claims if claim is not None]
+        if len(claimed) == count:
+            _claims.extend(claimed)
             return first
-        for claim in got:
+        for claim in claimed:
             claim.close()
-    raise OSError(f"there are no {count} free ports in a row" if count > 1 else "there is no free port")
+    raise OSError(f"no {count} consecutive ports are free" if count > 1 else "no port is free")
 
 
-def _anywhere(count: int) -> Iterator[int]:
-    begins = range(FREE_RANGE.start, FREE_RANGE.stop - count + 1)
-    middle = random.randrange(len(begins))
-    return chain(begins[middle:], begins[:middle])
+def _candidate_starts(count: int) -> Iterator[int]:
+    starts = range(FREE_RANGE.start, FREE_RANGE.stop - count + 1)
+    middle = random.randrange(len(starts))
+    return chain(starts[middle:], starts[:middle])
 
 
 def _claim(port: int) -> socket.socket | None:
-    """Time passes before a port is listened on; a name in the kernel's keeping holds it for us until we end."""
+    """Reserves a port until this process ends by binding an abstract socket; None if it is already reserved."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         claim.bind(f"\0sluice-port-{port}")
@@ -72,5 +72,5 @@ def _claim(port: int) -> socket.socket | None:
         if error.errno == errno.EADDRINUSE:
             claim.close()
             return None
-        # A system without such names: the port is given all the same.
+        # Abstract sockets are unavailable on this system: use the port without a reservation.
     return claim

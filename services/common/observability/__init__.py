@@ -1,1 +1,1 @@
-"""Metrics, traces, the audit log, and the servers that expose them."""
+"""Metrics, traces, the audit log, and their servers."""

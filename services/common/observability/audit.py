@@ -1,7 +1,7 @@
-"""The audit log: one JSON line for each request, who asked for what and what became of it.
+"""The audit log: one JSON line per request, with its API key, target and outcome.
 
-It holds no content unless asked to. Writing never holds a request up: lines wait in a bounded queue, and when the disk
-does not keep up they are dropped and counted in the log itself.
+It contains no content unless configured. Writing never delays a request: lines wait in a bounded queue, and when the
+disk cannot keep up they are dropped and the number of lost lines is logged in the audit log itself.
 """
 
 from __future__ import annotations
@@ -37,25 +37,28 @@ class AuditSettings(BaseSettings):
     """The audit log; off by default."""
 
     audit_log: str = Field(
-        "", description="file that gets a JSON line for each request; '-': standard output; empty: none"
+        "", description="audit log file, one JSON line per request; '-': standard output; empty: no audit log"
     )
     audit_content: bool = Field(
-        False, description="the audit log holds bodies and answers too, 64 KiB of each: prompts of your users"
+        False,
+        description="log request bodies and responses too, 64 KiB of each; these contain your users' prompts",
     )
-    audit_max_mb: float = Field(100, gt=0, description="the audit log is rotated at this size, MiB")
-    audit_keep: int = Field(5, ge=0, description="rotated audit logs that are kept")
+    audit_max_mb: float = Field(100, gt=0, description="size at which the audit log is rotated, MiB")
+    audit_keep: int = Field(5, ge=0, description="number of rotated audit logs to keep")
     audit_queue_mb: float = Field(
-        16, gt=0, description="lines that wait to be written, MiB; more are dropped, and counted in the audit log"
+        16,
+        gt=0,
+        description="maximum size of queued audit log lines, MiB; further lines are dropped and counted in the log",
     )
 
 
 @dataclass(slots=True)
 class AuditEntry:
-    """What is known of one request; filled in while it runs.
+    """One request's audit data, filled in while it runs.
 
     Attributes:
-        outcome: "completed", "cancelled" (the client left), or the code of the error.
-        workers: in the order in which they worked on it.
+        outcome: "completed", "cancelled" (the client disconnected), or the error's code.
+        workers: the workers that processed it, in order.
     """
 
     path: str
@@ -75,24 +78,24 @@ class AuditEntry:
     began: float = field(default_factory=time.time)
 
     def worked_on_by(self, worker: str) -> None:
-        """A worker takes it."""
+        """Records a worker that processes the request."""
         if worker not in self.workers:
             self.workers.append(worker)
 
     def hear(self, text: str) -> None:
-        """Part of the answer's text; kept only with content, up to a bound."""
+        """Appends response text; recorded only with content, up to `MAX_CONTENT`."""
         if self.with_content and self.answered < MAX_CONTENT:
             self.answer.append(text[: MAX_CONTENT - self.answered])
             self.answered += len(text)
 
     def read(self, body: bytes) -> None:
-        """Part of the request's body; kept only with content, up to a bound."""
+        """Appends request body bytes; recorded only with content, up to `MAX_CONTENT`."""
         if self.with_content:
             self.request += body[: MAX_CONTENT - len(self.request)]
 
     def line(self) -> str:
-        """As JSON."""
-        shown: dict[str, Any] = {
+        """Returns the entry as a line of JSON."""
+        fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(self.began, UTC).isoformat(timespec="milliseconds"),
             "request_id": self.request_id,
             "key": self.key,
@@ -107,35 +110,35 @@ class AuditEntry:
             "duration_ms": round((time.time() - self.began) * 1000),
         }
         if self.with_content:
-            shown["request"] = self.request.decode("utf-8", "replace")
-            shown["answer"] = "".join(self.answer)
-        return json.dumps(shown, ensure_ascii=False)
+            fields["request"] = self.request.decode("utf-8", "replace")
+            fields["answer"] = "".join(self.answer)
+        return json.dumps(fields, ensure_ascii=False)
 
 
 current: ContextVar[AuditEntry | None] = ContextVar("sluice_audit", default=None)
-"""The entry of the request being served; None while there is no audit log."""
+"""The entry of the current request; None while there is no audit log."""
 
 
 class AuditLog:
-    """Writes entries: `run` in a task of the service, `close` at the end.
+    """Writes audit entries: run `run` as a task, and call `close` at the end.
 
-    A file is opened anew when somebody moved it away, and made readable by the owner alone.
+    The file is reopened after it was moved away, and created readable by its owner only.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when the file cannot be written at first.
+        SluiceError: FAILED_PRECONDITION when the file cannot be opened.
     """
 
     def __init__(self, settings: AuditSettings) -> None:
         self.with_content = settings.audit_content
         self._path = None if settings.audit_log == STANDARD_OUTPUT else Path(settings.audit_log)
-        self._most_bytes = int(settings.audit_max_mb * (1 << 20))
+        self._max_file_bytes = int(settings.audit_max_mb * (1 << 20))
         self._keep = settings.audit_keep
         self._lines: deque[str] = deque()
-        self._most_queued = int(settings.audit_queue_mb * (1 << 20))
+        self._max_queued = int(settings.audit_queue_mb * (1 << 20))
         self._queued = 0  # characters
-        self._some = asyncio.Event()
+        self._has_lines = asyncio.Event()
         self._dropped = 0
-        self._complaint = ""
+        self._last_error = ""
         self._file: TextIO = sys.stdout
         try:
             self._open()
@@ -145,35 +148,35 @@ class AuditLog:
             ) from error
 
     def write(self, entry: AuditEntry) -> None:
-        """Hands an entry over; returns at once."""
+        """Queues an entry; never blocks."""
         line = entry.line()
-        if len(self._lines) >= MAX_WAITING or self._queued + len(line) > self._most_queued:
+        if len(self._lines) >= MAX_WAITING or self._queued + len(line) > self._max_queued:
             self._dropped += 1
             return
         self._lines.append(line)
         self._queued += len(line)
-        self._some.set()
+        self._has_lines.set()
 
     async def run(self) -> None:
         """Writes until cancelled."""
         while True:
-            await self._some.wait()
-            self._some.clear()
+            await self._has_lines.wait()
+            self._has_lines.clear()
             writing = asyncio.ensure_future(asyncio.to_thread(self._write, self._take()))
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
-                await writing  # or its lines are lost, or written when the file is closed
+                await writing  # otherwise its lines would be lost or written to a closed file
                 raise
             await asyncio.sleep(WRITE_EVERY_S)
 
     def close(self) -> None:
-        """Writes what waits."""
-        self._write_waiting()
+        """Writes the remaining lines and closes the file."""
+        self._flush()
         if self._path is not None:
             self._file.close()
 
-    def _write_waiting(self) -> None:
+    def _flush(self) -> None:
         self._write(self._take())
 
     def _take(self) -> list[str]:
@@ -193,10 +196,10 @@ class AuditLog:
             self._file.write("\n".join(lines) + "\n")
             self._file.flush()
             self._rotate_if_large()
-            self._complaint = ""
+            self._last_error = ""
         except (OSError, ValueError) as error:
             self._dropped += entries + dropped
-            self._complain(getattr(error, "strerror", None) or str(error))
+            self._report(getattr(error, "strerror", None) or str(error))
 
     def _open(self) -> None:
         if self._path is not None:
@@ -214,7 +217,7 @@ class AuditLog:
         self._open()
 
     def _rotate_if_large(self) -> None:
-        if self._path is None or self._file.tell() < self._most_bytes:
+        if self._path is None or self._file.tell() < self._max_file_bytes:
             return
         self._file.close()
         for number in range(self._keep, 1, -1):
@@ -226,7 +229,7 @@ class AuditLog:
             os.unlink(self._path)
         self._open()
 
-    def _complain(self, why: str) -> None:
-        if why != self._complaint:
-            self._complaint = why
-            log.error("the audit log cannot be written, lines are lost: %s", why)
+    def _report(self, reason: str) -> None:
+        if reason != self._last_error:
+            self._last_error = reason
+            log.error("the audit log cannot be written, lines are lost: %s", reason)

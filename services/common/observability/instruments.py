@@ -1,8 +1,7 @@
-"""Counters, levels and histograms made from their declarations, and read when Prometheus scrapes.
+"""Counters, gauges and histograms created from their declarations and read when Prometheus scrapes.
 
-Recording costs about a microsecond, a tenth of what OpenTelemetry's instruments take, so that requests and batches can
-be measured wherever it helps. Labels are bounded, whatever is recorded: a value that is not among the declared ones, or
-comes when there are enough, counts as "other". All of it may be called from any thread.
+Recording takes about a microsecond, a tenth of OpenTelemetry's instruments. Label values are bounded: an undeclared
+value, or one beyond the maximum number, counts as "other". Everything here is thread-safe.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MOST_ZEROS = 100
 
 
 class Instrument(ABC):
-    """What is read on scrape."""
+    """A metric that is read on scrape."""
 
     def __init__(self, declared: Declared) -> None:
         self.declared = declared
@@ -39,24 +38,27 @@ class Instrument(ABC):
 
     @abstractmethod
     def values(self) -> dict[Labels, float]:
-        """Now, by the values of the labels; of a histogram, how many were recorded."""
+        """Returns the current values by label values; for a histogram, the number of observations."""
+
+    def _label_names(self) -> list[str]:
+        return [label.name for label in self.declared.labels]
 
     def family(self) -> Metric:
-        """What Prometheus gets."""
-        one = self.declared
-        kind = CounterMetricFamily if one.kind == "counter" else GaugeMetricFamily
-        family = kind(one.exposed, one.meaning, labels=[label.name for label in one.labels])
+        """Returns the metric in Prometheus' format."""
+        declared = self.declared
+        kind = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
+        family = kind(declared.exposed, declared.meaning, labels=self._label_names())
         for labels, value in self.values().items():
             family.add_metric(labels, value)
         return family
 
 
 class _Made(Collector):
-    """The instruments of this process; of two with one name the later one counts."""
+    """The instruments of this process; a later one replaces an earlier one of the same name."""
 
     def __init__(self) -> None:
         self._instruments: dict[str, Instrument] = {}
-        self._complained: set[str] = set()
+        self._logged: set[str] = set()
 
     def add(self, instrument: Instrument) -> None:
         self._instruments[instrument.declared.name] = instrument
@@ -72,13 +74,13 @@ class _Made(Collector):
         return [family for family in families if family is not None and family.samples]
 
     def _family(self, instrument: Instrument) -> Metric | None:
-        """None when what it watches fails: the others are shown all the same."""
+        """Returns None when reading it fails, so that the other metrics are still exposed."""
         try:
             return instrument.family()
         except Exception as error:
             name = instrument.declared.name
-            if name not in self._complained:
-                self._complained.add(name)
+            if name not in self._logged:
+                self._logged.add(name)
                 log.warning("metric %s cannot be read", name, exc_info=error)
             return None
 
@@ -87,43 +89,43 @@ _made = _Made()
 
 
 def expose(registry: CollectorRegistry = REGISTRY) -> None:
-    """From now on scrapes of the registry include the instruments; once a registry."""
+    """Includes the instruments in scrapes of the registry; call once per registry."""
     registry.register(_made)
 
 
 def read(name: str) -> dict[Labels, float]:
-    """Values of an instrument by its name in the catalogue; empty when nothing was made under it."""
+    """Returns the values of an instrument by its declared name; empty when it was never created."""
     instrument = _made.find(name)
     return {} if instrument is None else instrument.values()
 
 
 class Counter(Instrument):
-    """Counts up; starts at zero for every combination of labels that is known in advance."""
+    """A value that only grows; starts at zero for every combination of declared label values."""
 
     def __init__(self, declared: Declared) -> None:
         self._bounds = LabelBounds(declared.labels)
-        self._counts = dict.fromkeys(_known(declared.labels), 0.0)
+        self._counts = dict.fromkeys(_declared_combinations(declared.labels), 0.0)
         self._lock = threading.Lock()
         super().__init__(declared)
 
     def add(self, amount: float, labels: Mapping[str, str] = NO_LABELS) -> None:
-        """Adds to what these labels have."""
+        """Adds to the value of these labels."""
         key = self._bounds.values(labels)
         with self._lock:
             self._counts[key] = self._counts.get(key, 0.0) + amount
 
     def values(self) -> dict[Labels, float]:
-        """The counts."""
+        """Returns the counts by label values."""
         with self._lock:
             return dict(self._counts)
 
 
 class Gauge(Counter):
-    """Goes up and down with what comes (+) and goes (-)."""
+    """A value that goes up (+) and down (-)."""
 
 
 class Histogram(Instrument):
-    """How values are spread over the declared buckets."""
+    """A distribution over the declared buckets."""
 
     def __init__(self, declared: Declared) -> None:
         self._bounds = LabelBounds(declared.labels)
@@ -134,7 +136,7 @@ class Histogram(Instrument):
         super().__init__(declared)
 
     def record(self, value: float, labels: Mapping[str, str] = NO_LABELS) -> None:
-        """One value."""
+        """Records one observation."""
         key = self._bounds.values(labels)
         bucket = bisect_left(self._edges, value)
         with self._lock:
@@ -146,14 +148,14 @@ class Histogram(Instrument):
             self._sums[key] += value
 
     def values(self) -> dict[Labels, float]:
-        """How many were recorded."""
+        """Returns the number of observations by label values."""
         with self._lock:
             return {key: sum(counts) for key, counts in self._counts.items()}
 
     def family(self) -> Metric:
-        """With buckets, as Prometheus adds them up."""
-        one = self.declared
-        family = HistogramMetricFamily(one.exposed, one.meaning, labels=[label.name for label in one.labels])
+        """Returns the metric with cumulative buckets."""
+        declared = self.declared
+        family = HistogramMetricFamily(declared.exposed, declared.meaning, labels=self._label_names())
         with self._lock:
             rows = [(key, list(counts), self._sums[key]) for key, counts in self._counts.items()]
         edges = [*(str(float(edge)) for edge in self._edges), "+Inf"]
@@ -168,22 +170,22 @@ class _Watched(Instrument):
         super().__init__(declared)
 
     def values(self) -> dict[Labels, float]:
-        fold = max if self.declared.together == "max" else float.__add__
-        bounds = LabelBounds(self.declared.labels)  # of this moment only: what is gone makes room
-        found: dict[Labels, float] = {}
+        combine = max if self.declared.together == "max" else float.__add__
+        bounds = LabelBounds(self.declared.labels)  # fresh on each scrape, so that old values do not count
+        totals: dict[Labels, float] = {}
         for value, labels in self._observe():
             key = bounds.values(labels)
-            found[key] = fold(found[key], float(value)) if key in found else float(value)
-        return found
+            totals[key] = combine(totals[key], float(value)) if key in totals else float(value)
+        return totals
 
 
 def watch(declared: Declared, observe: Observe) -> None:
-    """Reads a gauge or a counter whenever metrics are collected; `observe` is called from the scraping thread."""
+    """Reads a gauge or a counter on every scrape; `observe` is called from the scraping thread."""
     _Watched(declared, observe)
 
 
-def _known(labels: Sequence[Label]) -> list[Labels]:
-    """All combinations of label values, if they are few and declared."""
+def _declared_combinations(labels: Sequence[Label]) -> list[Labels]:
+    """Returns all combinations of declared label values; empty when they are undeclared or too many."""
     combinations = 1
     for label in labels:
         combinations *= len(label.expected)

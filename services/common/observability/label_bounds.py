@@ -1,4 +1,4 @@
-"""Keeps the labels of an instrument within bounds, whatever values come."""
+"""Bounds the number and length of the label values of an instrument."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ LONGEST = 200
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One label.
+    """One label of a metric.
 
     Attributes:
-        values: all it can be; anything else counts as "other". Empty: whatever comes.
-        most: with `values` empty, how many different ones are kept; those that come later count as "other".
-        rare: of `values` unknown in advance none may ever come; its counter starts at zero with "other", to be there.
+        values: all values it can have; others count as "other". Empty: any value.
+        most: with `values` empty, the maximum number of different values; later ones count as "other".
+        rare: its values are unknown in advance and may never occur; its counter starts at zero with "other" so that it
+            is exposed.
     """
 
     name: str
@@ -35,9 +36,9 @@ class Label:
 
 
 class LabelBounds:
-    """The labels as they are recorded, for one instrument; may be called from any thread.
+    """Maps the label values of one instrument to bounded ones; thread-safe.
 
-    A set of labels that was recorded before costs one look-up.
+    A combination of values that was recorded before costs one look-up.
     """
 
     def __init__(self, labels: Sequence[Label]) -> None:
@@ -45,31 +46,27 @@ class LabelBounds:
         self._names = tuple(label.name for label in labels)
         self._closed = {label.name: frozenset(label.values) for label in labels if label.values}
         self._open: dict[str, set[str]] = {label.name: set() for label in labels if not label.values}
-        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._recorded: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._lock = threading.Lock()
 
     def values(self, labels: Mapping[str, str]) -> tuple[str, ...]:
-        """Bounded values in the declared order; a missing one is empty."""
-        wanted = tuple([labels.get(name, "") for name in self._names])
-        known = self._known.get(wanted)
-        return known if known is not None else self._bounded(wanted)
+        """Returns the bounded values in declared order; a missing one is empty."""
+        given = tuple([labels.get(name, "") for name in self._names])
+        recorded = self._recorded.get(given)
+        return recorded if recorded is not None else self._bounded(given)
 
-    def labelled(self, values: tuple[str, ...]) -> dict[str, str]:
-        """The same with their names."""
-        return dict(zip(self._names, values, strict=True))
-
-    def _bounded(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    def _bounded(self, given: tuple[str, ...]) -> tuple[str, ...]:
         with self._lock:
-            kept = tuple(self._kept(label, value) for label, value in zip(self._labels, wanted, strict=True))
-            return self._known.setdefault(kept, kept)
+            bounded = tuple(self._bounded_value(label, value) for label, value in zip(self._labels, given, strict=True))
+            return self._recorded.setdefault(bounded, bounded)
 
-    def _kept(self, label: Label, value: str) -> str:
+    def _bounded_value(self, label: Label, value: str) -> str:
         closed = self._closed.get(label.name)
         if closed is not None:
             return value if value in closed else OTHER
-        seen, text = self._open[label.name], value[:LONGEST]
-        if text not in seen:
-            if len(seen) >= label.most:
+        values, text = self._open[label.name], value[:LONGEST]
+        if text not in values:
+            if len(values) >= label.most:
                 return OTHER
-            seen.add(text)
+            values.add(text)
         return text

@@ -1,4 +1,4 @@
-"""What every process of the suite measures, whatever it serves; the label `service` says which it is."""
+"""Metrics of every process of the suite; the label `service` identifies it."""
 
 from __future__ import annotations
 
@@ -20,58 +20,65 @@ SERVICES = ("gateway", "preprocess", "router", "worker", "postprocess")
 
 METRICS = MetricDeclarations("process")
 SERVICE = Label("service", "which service the process is", SERVICES)
-STAGE = Label("stage", "part of a request's way", most=60)
-OUTCOME = Label("outcome", "how it ended", ("ok", "error", "cancelled"))
+STAGE = Label("stage", "stage of the request pipeline", most=60)
+OUTCOME = Label("outcome", "how the stage ended", ("ok", "error", "cancelled"))
 
 BUILD = METRICS.gauge(
     "build_info",
     "1; the version is in the labels",
     SERVICE,
-    Label("version", "of Sluice", most=1),
-    Label("python", "of Python", most=1),
+    Label("version", "version of Sluice", most=1),
+    Label("python", "version of Python", most=1),
     together="max",
 )
 LAG = METRICS.histogram(
     "event_loop_lag_seconds",
-    f"how much later than asked for the event loop woke up, looked at every {LAG_EVERY_S} s",
+    f"delay between a timer's due time and its callback, sampled every {LAG_EVERY_S} s",
     SERVICE,
     buckets=SECONDS,
 )
 STAGES = METRICS.histogram(
-    "stage_seconds", "duration of a stage; its count is the rate, its outcomes the errors", SERVICE, STAGE, OUTCOME
+    "stage_seconds",
+    "duration of a stage; its count gives the rate, its outcome label the errors",
+    SERVICE,
+    STAGE,
+    OUTCOME,
 )
 ERRORS = METRICS.counter(
-    "errors", "answers that were typed errors, by their kind", SERVICE, Label("kind", "of error", ERROR_KINDS)
+    "errors", "typed errors returned to callers, by kind", SERVICE, Label("kind", "kind of the error", ERROR_KINDS)
 )
 REFUSED = METRICS.counter(
     "refused",
-    "requests, messages or streams refused because they were over a budget",
+    "requests, messages or streams refused because they exceeded a budget",
     SERVICE,
-    Label("budget", "that was exceeded; docs/security.md lists them with their settings", budgets.NAMES),
+    Label("budget", "the exceeded budget; docs/security.md lists them with their settings", budgets.NAMES),
 )
-SESSIONS = METRICS.gauge("sessions", "long-lived streams that carry requests, served or held now", SERVICE)
-TASKS = METRICS.gauge("tasks", "tasks of the event loop: what leaks there shows", SERVICE)
+SESSIONS = METRICS.gauge("sessions", "open long-lived streams that carry requests, as server or client", SERVICE)
+TASKS = METRICS.gauge("tasks", "tasks of the event loop; a steady increase indicates a leak", SERVICE)
 SPANS = METRICS.counter(
     "spans",
-    "spans recorded, by what became of them",
+    "spans recorded, by export outcome",
     SERVICE,
-    Label("outcome", "what became of them", ("exported", "failed", "dropped")),
+    Label("outcome", "what happened to the spans", ("exported", "failed", "dropped")),
     when="traces are exported (`--otlp-endpoint`)",
 )
 LINES = METRICS.counter(
-    "log_lines", "lines logged as warning or worse", SERVICE, Label("level", "of the line", ("warning", "error"))
+    "log_lines",
+    "log lines of level warning or above",
+    SERVICE,
+    Label("level", "level of the line", ("warning", "error")),
 )
 FETCHES = METRICS.counter(
     "tokenizer_fetches",
     "tokenizers fetched from workers",
     SERVICE,
     Label("outcome", "ok, or the kind of the error", ("ok", *ERROR_KINDS)),
-    when="models are learned from workers (preprocess and postprocess with `--routers`)",
+    when="models are discovered from workers (preprocess and postprocess with `--routers`)",
 )
 
 
 class Sessions:
-    """How many this process serves and holds now."""
+    """Counts the sessions this process has open, as server or client."""
 
     def __init__(self) -> None:
         self.alive = 0
@@ -81,7 +88,7 @@ sessions = Sessions()
 
 
 class LoopLag:
-    """Looks at the clock again and again and records by how much it was late."""
+    """Records how late the event loop runs a periodic timer."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, record: Histogram, labels: Mapping[str, str]) -> None:
         self._loop = loop
@@ -91,21 +98,21 @@ class LoopLag:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """From now on, until `close`."""
+        """Starts measuring, until `close`."""
         self._due = self._loop.time() + LAG_EVERY_S
-        self._timer = self._loop.call_at(self._due, self._look)
+        self._timer = self._loop.call_at(self._due, self._on_timer)
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         self._record.record(max(0.0, self._loop.time() - self._due), self._labels)
         self.start()
 
     def close(self) -> None:
-        """No more."""
+        """Stops measuring."""
         if self._timer is not None:
             self._timer.cancel()
 
 
-class _CountLines(logging.Handler):
+class _LogLineCounter(logging.Handler):
     def __init__(self, lines: Counter, service: str) -> None:
         super().__init__(logging.WARNING)
         self._lines = lines
@@ -117,14 +124,14 @@ class _CountLines(logging.Handler):
 
 
 class ProcessMetrics:
-    """Instruments of this process; make it after telemetry is configured, in the process's event loop."""
+    """Instruments of this process; create it after telemetry is configured, in the process's event loop."""
 
     def __init__(self, service: str, loop: asyncio.AbstractEventLoop) -> None:
         self._labels = {"service": service}
         self._service = service
         self._stages, self._errors, self._refused = Histogram(STAGES), Counter(ERRORS), Counter(REFUSED)
         self._lag = LoopLag(loop, Histogram(LAG), self._labels)
-        self._lines = _CountLines(Counter(LINES), service)
+        self._lines = _LogLineCounter(Counter(LINES), service)
 
         build = {"service": service, "version": __version__, "python": platform.python_version()}
         watch(BUILD, lambda: [(1, build)])
@@ -134,14 +141,14 @@ class ProcessMetrics:
             watch(SPANS, lambda: [(n, {**self._labels, "outcome": what}) for what, n in telemetry.spans().items()])
 
     def start(self) -> None:
-        """Measures from now on, until `close`."""
+        """Starts measuring, until `close`."""
         self._lag.start()
         logging.getLogger().addHandler(self._lines)
-        telemetry.on_stage, telemetry.on_error = self._stage_ended, self._answered_with
-        budgets.on_refused = self._over_budget
+        telemetry.on_stage, telemetry.on_error = self._stage_ended, self._error_returned
+        budgets.on_refused = self._budget_exceeded
 
     def close(self) -> None:
-        """No more."""
+        """Stops measuring."""
         self._lag.close()
         logging.getLogger().removeHandler(self._lines)
         telemetry.on_stage = telemetry.on_error = None
@@ -151,8 +158,8 @@ class ProcessMetrics:
         outcome = "ok" if error is None else "cancelled" if isinstance(error, asyncio.CancelledError) else "error"
         self._stages.record(seconds, {"service": self._service, "stage": name, "outcome": outcome})
 
-    def _answered_with(self, error: SluiceError) -> None:
+    def _error_returned(self, error: SluiceError) -> None:
         self._errors.add(1, {"service": self._service, "kind": error.kind.name.lower()})
 
-    def _over_budget(self, budget: str) -> None:
+    def _budget_exceeded(self, budget: str) -> None:
         self._refused.add(1, {"service": self._service, "budget": budget})

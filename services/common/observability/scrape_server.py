@@ -1,4 +1,4 @@
-"""The Prometheus endpoint of a process, and its `/health`. A port that is taken costs both, never the service."""
+"""The Prometheus endpoint of a process and its `/health`. If its port is taken, the service runs without both."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from services.common.observability.scrape_tls import start_server
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 5.0
+RETRY_S = 5.0
 HIGHEST_PORT = 65535
 
 
 Health = Callable[[], Mapping[str, object]]
-"""Says how a process is doing, as JSON can; `status` is "ok" when it serves. Called from the endpoint's thread."""
+"""Returns the process's health as a JSON object; `status` is "ok" while it serves. Called on the endpoint's thread."""
 
 
 serving = False
-"""Whether requests are welcome, as the gRPC server's health says."""
+"""Whether the gRPC server's health service reports SERVING."""
 
 
 def health_of_server() -> Mapping[str, object]:
-    """Nothing more to say than the server's health."""
+    """Returns the health of the gRPC server."""
     return {"status": "ok" if serving else "waiting"}
 
 
 health: Health = health_of_server
-"""Of this process; a service that has more to say, or no gRPC server, replaces it."""
+"""The health check of this process; replaced by services that report more or have no gRPC server."""
 
 
 class ScrapeEndpoint:
-    """Serves prometheus_client's default registry at every path but `/health`, which says how the process is doing.
+    """Serves prometheus_client's default registry at every path except `/health`, which returns the process's health.
 
     Args:
-        listen: host:port; port 0 takes a free one, which the log says.
+        listen: host:port; port 0 picks a free one, which is logged.
         tls: None for plain HTTP.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when this is no address.
+        SluiceError: FAILED_PRECONDITION when `listen` is not host:port.
     """
 
     def __init__(self, listen: str, tls: ssl.SSLContext | None = None) -> None:
@@ -55,35 +55,35 @@ class ScrapeEndpoint:
         if not port.isdigit() or int(port) > HIGHEST_PORT:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                f"--metrics-listen {listen!r} is not host:port; 127.0.0.1:9464 would be.",
+                f"--metrics-listen {listen!r} is not host:port; use an address such as 127.0.0.1:9464.",
             )
         self._listen = listen
         self._tls = tls
         self._host, self._port = host.strip("[]") or "127.0.0.1", int(port)
         self._server: WSGIServer | None = None
         self._closed = threading.Event()
-        self._waiting: threading.Thread | None = None
+        self._retry_thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Serves from now on; when the address is taken says so and tries again until it is free."""
-        problem = self._listened()
+        """Starts serving; if the address is taken, logs an error and retries until it is free."""
+        problem = self._try_listen()
         if not problem:
             return
         log.error(
-            "no metrics: cannot listen on %s (%s); requests are served, and it is tried again every %d s. "
+            "no metrics: cannot listen on %s (%s); retrying every %d s while requests are served. "
             "Choose another --metrics-listen.",
-            self._listen, problem, AGAIN_S,
+            self._listen, problem, RETRY_S,
         )  # fmt: skip
-        self._waiting = threading.Thread(target=self._wait, name="metrics-endpoint", daemon=True)
-        self._waiting.start()
+        self._retry_thread = threading.Thread(target=self._retry, name="metrics-endpoint", daemon=True)
+        self._retry_thread.start()
 
-    def _wait(self) -> None:
-        while not self._closed.wait(AGAIN_S):
-            if not self._listened():
+    def _retry(self) -> None:
+        while not self._closed.wait(RETRY_S):
+            if not self._try_listen():
                 return
 
-    def _listened(self) -> str:
-        """Empty when it listens now, else why not."""
+    def _try_listen(self) -> str:
+        """Starts the server; returns the reason when it cannot listen, else an empty string."""
         try:
             self._server = start_server(self._host, self._port, _app(make_wsgi_app()), self._tls)
         except OSError as error:
@@ -93,14 +93,14 @@ class ScrapeEndpoint:
 
     @property
     def port(self) -> int:
-        """Where it listens; 0 while it does not."""
+        """The port it listens on; 0 while it does not."""
         return 0 if self._server is None else self._server.server_port
 
     def close(self) -> None:
-        """Ends it; may be called twice."""
+        """Stops the server; may be called repeatedly."""
         self._closed.set()
-        if self._waiting is not None:
-            self._waiting.join(1)
+        if self._retry_thread is not None:
+            self._retry_thread.join(1)
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -108,16 +108,16 @@ class ScrapeEndpoint:
 
 
 def _app(metrics: Any) -> Any:
-    """The WSGI application: `/health` with 200 or, while the process does not serve, 503; metrics everywhere else."""
+    """Returns the WSGI app: `/health` responds 200, or 503 while the process does not serve; other paths, metrics."""
 
-    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+    def respond(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if environ.get("PATH_INFO") != "/health":
-            answered: Iterable[bytes] = metrics(environ, start_response)
-            return answered
-        said = health()
-        body = json.dumps(said).encode()
-        status = "200 OK" if said.get("status") == "ok" else "503 Service Unavailable"
+            response: Iterable[bytes] = metrics(environ, start_response)
+            return response
+        report = health()
+        body = json.dumps(report).encode()
+        status = "200 OK" if report.get("status") == "ok" else "503 Service Unavailable"
         start_response(status, [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
         return [body]
 
-    return answer
+    return respond

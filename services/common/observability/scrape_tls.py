@@ -1,4 +1,4 @@
-"""The HTTP server of the scrape endpoint, plain or over TLS with certificates that may rotate."""
+"""The HTTP server of the scrape endpoint, plain or with TLS certificates that may rotate."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0
-"""A scraper that says nothing for so long is given up, in the handshake too."""
+TIMEOUT_S = 10.0
+"""Timeout of reads and of the TLS handshake, after which a scraper is disconnected."""
 
 
-class _Silent(WSGIRequestHandler):
+class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
+        """Suppresses request logs."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -26,15 +26,15 @@ class _Server(ThreadingMixIn, WSGIServer):
     context: ssl.SSLContext | None = None
 
     def get_request(self) -> tuple[Any, Any]:
-        """A connection whose handshake happens in its own thread, so that nobody holds up the others."""
+        """Returns a connection whose TLS handshake runs in its own thread, so that a slow one delays no other."""
         connection, address = super().get_request()
-        connection.settimeout(PATIENCE_S)
+        connection.settimeout(TIMEOUT_S)
         if self.context is None:
             return connection, address
         return self.context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A stranger, or somebody who left: not worth a traceback."""
+        """Logs at debug level: port scans and disconnected clients are not worth a traceback."""
         log.debug("a scrape failed", exc_info=True)
 
 
@@ -43,12 +43,12 @@ class _ServerV6(_Server):
 
 
 def start_server(host: str, port: int, app: Any, context: ssl.SSLContext | None = None) -> WSGIServer:
-    """Serves a WSGI application from a thread of its own; OSError when it cannot listen.
+    """Serves a WSGI application from a new thread; raises OSError when it cannot listen.
 
     Args:
         context: None for plain HTTP.
     """
-    server: _Server = make_server(host, port, app, _ServerV6 if ":" in host else _Server, _Silent)
+    server: _Server = make_server(host, port, app, _ServerV6 if ":" in host else _Server, _QuietHandler)
     server.context = context
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

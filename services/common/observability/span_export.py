@@ -1,6 +1,6 @@
-"""Sends spans to an OTLP collector from a thread of its own. A collector that hangs costs spans, never requests.
+"""Sends spans to an OTLP collector from its own thread; a collector that hangs costs spans, never requests.
 
-What waits is bounded, an ended span costs one append, and what is lost is counted and said once.
+The queue is bounded, ending a span costs one append, and lost spans are counted and logged once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAST_S = 2.0
 
 
 class Exporter(Protocol):
-    """What spans are given to; SDK exporters fit."""
+    """Exports spans; implemented by the SDK's exporters."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult: ...
 
@@ -34,14 +34,14 @@ class Exporter(Protocol):
 
 
 def otlp_exporter(endpoint: str, headers: Sequence[tuple[str, str]] = ()) -> Exporter:
-    """Returns an exporter to an OTLP/gRPC collector; its own log is off, `SpanExport` reports what matters.
+    """Returns an exporter to an OTLP/gRPC collector; its own logging is disabled because `SpanExport` logs failures.
 
     Args:
         headers: metadata of every export.
     """
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    # The second one would repeat malformed headers, which hold secrets.
+    # The second logger would log malformed headers, which contain secrets.
     for name in ("opentelemetry.exporter", "opentelemetry.util.re"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return OTLPSpanExporter(endpoint=endpoint, headers=tuple(headers), timeout=SEND_S)
@@ -51,11 +51,11 @@ class SpanExport(SpanProcessor):
     """Collects ended spans and exports them in batches.
 
     Args:
-        endpoint: of the exporter, for the log.
-        most_waiting: spans that wait; more are dropped.
+        endpoint: the exporter's address, for log lines.
+        most_waiting: maximum number of queued spans; further ones are dropped.
 
     Attributes:
-        exported, failed, dropped: spans so far, by what became of them.
+        exported, failed, dropped: number of spans so far, by outcome.
     """
 
     def __init__(self, exporter: Exporter, endpoint: str, most_waiting: int = MOST_WAITING) -> None:
@@ -64,18 +64,18 @@ class SpanExport(SpanProcessor):
         self._endpoint = endpoint
         self._waiting: deque[ReadableSpan] = deque()
         self._most_waiting = most_waiting
-        self._awake = threading.Event()
+        self._wake = threading.Event()
         self._sending = False
         self._closing = False
-        self._troubled = False
+        self._failing = False
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
         self._thread.start()
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Takes a span, or drops it when too many wait; never blocks."""
+        """Queues a span, or drops it when the queue is full; never blocks."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         if len(self._waiting) >= self._most_waiting or self._closing:
@@ -83,12 +83,12 @@ class SpanExport(SpanProcessor):
             return
         self._waiting.append(span)
         if len(self._waiting) >= MOST_AT_ONCE:
-            self._awake.set()
+            self._wake.set()
 
     def _run(self) -> None:
         while not self._closing:
-            self._awake.wait(EVERY_S)
-            self._awake.clear()
+            self._wake.wait(EVERY_S)
+            self._wake.clear()
             self._send_all()
         self._send_all()
 
@@ -101,41 +101,41 @@ class SpanExport(SpanProcessor):
     def _send(self, spans: list[ReadableSpan]) -> None:
         try:
             sent = self._exporter.export(spans) is SpanExportResult.SUCCESS
-        except Exception as error:  # whatever a library's exporter raises must not end the thread
+        except Exception as error:  # no exception of the exporter may end the thread
             log.debug("spans cannot be exported: %s", error)
             sent = False
         if sent:
             self.exported += len(spans)
         else:
             self.failed += len(spans)
-        if sent == self._troubled:
-            self._troubled = not sent
+        if sent == self._failing:
+            self._failing = not sent
             if sent:
-                log.info("spans are exported again", extra={"lost": self.failed + self.dropped})
+                log.info("span export recovered", extra={"lost": self.failed + self.dropped})
             else:
                 log.warning(
-                    "the trace collector at %s does not take spans; they are dropped until it does, requests go on",
+                    "the trace collector at %s does not accept spans; they are dropped until it does",
                     self._endpoint,
                 )
 
     def force_flush(self, timeout_millis: int = 2000) -> bool:
-        """Waits until what was waiting is out; False when that takes longer."""
+        """Waits until the queued spans are sent; returns False on timeout."""
         until_s = time.monotonic() + timeout_millis / 1000
         while self._waiting or self._sending:
             if time.monotonic() > until_s:
                 return False
-            self._awake.set()
+            self._wake.set()
             time.sleep(0.01)
         return True
 
     def shutdown(self) -> None:
-        """Sends what still waits, for two seconds at most."""
+        """Sends the remaining spans, waiting two seconds at most."""
         if self._closing:
             return
         self._closing = True
-        self._awake.set()
+        self._wake.set()
         self._thread.join(LAST_S)
         if self._thread.is_alive():
-            log.warning("spans are lost: the trace collector at %s has stopped answering", self._endpoint)
+            log.warning("spans are lost: the trace collector at %s no longer responds", self._endpoint)
         else:
             self._exporter.shutdown()

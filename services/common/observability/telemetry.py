@@ -1,7 +1,7 @@
-"""OpenTelemetry wiring: a span per stage, one trace from HTTP to worker, metrics on a Prometheus endpoint.
+"""OpenTelemetry wiring: one span per stage, one trace from HTTP to worker, metrics on a Prometheus endpoint.
 
-Everything costs nothing while it is off: `stage` then hands out one shared null context, and instruments come from
-the API's no-op meter. With metrics on, the same stages are timed (`on_stage`).
+While it is off it costs nothing: `stage` returns a shared null context. With metrics on, stages are also timed
+(`on_stage`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 TRACEPARENT_LENGTH = 55
 REQUEST_KEY = "sluice-request-id"
-"""Metadata of a unary call: the id of the request that it is made for."""
+"""Metadata key of a unary call: the id of the request it belongs to."""
 NOT_RECORDED = f"00-{1:032x}-{1:016x}-00"
-"""The traceparent of all traces that began here and were not drawn: nobody records them, so they need no names."""
+"""The traceparent of every trace that starts here and is not sampled; it is never recorded, so one id suffices."""
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NOT_RECORDED_SPAN = NonRecordingSpan(SpanContext(1, 1, True, TraceFlags(0)))
 _NOT_RECORDED_CONTEXT = trace.set_span_in_context(_NOT_RECORDED_SPAN, Context())
@@ -52,20 +52,19 @@ _measuring = False
 _share = 1.0
 
 on_stage: Callable[[str, float, BaseException | None], None] | None = None
-"""Told the name, the seconds and the error of every stage that is over, when somebody measures stages."""
+"""Called with the name, seconds and error of every completed stage, while stages are measured."""
 
 on_error: Callable[[SluiceError], None] | None = None
-"""Told every typed error that a caller is answered with."""
+"""Called with every typed error returned to a caller."""
 
 
 def configure(service: str, settings: ServiceSettings) -> None:
-    """Turns on what the settings ask for; call once, before instruments and spans are made.
+    """Turns on the telemetry that the settings enable; call once, before instruments and spans are created.
 
-    Nothing is turned on where OTEL_SDK_DISABLED is true, OpenTelemetry's own switch. Others of its variables give
-    defaults, see `otel_environment`.
+    Does nothing when OTEL_SDK_DISABLED is true. Other OpenTelemetry variables provide defaults, see `otel_environment`.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION, an address that is none.
+        SluiceError: FAILED_PRECONDITION for an invalid address.
     """
     global _endpoint
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -89,7 +88,7 @@ def configure(service: str, settings: ServiceSettings) -> None:
 
 
 def configure_metrics(resource: Any = None) -> None:
-    """Makes instruments real and exposes them in prometheus_client's default registry; see `configure`."""
+    """Turns on metrics and exposes them in prometheus_client's default registry; see `configure`."""
     global _measuring
     if _disabled():
         return
@@ -97,7 +96,7 @@ def configure_metrics(resource: Any = None) -> None:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
 
-    # For libraries that measure by OpenTelemetry, and `target_info`; ours are in `instruments`.
+    # For libraries that record OpenTelemetry metrics, and `target_info`; ours are in `instruments`.
     provider = MeterProvider(resource=resource or Resource.create({}), metric_readers=[PrometheusMetricReader()])
     metrics.set_meter_provider(provider)
     instruments.expose()
@@ -122,12 +121,12 @@ def _configure_traces(resource: Any, settings: ServiceSettings, headers: Sequenc
 
     try:
         exporter = otlp_exporter(settings.otlp_endpoint, headers)
-    except Exception as error:  # what OpenTelemetry's exporter thinks of its variables must not stop a service
-        log.error("traces are off, the exporter of %s cannot be made: %s", settings.otlp_endpoint, error)
+    except Exception as error:  # invalid exporter variables must not stop a service
+        log.error("traces are off: the exporter for %s cannot be created: %s", settings.otlp_endpoint, error)
         return
     _export = SpanExport(exporter, settings.otlp_endpoint)
-    # `stage` and `start_span` draw before a span is made, so all of their spans are recorded. Foreign code in this
-    # process, such as an engine, uses OpenTelemetry's global provider, which draws for the traces that begin there.
+    # `stage` and `start_span` sample before they create a span, so all their spans are recorded. Other code in this
+    # process, such as an engine, uses OpenTelemetry's global provider, which samples the traces that start there.
     own = TracerProvider(resource=resource, sampler=ALWAYS_ON)
     foreign = TracerProvider(resource=resource, sampler=ParentBased(TraceIdRatioBased(settings.trace_sample)))
     for provider in (own, foreign):
@@ -140,7 +139,8 @@ def use_tracer_provider(provider: trace.TracerProvider, share: float = 1.0) -> N
     """Turns tracing on with a given provider.
 
     Args:
-        share: of the traces that begin here, 0 to 1. It is drawn before a span is made, because most are not.
+        share: sampled share of the traces that start here, 0 to 1. Sampling precedes span creation, since most traces
+            are not recorded.
     """
     global _tracer, _provider, _share
     _provider = provider
@@ -149,7 +149,7 @@ def use_tracer_provider(provider: trace.TracerProvider, share: float = 1.0) -> N
 
 
 def shutdown() -> None:
-    """Sends what is still buffered, within a bound."""
+    """Sends buffered spans, within a time limit."""
     for provider in (_provider, metrics.get_meter_provider()):
         stop = getattr(provider, "shutdown", None)
         if stop is not None:
@@ -157,19 +157,19 @@ def shutdown() -> None:
 
 
 def tracing() -> bool:
-    """Whether spans are recorded; ask before preparing their attributes."""
+    """Whether spans are recorded; check before preparing their attributes."""
     return _tracer is not None
 
 
 def spans() -> dict[str, int]:
-    """Spans so far by what became of them; empty while none are exported."""
+    """Returns the number of spans so far by outcome; empty while none are exported."""
     if _export is None:
         return {}
     return {"exported": _export.exported, "failed": _export.failed, "dropped": _export.dropped}
 
 
 def failed(error: SluiceError) -> None:
-    """A caller is answered with a typed error."""
+    """Reports a typed error that is returned to a caller."""
     if on_error is not None:
         on_error(error)
 
@@ -177,12 +177,12 @@ def failed(error: SluiceError) -> None:
 def stage(
     name: str, parent: Mapping[str, str] | None = None, kind: SpanKind = SpanKind.INTERNAL, **attributes: Any
 ) -> AbstractContextManager[Span | None]:
-    """A span around a stage; errors mark it.
+    """Returns a context that records a span around a stage and marks it as failed on errors.
 
     Args:
         name: such as ``preprocess.tokenize``.
-        parent: carrier with W3C headers of the caller; None continues the current span.
-        attributes: of the span; None values are left out.
+        parent: carrier with the caller's W3C headers; None continues the current span.
+        attributes: span attributes; None values are omitted.
     """
     if _tracer is None and on_stage is None:
         return _OFF
@@ -190,7 +190,7 @@ def stage(
 
 
 class _Stage(AbstractContextManager["Span | None"]):
-    """A span while tracing is on, and a duration while somebody measures."""
+    """Records a span while tracing is on, and a duration while stages are measured."""
 
     __slots__ = ("_attributes", "_kind", "_name", "_parent", "_span", "_started_s", "_token")
 
@@ -206,12 +206,12 @@ class _Stage(AbstractContextManager["Span | None"]):
         self._started_s = perf_counter()
         if _tracer is None:
             return None
-        context, recorded = _followed(self._parent)
-        if not recorded:  # nothing will be recorded: no span is made, and what comes below knows as much
+        context, recorded = _sampled(self._parent)
+        if not recorded:  # create no span, and propagate the decision to nested stages
             self._token = None if context is None else otel_context.attach(context)
             return None
-        kept = {key: value for key, value in self._attributes.items() if value is not None}
-        span = self._span = _tracer.start_span(self._name, context=context, kind=self._kind, attributes=kept)
+        given = {key: value for key, value in self._attributes.items() if value is not None}
+        span = self._span = _tracer.start_span(self._name, context=context, kind=self._kind, attributes=given)
         self._token = otel_context.attach(trace.set_span_in_context(span, context))
         _name_request(span, logs.request_id.get())
         return span
@@ -231,7 +231,7 @@ class _Stage(AbstractContextManager["Span | None"]):
 
 
 def _context_of(carrier: Mapping[str, str]) -> Context:
-    """The caller's context. Most traces are not recorded: those are read in a tenth of the time."""
+    """Returns the caller's context; has a fast path for traces that are not recorded, which most are."""
     header = carrier.get("traceparent", "")
     if header == NOT_RECORDED:
         return _NOT_RECORDED_CONTEXT
@@ -246,8 +246,8 @@ def _context_of(carrier: Mapping[str, str]) -> Context:
     return _PROPAGATOR.extract(carrier)
 
 
-def _followed(parent: Mapping[str, str] | None) -> tuple[Context | None, bool]:
-    """The context of what comes next, and whether it is recorded: the caller decided, or else it is drawn here."""
+def _sampled(parent: Mapping[str, str] | None) -> tuple[Context | None, bool]:
+    """Returns the context for a new span and whether it is recorded: by the caller's decision, else by sampling."""
     context = None if parent is None else _context_of(parent)
     decided = trace.get_current_span(context).get_span_context()
     if decided.is_valid:
@@ -256,7 +256,7 @@ def _followed(parent: Mapping[str, str] | None) -> tuple[Context | None, bool]:
 
 
 def _name_request(span: Span, request: str) -> None:
-    """Log lines about the request carry the ids of its span."""
+    """Adds the span's ids to the log lines of the request."""
     if request and span.is_recording():
         logs.traced(request, span.get_span_context())
 
@@ -268,30 +268,30 @@ def start_span(
     links: Sequence[str] = (),
     **attributes: Any,
 ) -> Span | None:
-    """A span its caller ends, for work that is not one block of code; None where nothing is recorded.
+    """Starts a span that the caller ends, for work that is not one block of code; returns None when it is not recorded.
 
     Args:
         links: traceparents of spans it continues without being their child.
-        attributes: of the span; `request_id` names the request in the log, too.
+        attributes: span attributes; `request_id` also identifies the request in log lines.
     """
     if _tracer is None:
         return None
-    context, recorded = _followed(parent)
+    context, recorded = _sampled(parent)
     if not recorded:
         return None
-    kept = {key: value for key, value in attributes.items() if value is not None}
-    found = [trace.get_current_span(_PROPAGATOR.extract({"traceparent": link})).get_span_context() for link in links]
-    linked = [trace.Link(span_context) for span_context in found if span_context.is_valid]
-    span = _tracer.start_span(name, context=context, kind=kind, attributes=kept, links=linked)
-    _name_request(span, str(kept.get("request_id", "")))
+    given = {key: value for key, value in attributes.items() if value is not None}
+    linked = [trace.get_current_span(_PROPAGATOR.extract({"traceparent": link})).get_span_context() for link in links]
+    span_links = [trace.Link(span_context) for span_context in linked if span_context.is_valid]
+    span = _tracer.start_span(name, context=context, kind=kind, attributes=given, links=span_links)
+    _name_request(span, str(given.get("request_id", "")))
     return span
 
 
 def activate(span: Span | None) -> AbstractContextManager[None]:
-    """Returns a block in which a span is the current one; tasks that are created in the block keep it.
+    """Returns a context in which a span is the current one; tasks created inside inherit it.
 
     Args:
-        span: from `start_span`; None: its trace is not recorded, and neither are spans that begin in the block.
+        span: from `start_span`; None: its trace is not recorded, and neither are spans started inside.
     """
     return _OFF if _tracer is None else _active(span or _NOT_RECORDED_SPAN)
 
@@ -311,7 +311,7 @@ def fail_span(span: Span, message: str) -> None:
 
 
 def headers(span: Span | None = None) -> dict[str, str]:
-    """W3C headers of the given or the current span; empty while tracing is off."""
+    """Returns the W3C headers of the given or the current span; empty while tracing is off."""
     if _tracer is None:
         return {}
     current = span or trace.get_current_span()
@@ -327,14 +327,14 @@ def headers(span: Span | None = None) -> dict[str, str]:
 
 
 def grpc_metadata() -> Sequence[tuple[str, str]] | None:
-    """Metadata of a unary call: it continues the current trace and names the request, as far as there are any."""
+    """Returns the metadata of a unary call: the current trace and the request id, if any."""
     request = logs.request_id.get()
     named = ((REQUEST_KEY, request),) if request.isascii() and request.isprintable() and request else ()
     return (*headers().items(), *named) or None
 
 
 def trace_context(span: Span | None = None) -> common_pb2.TraceContext | None:
-    """The same for a session message."""
+    """Returns the trace context of a session message; None while tracing is off."""
     if _tracer is None:
         return None
     carrier = headers(span)
@@ -342,25 +342,20 @@ def trace_context(span: Span | None = None) -> common_pb2.TraceContext | None:
 
 
 def carrier(context: common_pb2.TraceContext) -> dict[str, str]:
-    """Carrier of a session message's trace context, for `stage` and `start_span`."""
-    found = {"traceparent": context.traceparent, "tracestate": context.tracestate}
-    return {key: value for key, value in found.items() if value}
+    """Returns the carrier of a session message's trace context, for `stage` and `start_span`."""
+    fields = {"traceparent": context.traceparent, "tracestate": context.tracestate}
+    return {key: value for key, value in fields.items() if value}
 
 
 def carrier_of_metadata(metadata: Any) -> dict[str, str]:
-    """Carrier of a unary call's metadata, for `stage`; cheap while tracing is off."""
+    """Returns the carrier of a unary call's metadata, for `stage`; cheap while tracing is off."""
     if _tracer is None:
         return {}
     return {key: value for key, value in metadata or () if key in ("traceparent", "tracestate")}
 
 
 def name_request(metadata: Any) -> None:
-    """Log lines of this call name the request that it is made for, if the caller said which."""
+    """Sets the request id of this call's log lines from the metadata, if present."""
     for key, value in metadata or ():
         if key == REQUEST_KEY:
             logs.request_id.set(value)
-
-
-def meter(service: str) -> metrics.Meter:
-    """OpenTelemetry's, for what cannot be an instrument of the catalogue."""
-    return metrics.get_meter(f"sluice.{service}")

@@ -1,1 +1,1 @@
-"""Redis wherever it is: its URLs, its topologies, its TLS, and scripts with a deadline."""
+"""Redis: URLs, topologies, TLS, and scripts with a deadline."""

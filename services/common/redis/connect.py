@@ -1,4 +1,4 @@
-"""Opens a connection pool to a Redis, whatever its topology."""
+"""Opens connections to a Redis of any topology."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from services.common.redis.tls import (
 
 
 def connect(target: Target, timeout_s: float, connections: int) -> Any:
-    """A client with redis.asyncio.Redis's methods; nothing is sent yet.
+    """Returns a client with redis.asyncio.Redis's methods; sends nothing yet.
 
     Args:
-        timeout_s: for connecting and for every answer.
-        connections: most at once (in a cluster: to each server); with one server more callers wait for one.
+        timeout_s: for connecting and for every response, seconds.
+        connections: maximum number (in a cluster: per server); with one server, further callers wait for one.
     """
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
-        "protocol": 2,  # one shape of answers, whatever the server speaks
-        # The router has a fallback of its own; a retry in here would only add to the wait.
+        "protocol": 2,  # the same response types from every server version
+        # Callers have their own fallback; a retry here would only add latency.
         "retry": Retry(NoBackoff(), 0),
     }
     login: dict[str, Any] = {"username": target.username or None, "password": target.credentials.password or None}
@@ -43,9 +43,11 @@ def connect(target: Target, timeout_s: float, connections: int) -> Any:
         )
         return renew_in_cluster(cluster) if target.tls else cluster
     if target.topology is Topology.SENTINEL:
-        guard = {"password": target.credentials.sentinel_password or None}
-        make: Any = Sentinel  # without types
-        sentinel = make(target.nodes, sentinel_kwargs={**options, **guard, **secure}, **options, **login, **secure)
+        sentinel_login = {"password": target.credentials.sentinel_password or None}
+        untyped: Any = Sentinel
+        sentinel = untyped(
+            target.nodes, sentinel_kwargs={**options, **sentinel_login, **secure}, **options, **login, **secure
+        )
         if target.tls:
             renew_in_sentinels(sentinel)
             secure = {"connection_class": RenewingSentinelConnection}
@@ -57,9 +59,9 @@ def connect(target: Target, timeout_s: float, connections: int) -> Any:
 
 
 async def hang_up(client: Any) -> None:
-    """Drops connections that nobody uses now: the server was made a replica, and its name may stand for another one.
+    """Closes idle connections, after the server became a replica and its name may resolve to another one.
 
-    A cluster says itself where to go.
+    Cluster clients are redirected by the servers themselves.
     """
     if not isinstance(client, RedisCluster):
         await client.connection_pool.disconnect(inuse_connections=False)

@@ -1,4 +1,4 @@
-"""Scripts on a Redis: a few at a time, each with a deadline."""
+"""Runs Lua scripts on a Redis, with bounded concurrency and a deadline each."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from services.common.redis.connect import connect, hang_up
 from services.common.redis.target import Target
 
 FAILURES = (RedisError, RedisClusterException, OSError)
-"""Everything that Redis does wrong, inside `closed_is_lost`; TimeoutError is an OSError."""
+"""Every failure of Redis, inside `closed_is_lost`; TimeoutError is an OSError."""
 
 _CLOSED = "the handler is closed"
 
 
 @contextmanager
 def closed_is_lost() -> Iterator[None]:
-    """A connection that is found closed is one that was lost, which FAILURES names.
+    """Raises ConnectionError, which FAILURES includes, for a connection that is found closed.
 
-    uvloop raises a bare RuntimeError on writing to a connection that was reset while nobody used it, and the client of
-    a cluster does not look before it writes. Only that one is meant: others are mistakes of ours, to be seen as such.
+    uvloop raises a bare RuntimeError on writes to a connection that was reset while idle, and the cluster client does
+    not check first. Other RuntimeErrors are programming errors and propagate.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def closed_is_lost() -> Iterator[None]:
 
 
 class Script:
-    """A script; Redis knows it by `sha`."""
+    """A Lua script; Redis caches it by `sha`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -45,40 +45,40 @@ class Script:
 
 
 class ScriptRunner:
-    """Runs scripts, `connections` at once; more wait for their turn within their own deadline.
+    """Runs up to `connections` scripts concurrently; further ones wait within their own deadline.
 
     Args:
-        timeout_s: for waiting, connecting and the answer together.
+        timeout_s: for waiting, connecting and the response together, seconds.
     """
 
     def __init__(self, target: Target, timeout_s: float, connections: int = 8) -> None:
         self._redis = connect(target, timeout_s, connections)
         self._timeout_s = timeout_s
-        # Behind sentinels and in clusters a pool refuses who comes when it is empty.
-        self._turns = asyncio.Semaphore(connections)
+        # With sentinels and in clusters, an exhausted pool raises instead of waiting.
+        self._permits = asyncio.Semaphore(connections)
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        """What the script answers; one of FAILURES when it does not. In a cluster the keys are of one slot."""
-        async with asyncio.timeout(self._timeout_s), self._turns:
+        """Returns the script's result; raises one of FAILURES. In a cluster, all keys must be in one slot."""
+        async with asyncio.timeout(self._timeout_s), self._permits:
             try:
                 with closed_is_lost():
-                    return await self._ask(script, keys, arguments)
+                    return await self._evaluate(script, keys, arguments)
             except ReadOnlyError:
                 await hang_up(self._redis)
                 raise
 
-    async def _ask(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        where = await self._node(keys[0])
+    async def _evaluate(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        options = await self._node(keys[0])
         try:
-            return await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments, **where)
+            return await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments, **options)
         except NoScriptError:
-            return await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *arguments, **where)
+            return await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *arguments, **options)
 
     async def _node(self, key: str) -> dict[str, Any]:
         if not isinstance(self._redis, RedisCluster):
             return {}
         await self._redis.initialize()
-        return {"target_nodes": self._redis.get_node_from_key(key)}  # the client itself asks any node for scripts
+        return {"target_nodes": self._redis.get_node_from_key(key)}  # by default the client sends scripts to any node
 
     async def close(self) -> None:
         """Closes every connection."""

@@ -1,4 +1,4 @@
-"""Where a Redis is: the URLs that settings take."""
+"""Parses the Redis URLs accepted by settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+from pydantic import Field, FilePath, SecretStr
+from pydantic_settings import BaseSettings
 
 from services.common.errors import SluiceError, invalid
 
@@ -18,7 +21,7 @@ _SENTINEL_PORT = 26379
 
 
 class Topology(Enum):
-    """How the servers belong together."""
+    """How the servers are organized."""
 
     STANDALONE = ""
     SENTINEL = "sentinel"
@@ -27,10 +30,10 @@ class Topology(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a URL need not carry.
+    """Credentials that need not be in the URL; a password in the URL takes precedence.
 
-    `ca_file` is what servers' certificates are checked with, None for the system's; `cert_file` and `key_file` are
-    shown to servers that ask for them. A password in the URL wins.
+    `ca_file` verifies servers' certificates, None for the system's CAs; `cert_file` and `key_file` are the client
+    certificate.
     """
 
     password: str = field(default="", repr=False)
@@ -40,11 +43,34 @@ class Credentials:
     key_file: Path | None = None
 
 
+class RedisLoginSettings(BaseSettings):
+    """Redis credentials that need not be in the URL. Files are PEM, reread for every new connection."""
+
+    redis_password: SecretStr = Field(SecretStr(""), description="password for Redis, if not in the URL")
+    redis_sentinel_password: SecretStr = Field(
+        SecretStr(""), description="password for the Redis sentinels, if not in the URL"
+    )
+    redis_ca_file: FilePath | None = Field(None, description="PEM file with the CA for Redis' certificate")
+    redis_cert_file: FilePath | None = Field(None, description="PEM file with the client certificate for Redis")
+    redis_key_file: FilePath | None = Field(None, description="PEM file with the key of redis-cert-file")
+
+    @property
+    def redis_credentials(self) -> Credentials:
+        """The credentials, for `parse`."""
+        return Credentials(
+            self.redis_password.get_secret_value(),
+            self.redis_sentinel_password.get_secret_value(),
+            self.redis_ca_file,
+            self.redis_cert_file,
+            self.redis_key_file,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A Redis: one server, the master behind sentinels, or a cluster.
 
-    `nodes` are asked first; `path` is a socket instead. `tls` holds for servers and sentinels alike.
+    `nodes` are the initial addresses; `path` is a Unix socket instead. `tls` applies to servers and sentinels alike.
     """
 
     topology: Topology
@@ -58,7 +84,7 @@ class Target:
 
 
 def parse(url: str, credentials: Credentials | None = None, setting: str = "redis-url") -> Target:
-    """Reads a URL; SluiceError(INVALID_ARGUMENT) when it is none, which names the setting and repeats no password."""
+    """Parses a URL; raises SluiceError(INVALID_ARGUMENT), which names the setting and reveals no password."""
     try:
         parts = urlsplit(url)
         scheme, _, kind = parts.scheme.replace("valkey", "redis", 1).partition("+")
@@ -75,7 +101,7 @@ def parse(url: str, credentials: Credentials | None = None, setting: str = "redi
         if topology is Topology.STANDALONE and len(nodes) > 1:
             raise ValueError("several hosts need redis+sentinel or redis+cluster")
     except ValueError as error:
-        raise _refused(error, setting) from error
+        raise _invalid_url(error, setting) from error
     return Target(topology, nodes, "", service, db, scheme == "rediss", unquote(username), login)
 
 
@@ -83,7 +109,7 @@ def _login(given: Credentials, password: str, parts: SplitResult) -> Credentials
     queries = parse_qs(parts.query, strict_parsing=bool(parts.query))
     sentinel = queries.pop("sentinel_password", [""])[0]
     if queries:
-        raise ValueError(f"{', '.join(queries)} is unknown here")
+        raise ValueError(f"its parameter {', '.join(queries)} is unknown")
     return Credentials(
         password or given.password,
         sentinel or given.sentinel_password,
@@ -98,11 +124,11 @@ def _path(path: str, topology: Topology) -> tuple[str, int]:
     service = ""
     if topology is Topology.SENTINEL:
         if not steps:
-            raise ValueError("the name of the service that the sentinels watch is missing")
+            raise ValueError("the service name monitored by the sentinels is missing")
         service = steps.pop(0)
     db = int(steps.pop(0)) if steps else 0
     if steps or db < 0:
-        raise ValueError("its path says more than a database")
+        raise ValueError("its path has more than a database number")
     if topology is Topology.CLUSTER and db:
         raise ValueError("a cluster has database 0 only")
     return service, db
@@ -110,11 +136,11 @@ def _path(path: str, topology: Topology) -> tuple[str, int]:
 
 def _nodes(hosts: str, port: int) -> tuple[tuple[str, int], ...]:
     nodes = []
-    for each in hosts.split(","):
-        parts = urlsplit(f"//{each}")
+    for host in hosts.split(","):
+        parts = urlsplit(f"//{host}")
         nodes.append((parts.hostname or "127.0.0.1", parts.port or port))
     return tuple(nodes)
 
 
-def _refused(error: ValueError, setting: str) -> SluiceError:
-    return invalid(f"{setting} is no Redis URL: {error}. Give {FORMS}.", param=setting)
+def _invalid_url(error: ValueError, setting: str) -> SluiceError:
+    return invalid(f"{setting} is not a Redis URL: {error}. Use {FORMS}.", param=setting)

@@ -1,4 +1,4 @@
-"""Connections to Redis that take the certificates as they are when they connect."""
+"""Redis connections that reload TLS certificates whenever they connect."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from redis.asyncio.sentinel import SentinelManagedConnection
 
 
 class RenewingConnection(SSLConnection):
-    """redis-py reads the files once for each connection object, which lives on when it reconnects."""
+    """A connection that rereads its certificate files on reconnects; redis-py reads them once per connection object."""
 
     def _connection_arguments(self) -> Mapping[str, Any]:
-        known, self.ssl_context.context = self.ssl_context.context, None
+        previous, self.ssl_context.context = self.ssl_context.context, None
         try:
             return dict(super()._connection_arguments())
         except OSError:
-            if known is None:
+            if previous is None:
                 raise
-            self.ssl_context.context = known  # somebody is replacing them: what was read before stays valid
+            self.ssl_context.context = previous  # the files are being replaced: keep the previous ones
             return dict(super()._connection_arguments())
 
 
 class RenewingSentinelConnection(SentinelManagedConnection, RenewingConnection):
-    """The same to the server that the sentinels name."""
+    """The same for the server that the sentinels name."""
 
 
 def renew_in_cluster(cluster: Any) -> Any:
-    """Has a cluster client use such connections, for nodes it knows and those it will hear of."""
+    """Makes a cluster client use RenewingConnection for its current and future nodes."""
     for settings in (cluster.connection_kwargs, cluster.nodes_manager.connection_kwargs):
         settings["connection_class"] = RenewingConnection
     for node in cluster.nodes_manager.startup_nodes.values():
@@ -37,7 +37,7 @@ def renew_in_cluster(cluster: Any) -> Any:
 
 
 def renew_in_sentinels(sentinel: Any) -> Any:
-    """Has the connections to the sentinels themselves be such."""
-    for guard in sentinel.sentinels:
-        guard.connection_pool.connection_class = RenewingConnection
+    """Makes the connections to the sentinels themselves use RenewingConnection."""
+    for client in sentinel.sentinels:
+        client.connection_pool.connection_class = RenewingConnection
     return sentinel

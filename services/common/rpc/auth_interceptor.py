@@ -1,4 +1,4 @@
-"""Access to servers: tokens and certificates identify callers, `callers` lists what each may call; once an RPC."""
+"""Authenticates callers by token and certificate, and authorizes each RPC with `rpc_policy`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 HEADER = "authorization"
 SCHEME = "Bearer "
 OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
-_URIS = "peer_uri"  # of the certificate's alternative names, as gRPC calls them
+_URIS = "peer_uri"  # gRPC's key for the certificate's URI alternative names
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls of unknown callers, typed UNAUTHENTICATED, and those that their caller may not make, typed
-    PERMISSION_DENIED; serves the others with `identity.current` set.
+    """Rejects unknown callers (UNAUTHENTICATED) and calls their caller may not make (PERMISSION_DENIED).
 
-    A caller that shows a token and a certificate needs both to allow the call.
+    Other calls are served with `identity.current` set. A caller with a token and a certificate needs both to allow the
+    call.
 
     Args:
-        tokens: that are accepted; None checks none.
-        trust_domain: of the names in callers' certificates, which the transport has verified; empty checks none.
-        open_health: health and reflection are served to every caller.
+        tokens: the accepted tokens; None accepts calls without a token.
+        trust_domain: of the names in verified client certificates; empty ignores certificates.
+        open_health: whether health and reflection are served to every caller.
     """
 
     def __init__(self, tokens: AcceptedTokens | None, trust_domain: str, open_health: bool) -> None:
@@ -57,45 +57,45 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method.startswith(self._open):
             return handler
-        shown = [value for key, value in handler_call_details.invocation_metadata or () if key == HEADER]
-        return _guarded(handler, lambda context: self.admit(method, shown, context))
+        headers = [value for key, value in handler_call_details.invocation_metadata or () if key == HEADER]
+        return _guarded(handler, lambda context: self.admit(method, headers, context))
 
-    def admit(self, method: str, shown: Sequence[str | bytes], context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+    def admit(self, method: str, headers: Sequence[str | bytes], context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         """Returns the caller of `method`.
 
         Args:
-            shown: values of the header.
+            headers: values of the authorization header.
 
         Raises:
             SluiceError: UNAUTHENTICATED (`token_missing`, `invalid_token`) or PERMISSION_DENIED (`caller_unnamed`,
                 `caller_not_allowed`).
         """
-        known = []
+        callers = []
         if self._tokens is not None:
-            known.append(self._by_token(self._tokens(), shown))
+            callers.append(self._by_token(self._tokens(), headers))
         if self._trust_domain:
-            known.append(self._by_certificate(context))
-        for caller in known:
+            callers.append(self._by_certificate(context))
+        for caller in callers:
             if not may_call(caller.service, method):
                 raise _not_allowed(caller, method)
-        if len(known) < 2:
-            return known[0]
-        token, certificate = known
+        if len(callers) < 2:
+            return callers[0]
+        token, certificate = callers
         proven = identity.both(token, certificate)
         if proven is None:
             raise _not_allowed(token, method)
         return proven
 
-    def _by_token(self, tokens: Sequence[AcceptedToken], shown: Sequence[str | bytes]) -> Caller:
-        if not shown:
-            raise _unauthenticated("This service wants a token: send authorization: Bearer TOKEN.", "token_missing")
-        text = shown[0].decode("ascii", "replace") if isinstance(shown[0], bytes) else shown[0]
+    def _by_token(self, tokens: Sequence[AcceptedToken], headers: Sequence[str | bytes]) -> Caller:
+        if not headers:
+            raise _unauthenticated('Missing token; send it as "authorization: Bearer TOKEN".', "token_missing")
+        text = headers[0].decode("ascii", "replace") if isinstance(headers[0], bytes) else headers[0]
         digest = sha256(text[len(SCHEME) :].encode()).digest()
-        # Every token is compared, in constant time: how long it takes reveals nothing about any of them.
-        found = [token.caller for token in tokens if hmac.compare_digest(digest, token.digest)]
-        if len(shown) > 1 or text[: len(SCHEME)].lower() != SCHEME.lower() or not found:
-            raise _unauthenticated("The token is not valid here.", "invalid_token")
-        return found[0]
+        # Compare with every token in constant time, so that timing reveals nothing.
+        matches = [token.caller for token in tokens if hmac.compare_digest(digest, token.digest)]
+        if len(headers) > 1 or text[: len(SCHEME)].lower() != SCHEME.lower() or not matches:
+            raise _unauthenticated("Invalid token; send one that this service accepts.", "invalid_token")
+        return matches[0]
 
     def _by_certificate(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
         uris = [uri.decode("utf-8", "replace") for uri in context.auth_context().get(_URIS, ())]
@@ -103,7 +103,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         if caller is None:
             raise SluiceError(
                 ErrorKind.PERMISSION_DENIED,
-                "The certificate names no caller: it needs one alternative name that is the URI "
+                "The certificate does not name a caller; issue one with exactly one URI alternative name "
                 f"spiffe://{self._trust_domain}/SERVICE or spiffe://{self._trust_domain}/worker/ID.",
                 code="caller_unnamed",
             )
@@ -111,10 +111,10 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
 
 def access_interceptors(settings: GrpcServiceSettings) -> list[grpc.aio.ServerInterceptor]:
-    """Returns what a server needs to check its callers; nothing where every caller is served.
+    """Returns the interceptors that authenticate callers; none where every caller is served.
 
     Raises:
-        SluiceError: as accepted_tokens.
+        SluiceError: see accepted_tokens.
     """
     tokens = accepted_tokens(settings.token, settings.tokens_file)
     trust_domain = settings.tls_trust_domain if settings.tls_require_client_cert else ""
@@ -122,7 +122,7 @@ def access_interceptors(settings: GrpcServiceSettings) -> list[grpc.aio.ServerIn
         return []
     if settings.token.get_secret_value() and not listens_on_loopback(settings.listen):
         log.warning(
-            "--token is one secret for every call of every caller, for development; --tokens-file has one for each"
+            "--token is shared by all callers and meant for development; use --tokens-file for one token per caller"
         )
     return [AccessInterceptor(tokens, trust_domain, settings.open_health)]
 
@@ -135,14 +135,16 @@ def _not_allowed(caller: Caller, method: str) -> SluiceError:
     rpc = method.rpartition(".")[2].replace("/", ".")
     return SluiceError(
         ErrorKind.PERMISSION_DENIED,
-        f"The caller is {caller.name}, which may not call {rpc}.",
+        f"{caller.name} is not allowed to call {rpc}.",
         code="caller_not_allowed",
     )
 
 
 def _guarded(handler: Handler, admit: Callable[[Any], Caller]) -> Handler:
-    """Returns a handler of the same shape that identifies its caller first. A message of its stream costs what it cost
-    before: what grpc does with a generator's messages is done here instead."""
+    """Returns a handler of the same shape that authenticates its caller first.
+
+    Writes a generator's messages itself, which keeps their cost the same as without the wrapper.
+    """
     serve_call: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
 
     async def serve(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Channels whose every call shows a bearer token, over plain text too, where gRPC's own call credentials refuse to."""
+"""Channels that send a bearer token with every call, also over plain text, where gRPC's call credentials refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Call = Callable[..., Any]
 
 
 class BearerChannel(grpc.aio.Channel):
-    """A channel around another one.
+    """Wraps a channel.
 
     Args:
         token: returns the token, empty for none; called for every call, so that tokens can rotate.
@@ -21,25 +21,25 @@ class BearerChannel(grpc.aio.Channel):
         self._channel = channel
         self._token = token
 
-    def _showing(self, call: _Call) -> Any:
-        def with_token(*args: Any, metadata: Any = None, **more: Any) -> Any:
+    def _authenticated(self, call: _Call) -> Any:
+        def with_token(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
             token = self._token()
-            shown = (("authorization", f"Bearer {token}"),) if token else ()
-            return call(*args, metadata=(*(metadata or ()), *shown), **more)
+            authorization = (("authorization", f"Bearer {token}"),) if token else ()
+            return call(*args, metadata=(*(metadata or ()), *authorization), **kwargs)
 
         return with_token
 
-    def unary_unary(self, *args: Any, **more: Any) -> Any:
-        return self._showing(self._channel.unary_unary(*args, **more))
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._authenticated(self._channel.unary_unary(*args, **kwargs))
 
-    def unary_stream(self, *args: Any, **more: Any) -> Any:
-        return self._showing(self._channel.unary_stream(*args, **more))
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._authenticated(self._channel.unary_stream(*args, **kwargs))
 
-    def stream_unary(self, *args: Any, **more: Any) -> Any:
-        return self._showing(self._channel.stream_unary(*args, **more))
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._authenticated(self._channel.stream_unary(*args, **kwargs))
 
-    def stream_stream(self, *args: Any, **more: Any) -> Any:
-        return self._showing(self._channel.stream_stream(*args, **more))
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._authenticated(self._channel.stream_stream(*args, **kwargs))
 
     async def __aenter__(self) -> BearerChannel:
         return self

@@ -1,4 +1,4 @@
-"""What keeps retries from making things worse: circuit breakers, budgets, and how long an answer usually takes."""
+"""Keeps retries from amplifying failures: circuit breakers, retry budgets and a latency quantile."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SLOWEST_GUESS_S = 60.0
 
 
 class Breaker:
-    """One peer's circuit breaker: after some failures in a row it is left alone, then tried with one request.
+    """The circuit breaker of one peer: opens after consecutive failures, then lets one trial request through at a time.
 
-    While it stays broken the pauses double, up to a bound. Whoever is let through by `try_pass` must say how it went.
+    While trials fail, the pause doubles up to a limit. Every `try_pass` must be followed by `succeeded` or `failed`.
 
     Args:
-        clock: seconds, for tests.
+        clock: returns seconds; replaced in tests.
 
     Attributes:
-        tripped: the peer hung, and has not answered since.
+        tripped: whether the peer hung and has not responded since.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -34,75 +34,75 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        """Requests may go there as they like."""
+        """Whether requests may be sent without restriction."""
         return self._failures < FAILURES_TO_OPEN
 
     @property
     def passable(self) -> bool:
-        """A request may go there now; with an open breaker, one that is due as a trial."""
+        """Whether a request may be sent now; with an open breaker, as a trial that is due."""
         return self._failures < FAILURES_TO_OPEN or self._clock() >= self._open_until
 
     @property
     def retry_after_s(self) -> float:
-        """How long until the next trial."""
+        """Seconds until the next trial."""
         return 0.0 if self.closed else max(self._open_until - self._clock(), 0.0)
 
     def try_pass(self) -> None:
-        """A request goes there; an open breaker lets no other one through until this one is answered or overdue."""
+        """Registers a request; an open breaker admits no other until this one completes or is overdue."""
         if not self.closed:
             self._open_until = self._clock() + self._pause_s
 
     def succeeded(self) -> None:
-        """An answer came."""
+        """Closes the breaker after a response."""
         self.tripped = False
         self._failures = 0
         self._pause_s = COOL_DOWN_S[0]
 
     def trip(self) -> None:
-        """The peer hangs: it is left alone for the longest pause, then tried."""
+        """Opens the breaker for the longest pause because the peer hangs."""
         self.tripped = True
         self._failures = FAILURES_TO_OPEN
         self._pause_s = COOL_DOWN_S[1]
         self._open_until = self._clock() + self._pause_s
 
     def failed(self) -> bool:
-        """No answer came; True when that opened the breaker."""
+        """Counts a failure; returns True when it opened the breaker."""
         self._failures += 1
         if self._failures < FAILURES_TO_OPEN:
             return False
         if self._failures > FAILURES_TO_OPEN:
             self._pause_s = min(self._pause_s * 2, COOL_DOWN_S[1])
-        # Many callers that found it broken together must not come back together.
+        # Jitter: callers that failed together must not retry together.
         self._open_until = self._clock() + self._pause_s * random.uniform(0.8, 1.2)
         return self._failures == FAILURES_TO_OPEN
 
 
 class RetryBudget:
-    """How many calls may be made a second time: a share of all calls, and a few to begin with."""
+    """Limits retries and hedges to a share of all calls, plus an initial burst."""
 
     def __init__(self, per_call: float, burst: float) -> None:
         self._per_call = per_call
         self._burst = burst
-        self._left = burst
+        self._balance = burst
 
     def earn(self) -> None:
-        """A call was made for the first time."""
-        self._left = min(self._left + self._per_call, self._burst)
+        """Credits a first attempt."""
+        self._balance = min(self._balance + self._per_call, self._burst)
 
     def spend(self) -> bool:
-        """Whether another one may be made now."""
-        if self._left < 1:
+        """Takes one retry from the budget; returns False when it is exhausted."""
+        if self._balance < 1:
             return False
-        self._left -= 1
+        self._balance -= 1
         return True
 
 
 class LatencyQuantile:
-    """How long an answer takes at most in 95 of 100 calls, followed without keeping samples.
+    """Estimates the 95th percentile of response times without storing samples.
 
     Args:
-        floor_s: never less than this.
-        guess_s: before anything was seen.
+        floor_s: lower bound of the estimate.
+        guess_s: initial estimate.
     """
 
     def __init__(self, floor_s: float, guess_s: float) -> None:
@@ -111,11 +111,14 @@ class LatencyQuantile:
 
     @property
     def seconds(self) -> float:
-        """The estimate now."""
+        """The current estimate."""
         return self._estimate_s
 
     def saw(self, seconds: float) -> None:
-        """One more answer. Each moves the estimate by a few percent; it rests where 5 of 100 are slower."""
+        """Records a response time.
+
+        Each moves the estimate by a few percent; it converges where 5 of 100 responses are slower.
+        """
         share = QUANTILE if seconds > self._estimate_s else QUANTILE - 1
-        moved = self._estimate_s * (1 + QUANTILE_STEP * share)
-        self._estimate_s = min(max(moved, self._floor_s), SLOWEST_GUESS_S)
+        adjusted = self._estimate_s * (1 + QUANTILE_STEP * share)
+        self._estimate_s = min(max(adjusted, self._floor_s), SLOWEST_GUESS_S)

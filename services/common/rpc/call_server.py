@@ -1,4 +1,4 @@
-"""Calls of a unary RPC that share one stream: the server's side. `call_stream` is the caller's."""
+"""The server's side of unary calls that share one stream; `multiplexed_call` is the caller's side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
+from services.common.errors import SluiceError, internal, invalid, overloaded
 from services.common.observability import telemetry
 from services.common.packing import unpack_u32
 from services.common.rpc.errors import abort, to_detail
@@ -25,13 +25,13 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class MultiplexedCallServer(Generic[A]):
-    """One stream from one caller: each call is a task, answers that are ready together travel together.
+    """Serves one caller's stream: each call runs as a task, and responses that are ready together share a message.
 
     Args:
-        handle: gives the answer to a request with its metadata.
-        make_answer: the message of one answer, such as `TokenizeAnswer`.
-        make_answers: the message of several.
-        most_calls: bound of calls under way and answers not written yet; a caller with more is cut off.
+        handle: returns the response to a request and its metadata.
+        make_answer: builds the message of one response, such as `TokenizeAnswer`.
+        make_answers: builds the message of several responses.
+        most_calls: maximum number of calls in progress and unwritten responses; a caller beyond it is disconnected.
     """
 
     def __init__(
@@ -47,30 +47,30 @@ class MultiplexedCallServer(Generic[A]):
         self._most_calls = most_calls
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ready: list[Any] = []
-        self._greeted = False
+        self._greeting_sent = False
         self._writer: BatchWriter[Any]
 
     async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Serves until the caller is done or gone."""
+        """Serves until the caller half-closes or disconnects."""
         self._writer = BatchWriter(self._drain, context.write)
         self._writer.wake()
         try:
-            await serve_session(context, self._writer, self._take, self._all_answered)
+            await serve_session(context, self._writer, self._on_message, self._all_completed)
         except SluiceError as error:
             await abort(context, error)
         finally:
             for task in self._running.values():
                 task.cancel()
 
-    async def _all_answered(self) -> None:
+    async def _all_completed(self) -> None:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    def _take(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if len(self._running) + len(self._ready) + len(message.calls) > self._most_calls:
-            raise overloaded(f"A session holds {self._most_calls} calls; read answers before making more.")
+            raise overloaded(f"A session is limited to {self._most_calls} calls; read responses before sending more.")
         for call in message.calls:
             if call.number in self._running:
-                raise invalid(f"Call {call.number} is under way already.", param="number")
+                raise invalid(f"Call {call.number} is already in progress; choose another number.", param="number")
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._running[call.number] = task
         for number in unpack_u32(message.cancels, "cancels"):
@@ -86,8 +86,7 @@ class MultiplexedCallServer(Generic[A]):
             answer = self._failed(call, error)
         except Exception:
             log.exception("unexpected failure of a call on a session")
-            said = "Unexpected failure; the service's log has the details."
-            answer = self._failed(call, SluiceError(ErrorKind.INTERNAL, said))
+            answer = self._failed(call, internal("Unexpected failure; see the service's log for details."))
         self._running.pop(call.number, None)
         self._ready.append(answer)
         self._writer.wake()
@@ -97,12 +96,12 @@ class MultiplexedCallServer(Generic[A]):
         return self._make_answer(number=call.number, error=to_detail(error))
 
     def _drain(self) -> Any | None:
-        if not self._ready and self._greeted:
+        if not self._ready and self._greeting_sent:
             return None
-        self._greeted = True
-        taken, size = 0, 0
-        while taken < len(self._ready) and size < BYTES_PER_MESSAGE:
-            size += self._ready[taken].ByteSize()
-            taken += 1
-        answers, self._ready = self._ready[:taken], self._ready[taken:]
+        self._greeting_sent = True
+        count, size = 0, 0
+        while count < len(self._ready) and size < BYTES_PER_MESSAGE:
+            size += self._ready[count].ByteSize()
+            count += 1
+        answers, self._ready = self._ready[:count], self._ready[count:]
         return self._make_answers(answers=answers)

@@ -1,4 +1,4 @@
-"""Channels to other services: message limits, keepalive, TLS and tokens the same everywhere."""
+"""Opens channels to other services, with the same message limits, keepalive, TLS and tokens everywhere."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def open_channel(
 
     Args:
         address: host:port.
-        credentials: None for plain text; PeerCredentials may bring tokens, and certificates that rotate.
-        server_name: name the certificate must carry when `address` is an IP that a name resolved to.
-        callee: the service behind the address, such as ``router`` or ``worker/w1``: each call shows the token for it.
-            Empty: no token is shown.
+        credentials: None for plain text; PeerCredentials may add tokens and rotating certificates.
+        server_name: name expected in the certificate when `address` is an IP that a name resolved to.
+        callee: the service at the address, such as ``router`` or ``worker/w1``, which selects the token sent with each
+            call. Empty: no token is sent.
     """
     options: list[tuple[str, str | int]] = [
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -40,29 +40,29 @@ def open_channel(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # One channel is one replica: shared subchannels would hide which connection broke.
+        # One channel per replica: shared subchannels would hide which connection failed.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
     ]
-    shown = credentials if isinstance(credentials, PeerCredentials) else PeerCredentials(None)
-    if shown.ip_name and _is_ip(server_name or address.rpartition(":")[0]):
-        server_name = shown.ip_name
+    peer = credentials if isinstance(credentials, PeerCredentials) else PeerCredentials(None)
+    if peer.ip_name and _is_ip(server_name or address.rpartition(":")[0]):
+        server_name = peer.ip_name
 
     def connect(credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
-        named = [("grpc.ssl_target_name_override", server_name)] if server_name else []
-        return grpc.aio.secure_channel(address, credentials, options=[*options, *named])
+        target_name = [("grpc.ssl_target_name_override", server_name)] if server_name else []
+        return grpc.aio.secure_channel(address, credentials, options=[*options, *target_name])
 
     channel: grpc.aio.Channel
-    if shown.tls is not None:
-        channel = RenewingChannel(address, shown.tls, connect)
-    elif credentials is None or credentials is shown:
+    if peer.tls is not None:
+        channel = RenewingChannel(address, peer.tls, connect)
+    elif credentials is None or credentials is peer:
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = connect(credentials)
-    if shown.tokens is None or not callee:
+    if peer.tokens is None or not callee:
         return channel
-    return BearerChannel(channel, partial(shown.tokens, callee))
+    return BearerChannel(channel, partial(peer.tokens, callee))
 
 
 def _is_ip(host: str) -> bool:

@@ -1,8 +1,7 @@
-"""Lets a bounded number of calls through at a time; the others wait in the order in which they came.
+"""Limits the number of concurrent calls to a service; the rest wait in arrival order.
 
-A thousand requests that arrive together would otherwise become a thousand calls whose clocks all run while one service
-works through them, and the last of them would time out for no fault of anybody. Behind a turnstile a call's timeout
-measures the service, and the line is what grows.
+Without it, a burst of a thousand requests becomes a thousand calls whose timeouts all run while one service works
+through them, so the last ones time out. Behind the limiter a call's timeout measures the service alone.
 """
 
 from __future__ import annotations
@@ -20,42 +19,42 @@ LONGEST_LINE_S = 60.0
 
 
 class ConcurrencyLimiter:
-    """In front of one service.
+    """Limits concurrent calls to one service.
 
     Args:
-        peer: what is behind it, in words for messages, such as ``preprocess``.
-        at_once: calls that are through at a time.
-        longest_s: longest wait for one's turn.
+        peer: the service's name in error messages, such as ``preprocess``.
+        at_once: maximum number of concurrent calls.
+        longest_s: maximum wait for a permit, seconds.
     """
 
     def __init__(self, peer: str, at_once: int = AT_ONCE, longest_s: float = LONGEST_LINE_S) -> None:
         self._peer = peer
-        self._turns = asyncio.Semaphore(at_once)
+        self._permits = asyncio.Semaphore(at_once)
         self._longest_s = longest_s
 
     @asynccontextmanager
     async def turn(self, most_s: float = inf) -> AsyncIterator[None]:
-        """Holds one turn.
+        """Holds a permit for the duration of the context.
 
         Args:
-            most_s: what the caller can wait, seconds; the turnstile's own limit counts if it is shorter.
+            most_s: maximum wait of this caller, seconds; the limiter's own maximum applies if it is shorter.
 
         Raises:
-            SluiceError: OVERLOADED when the turn does not come in time.
+            SluiceError: OVERLOADED when no permit becomes available in time.
         """
-        if self._turns.locked():
+        if self._permits.locked():
             await self._wait(min(most_s, self._longest_s))
         else:
-            await self._turns.acquire()
+            await self._permits.acquire()
         try:
             yield
         finally:
-            self._turns.release()
+            self._permits.release()
 
     async def _wait(self, most_s: float) -> None:
-        came = False
+        acquired = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
-                came = await self._turns.acquire()
-        if not came:  # not where the timeout is caught: its own error knows this task, and would be the context
-            raise overloaded(f"Too many requests wait for the {self._peer} service; try again soon.")
+                acquired = await self._permits.acquire()
+        if not acquired:  # raised outside the handler: chaining would retain the TimeoutError and its frames
+            raise overloaded(f"Too many requests are waiting for the {self._peer} service; retry shortly.")

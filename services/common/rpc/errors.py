@@ -1,4 +1,4 @@
-"""Typed errors on gRPC: `SluiceError` ↔ status code plus `ErrorDetail` in the trailing metadata."""
+"""Converts typed errors to and from gRPC: status code plus `ErrorDetail` in the trailing metadata."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from services.common.errors import ErrorKind, SluiceError, sentence
+from services.common.errors import ErrorKind, SluiceError, internal, sentence
 from services.common.observability import telemetry
 from sluice.v1 import common_pb2
 
@@ -58,12 +58,12 @@ _KIND_OF_STATUS = {
 
 
 def status_of(kind: ErrorKind) -> grpc.StatusCode:
-    """The gRPC status of a kind of error."""
+    """Returns the gRPC status of an error kind."""
     return _STATUS.get(kind, grpc.StatusCode.INTERNAL)
 
 
 def to_detail(error: SluiceError) -> common_pb2.ErrorDetail:
-    """The wire form of an error."""
+    """Returns the wire form of an error."""
     return common_pb2.ErrorDetail(
         kind=common_pb2.ErrorKind.ValueType(int(error.kind)),
         message=error.message,
@@ -75,10 +75,10 @@ def to_detail(error: SluiceError) -> common_pb2.ErrorDetail:
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
-    """Returns the error behind a wire form, within bounds: it ends up in logs and in answers to clients.
+    """Returns the error of a wire form, sanitized because it is logged and returned to clients.
 
-    The message and the param become printable and are cut at LONGEST_MESSAGE and LONGEST_PARAM characters, a code that
-    is not one word of ``a-z0-9_`` is dropped, and a kind that this version does not know becomes INTERNAL.
+    The message and the param are made printable and truncated to LONGEST_MESSAGE and LONGEST_PARAM characters, a code
+    other than one word of ``a-z0-9_`` is dropped, and an unknown kind becomes INTERNAL.
     """
     try:
         kind = ErrorKind(detail.kind)
@@ -95,29 +95,29 @@ def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
 
 
 def passed_on(error: SluiceError, peer: str) -> SluiceError:
-    """Returns what a peer's error means for the client whose request the peer was working on.
+    """Returns a peer's error as reported to the client whose request the peer was processing.
 
-    Clients are authenticated and their cancellations handled before a peer is called: such an error of a peer is about
-    the calling service, or wrong, and another replica may do better.
+    Clients are authenticated and their cancellations handled before a peer is called. Such an error from a peer thus
+    concerns the calling service, or is wrong, and another replica may succeed.
 
     Args:
-        peer: what was called, in words for the message, such as ``worker w1``.
+        peer: the peer's name in the message, such as ``worker w1``.
     """
     if error.kind in (ErrorKind.UNAUTHENTICATED, ErrorKind.PERMISSION_DENIED):
-        reason, code = f"The {peer} does not accept this service's credentials: {error.message}", "peer_refused"
+        reason, code = f"The {peer} rejected this service's credentials: {error.message}", "peer_refused"
     elif error.kind is ErrorKind.CANCELLED:
-        reason, code = f"The {peer} gave up a request that was not cancelled.", "peer_cancelled"
+        reason, code = f"The {peer} cancelled a request that its client did not cancel.", "peer_cancelled"
     else:
         return error
     return SluiceError(ErrorKind.UNAVAILABLE, sentence(reason, LONGEST_MESSAGE), code=code, retry_after_ms=1000)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
-    """What a failed call means for its caller.
+    """Returns the typed error of a failed call.
 
     Args:
         error: as raised by a grpc.aio call.
-        peer: what was called, in words for the message, such as ``preprocess``.
+        peer: the service's name in the message, such as ``preprocess``.
     """
     for key, value in error.trailing_metadata() or ():
         if key == DETAIL_KEY and isinstance(value, bytes):
@@ -126,8 +126,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
             except DecodeError:
                 break
     kind = _KIND_OF_STATUS.get(error.code(), ErrorKind.INTERNAL)
-    if kind is ErrorKind.OVERLOADED:  # grpc's own use of the code: a message over the size limit
-        return SluiceError(ErrorKind.TOO_LARGE, f"A message to or from {peer} is over the size limit.")
+    if kind is ErrorKind.OVERLOADED:  # without a detail, gRPC means a message over its size limit
+        return SluiceError(ErrorKind.TOO_LARGE, f"A message to or from {peer} exceeds the size limit.")
     if kind is ErrorKind.UNAVAILABLE:
         return SluiceError(
             kind, f"The {peer} service cannot be reached.", code="service_unavailable", retry_after_ms=1000
@@ -138,8 +138,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
 
 
 def late_answer(peer: str) -> SluiceError:
-    """What a caller hears whose call took longer than its share of the time."""
-    return SluiceError(ErrorKind.DEADLINE_EXCEEDED, f"The {peer} service did not answer in time.", code="stage_timeout")
+    """Returns the error of a call that exceeded its deadline."""
+    return SluiceError(ErrorKind.DEADLINE_EXCEEDED, f"The {peer} service timed out.", code="stage_timeout")
 
 
 async def abort(context: grpc.aio.ServicerContext, error: SluiceError) -> NoReturn:  # type: ignore[type-arg]
@@ -162,7 +162,7 @@ async def answer(
     handler: Callable[[Q], Awaitable[A]],
     request: Q,
 ) -> A:
-    """Runs a unary handler; typed errors become typed statuses, anything else a logged INTERNAL without its text."""
+    """Runs a unary handler; typed errors become typed statuses, others a logged INTERNAL without their text."""
     telemetry.name_request(context.invocation_metadata())
     try:
         return await handler(request)
@@ -172,4 +172,4 @@ async def answer(
         raise
     except Exception:
         log.exception("unexpected failure in %s", getattr(handler, "__qualname__", handler))
-        await abort(context, SluiceError(ErrorKind.INTERNAL, "Unexpected failure; the service's log has the details."))
+        await abort(context, internal("Unexpected failure; see the service's log for details."))

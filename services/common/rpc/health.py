@@ -1,7 +1,7 @@
-"""gRPC health (`grpc.health.v1`) whose watchers let go when the server ends.
+"""The gRPC health service (`grpc.health.v1`), with watches that end when the server stops.
 
-With the servicer of the grpc package a watch ends only with its caller, so that one watcher makes every drain last for
-its whole time limit; and it writes under a lock, so that one stalled watcher keeps all others from hearing anything.
+With the grpc package's servicer, a watch ends only with its caller, so one watcher makes every drain last its full time
+limit; and it writes under a lock, so one stalled watcher blocks updates to all others.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 LIVE = "live"
-"""A name whose status is SERVING as long as the process answers at all, also while it loads or drains."""
+"""A service name whose status is SERVING as long as the process responds, even while it loads or drains."""
 VERSION_KEY, CLOCK_KEY = "sluice-version", "sluice-unix-ms"
-"""Trailing metadata of every Check: which version answers, and what time it is there."""
+"""Trailing metadata of every Check: the server's version and clock."""
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package has no types
-    """What every service answers about itself; the empty name stands for the whole server.
+    """The health of one server; the empty name stands for the entire server.
 
     Args:
-        watches: bounds the streams that are open at once; callers beyond them can ask with Check.
+        watches: limits the number of open Watch streams; further callers must use Check.
     """
 
     def __init__(self, watches: BudgetPool) -> None:
         self._watches = watches
         self._statuses: dict[str, int] = {LIVE: SERVING}
         self._changed = asyncio.Event()
-        self._over = False
+        self._closed = False
 
     def set(self, service: str, serving: bool) -> None:
-        """Says whether requests are welcome; after `close` they never are."""
-        self._statuses[service] = SERVING if serving and not self._over else NOT_SERVING
-        self._tell()
+        """Sets whether a service accepts requests; has no effect after `close`."""
+        self._statuses[service] = SERVING if serving and not self._closed else NOT_SERVING
+        self._notify()
 
     def close(self) -> None:
-        """Nothing is served any more: watchers hear that and their calls end."""
-        self._over = True
+        """Reports NOT_SERVING to all watchers and ends their calls."""
+        self._closed = True
         self._statuses = {name: SERVING if name == LIVE else NOT_SERVING for name in self._statuses}
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -61,16 +61,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         context.set_trailing_metadata(((VERSION_KEY, __version__), (CLOCK_KEY, str(int(time.time() * 1000)))))
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"Service {quoted(request.service)} is not served here.")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"Unknown service {quoted(request.service)}.")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         if len(request.service) > LONGEST_NAME:
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"A service's name has at most {LONGEST_NAME} characters."
+                grpc.StatusCode.INVALID_ARGUMENT, f"The service name exceeds {LONGEST_NAME} characters; shorten it."
             )
         if not self._watches.try_take(1):
-            reason = f"{self._watches.limit} health streams are open; ask with Check"
+            reason = f"{self._watches.limit} health streams are open; use Check instead"
             await abort(context, self._watches.refuse(reason, kind=ErrorKind.OVERLOADED, retry_after_ms=1000))
         try:
             await self._follow(request, context)
@@ -78,14 +78,14 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
             self._watches.give_back(1)
 
     async def _follow(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        said = None
+        reported = None
         while True:
-            changed = self._changed  # taken before the status is read: no change can be missed
+            changed = self._changed  # read before the status, so that no change is missed
             status = self._statuses.get(request.service, SERVICE_UNKNOWN)
-            if status != said:
+            if status != reported:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
-                said = status
-            elif self._over:
+                reported = status
+            elif self._closed:
                 return
             else:
                 await changed.wait()

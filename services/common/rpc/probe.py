@@ -1,7 +1,7 @@
-"""Asks a service whether it takes requests: `python -m services.common.rpc.probe 127.0.0.1:50051`.
+"""Checks whether a service is ready: `python -m services.common.rpc.probe 127.0.0.1:50051`.
 
-For the health checks of containers. The exit code is 0 when gRPC health says SERVING, or when an http:// address
-answers with a 2xx, within three seconds; 1 with one sentence on standard error otherwise.
+For container health checks. Exits with 0 when gRPC health reports SERVING, or an http:// address responds with 2xx,
+within three seconds; otherwise with 1 and one sentence on standard error.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ TIMEOUT_S = 3.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one probe; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m services.common.rpc.probe", description=__doc__)
-    parser.add_argument("address", help="host:port of a gRPC service, or a URL that answers 2xx when ready")
+    parser.add_argument("address", help="host:port of a gRPC service, or a URL that responds with 2xx when ready")
     parser.add_argument(
         "--service",
         default="",
-        help="use this service's SLUICE_<SERVICE>_TLS_* or _HTTPS_* variables; unset means plain text",
+        help="read this service's SLUICE_<SERVICE>_TLS_* or _HTTPS_* variables; default: plain text",
     )
-    parser.add_argument("--server-name", default="", help="name in the service's certificate; default: --service")
     parser.add_argument(
-        "--live", action="store_true", help="ask only whether the gRPC service answers, not whether it takes requests"
+        "--server-name", default="", help="expected name in the service's certificate; default: the value of --service"
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="check only that the gRPC service responds, not that it accepts requests"
     )
     arguments = parser.parse_args(argv)
     if arguments.address.startswith(("http://", "https://")):
@@ -47,17 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def probe_http(url: str, service: str = "") -> str:
-    """What keeps `url` from being ready; empty when nothing does.
+    """Returns why `url` is not ready; empty when it is.
 
     Args:
-        service: whose HTTPS variables apply to an https:// address; empty: what the machine trusts.
+        service: whose HTTPS variables apply to an https:// address; empty: the system's trust store.
     """
-    # Here, because every probe of a gRPC service would pay for it, and a suite is probed every second.
+    # Imported here: gRPC probes, which run every second, would pay for it.
     import http.client
     import urllib.error
     import urllib.request
 
-    # A proxy of the environment is for the world outside, never for the container's own port.
+    # Ignore proxies from the environment: the probed port is local.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     try:
         if (context := _https_context(service)) is not None:
@@ -66,13 +68,13 @@ def probe_http(url: str, service: str = "") -> str:
         with opener.open(url, timeout=TIMEOUT_S):
             return ""
     except urllib.error.HTTPError as error:
-        return f"answers {error.code}"
+        return f"responded with {error.code}"
     except (OSError, ValueError, http.client.HTTPException) as error:
         return "cannot be reached: " + " ".join(str(getattr(error, "reason", error)).split())
 
 
 def _https_context(service: str) -> ssl.SSLContext | None:
-    """The server must hold the service's own certificate, whatever name it is asked by, and is shown the same."""
+    """Returns a context that presents and accepts exactly the service's certificate, whatever its host name."""
     certificate = os.environ.get(f"SLUICE_{service.upper()}_HTTPS_CERT", "")
     if not certificate:
         return None
@@ -86,22 +88,22 @@ def _https_context(service: str) -> ssl.SSLContext | None:
 
 
 def probe_grpc(address: str, service: str, server_name: str, checked: str = "") -> str:
-    """What keeps the gRPC service at `address` from being ready; empty when nothing does.
+    """Returns why the gRPC service at `address` is not ready; empty when it is.
 
     Args:
         address: host:port.
         service: whose TLS variables apply; empty for plain text.
-        server_name: the name its certificate carries; matters only with TLS.
-        checked: name that gRPC health is asked about; empty for the whole server.
+        server_name: expected name in its certificate; used only with TLS.
+        checked: service name in the health request; empty for the entire server.
     """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     try:
-        opened = _open_channel(address, service, server_name)
+        opened_channel = _open_channel(address, service, server_name)
     except SluiceError as error:
-        return f"cannot be asked: {error.message}"
-    with opened as channel:
+        return f"cannot be probed: {error.message}"
+    with opened_channel as channel:
         health = health_pb2_grpc.HealthStub(channel)
         try:
             answer = health.Check(health_pb2.HealthCheckRequest(service=checked), timeout=TIMEOUT_S)
@@ -126,12 +128,12 @@ def _credentials(service: str) -> grpc.ChannelCredentials | None:
     prefix = f"SLUICE_{service.upper()}_"
     if not os.environ.get(f"{prefix}TLS_CERT"):
         return None
-    # Only with TLS: loading settings costs more than the probe itself.
+    # Imported only with TLS: loading settings costs more than the probe itself.
     from services.common.security.tls import channel_credentials
     from services.common.settings import TlsSettings
 
     settings = TlsSettings(_env_prefix=prefix)
-    # A service that trusts no authority is asked to prove that it holds its own certificate.
+    # Without a CA, the service must present its own certificate.
     return channel_credentials(settings.model_copy(update={"tls_ca": settings.tls_ca or settings.tls_cert}))
 
 

@@ -1,11 +1,11 @@
-"""Client-side balancing over the replicas of a service.
+"""Client-side load balancing over the replicas of a service.
 
-One HTTP/2 connection pins to one replica, so each replica gets a channel of its own: names are resolved again and
-again, each replica's health is watched, and every call goes to a healthy replica with the fewest calls under way.
+An HTTP/2 connection is pinned to one replica, so each replica gets its own channel: names are re-resolved periodically,
+each replica's health is watched, and every call goes to the healthy replica with the fewest calls in progress.
 
-A replica that looks healthy but does not answer is left alone by its circuit breaker. A call that was refused, or lost
-with its replica, is made again elsewhere; one that takes unusually long may be made a second time (hedged). What was
-not refused may have been worked on: repeating it comes out of a budget, so that trouble does not double the load.
+A replica that reports healthy but does not respond is excluded by its circuit breaker. A call that was refused, or lost
+with its replica, is retried on another; one that takes unusually long may be hedged. Calls that were not refused may
+have been processed, so repeating them draws on a budget: failures must not double the load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, Generic, TypeVar
 
@@ -27,7 +27,6 @@ from services.common.observability import telemetry
 from services.common.rpc.breaker import Breaker, LatencyQuantile, RetryBudget
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error, late_answer, passed_on
-from services.common.rpc.least_loaded import idlest
 from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.tasks import TaskOwner, asked_to_end, end_all
 
@@ -40,18 +39,19 @@ HEDGES_PER_CALL, HEDGE_BURST = 0.05, 10.0
 HEDGE_FLOOR_S = 0.02
 HEDGE_GUESS_S = 0.5
 PATIENCE_S = 1.0
-"""A caller that waited less than this for nothing has learnt nothing about the replica."""
+"""A timeout after waiting less than this does not count against the replica."""
 
 S = TypeVar("S")
 Q = TypeVar("Q")
 A = TypeVar("A")
+T = TypeVar("T")
 
 
 class Replica(Generic[S]):
-    """One process of a service: its address, its stub, and whether it takes requests.
+    """One process of a service: its address, its stub, and whether it accepts requests.
 
     Attributes:
-        held: somebody else uses the channel; it stays open, and the replica known, until that ends.
+        held: the channel is in use elsewhere; it stays open, and the replica listed, until that ends.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class ReplicaSet(Generic[S]):
     """The replicas behind a list of targets.
 
     Args:
-        peer: the service's name, such as ``preprocess``: for messages, and for the token that its replicas are shown.
+        peer: the service's name, such as ``preprocess``, used in messages and to select the token sent to its replicas.
         targets: host:port each; a name stands for every address it resolves to.
-        make_stub: makes the service's stub on a channel.
+        make_stub: creates the service's stub on a channel.
         on_change: called after a replica came up or went down.
-        shared: the RPC of a stub whose calls share a stream, if one is a CallStream.
+        shared: returns the MultiplexedCall of a stub, if one of its RPCs has one.
 
     Attributes:
-        on_event: told what was done about trouble: "retry", "hedge", "hedge_won", "circuit_opened", "circuit_refused".
+        on_event: called with each mitigation: "retry", "hedge", "hedge_won", "circuit_opened", "circuit_refused".
     """
 
     def __init__(
@@ -98,23 +98,23 @@ class ReplicaSet(Generic[S]):
         self._shared = shared
         self._on_change = on_change or (lambda: None)
         self._replicas: dict[str, Replica[S]] = {}
-        self._unknown: list[str] = []
+        self._unresolved: list[str] = []
         self._watches: dict[str, list[asyncio.Task[None]]] = {}
         self._tasks = TaskOwner()
         self._retries = RetryBudget(RETRIES_PER_CALL, RETRY_BURST)
         self._hedges = RetryBudget(HEDGES_PER_CALL, HEDGE_BURST)
-        self._usual: dict[str, LatencyQuantile] = {}
+        self._latencies: dict[str, LatencyQuantile] = {}
 
     @property
     def serving(self) -> list[Replica[S]]:
-        """Replicas that take requests now."""
+        """Replicas that accept requests now."""
         return [replica for replica in self._replicas.values() if replica.serving]
 
     @property
     def away(self) -> list[str]:
-        """Addresses that should take requests and do not, and names that stand for none."""
-        silent = [replica.address for replica in self._replicas.values() if not replica.serving]
-        return sorted({*silent, *self._unknown})
+        """Addresses that should accept requests but do not, and names that do not resolve."""
+        not_serving = [replica.address for replica in self._replicas.values() if not replica.serving]
+        return sorted({*not_serving, *self._unresolved})
 
     async def start(self) -> None:
         """Resolves once, then keeps resolving and watching until closed."""
@@ -128,7 +128,7 @@ class ReplicaSet(Generic[S]):
         await asyncio.gather(*(replica.channel.close() for replica in replicas))
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """Waits until a replica serves; False when none does in time."""
+        """Waits until a replica serves; returns False on timeout."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while not self.serving:
             if asyncio.get_running_loop().time() > deadline:
@@ -137,20 +137,20 @@ class ReplicaSet(Generic[S]):
         return True
 
     def pick(self, exclude: frozenset[str] = frozenset()) -> Replica[S]:
-        """The healthy replica with the fewest calls under way.
+        """Returns the healthy replica with the fewest calls in progress.
 
         Raises:
-            SluiceError: UNAVAILABLE when there is none, or when all have stopped answering (`circuit_open`).
+            SluiceError: UNAVAILABLE when none is ready, or when all have stopped responding (`circuit_open`).
         """
         candidates = [replica for replica in self.serving if replica.address not in exclude]
         if not candidates:
-            raise unavailable(f"No {self.peer} replica is ready.", code="service_unavailable")
+            raise unavailable(f"No {self.peer} replica is ready; retry shortly.", code="service_unavailable")
         passable = [replica for replica in candidates if replica.breaker.passable]
         if not passable:
             self.on_event("circuit_refused")
             wait_ms = int(1000 * min(replica.breaker.retry_after_s for replica in candidates))
             raise unavailable(
-                f"The {self.peer} service does not answer; it is tried again soon.",
+                f"The {self.peer} service does not respond; retry shortly.",
                 code="circuit_open",
                 retry_after_ms=max(wait_ms, 1000),
             )
@@ -166,14 +166,14 @@ class ReplicaSet(Generic[S]):
         attempts: int = 2,
         hedge: str = "",
     ) -> A:
-        """One idempotent unary call; when a replica cannot be reached, another one is tried within the same deadline.
+        """Makes an idempotent unary call; if a replica is unreachable, retries on another before the deadline.
 
         Args:
-            hedge: a name for calls that take about as long as each other; one that takes longer than 95 of 100 of
-                them is made on a second replica as well, and the first answer counts. Empty: never.
+            hedge: name of a group of calls of similar duration; a call slower than 95 of 100 of them is also sent
+                to a second replica, and the first response wins. Empty: never.
 
         Raises:
-            SluiceError: as the service said, or UNAVAILABLE / DEADLINE_EXCEEDED of its own.
+            SluiceError: the service's error, or UNAVAILABLE / DEADLINE_EXCEEDED of the client.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -186,8 +186,8 @@ class ReplicaSet(Generic[S]):
                 return await self._once(method, request, deadline, tried)
             except SluiceError as cause:
                 elsewhere = any(other.address not in tried and other.breaker.passable for other in self.serving)
-                again = cause.retryable and tried and len(tried) < attempts and loop.time() < deadline and elsewhere
-                if not again or not (_refused(cause) or self._retries.spend()):
+                retryable = cause.retryable and tried and len(tried) < attempts and loop.time() < deadline and elsewhere
+                if not retryable or not (_refused(cause) or self._retries.spend()):
                     raise
                 self.on_event("retry")
                 log.warning("retrying on another replica", extra={"peer": self.peer, "failed": tried})
@@ -195,7 +195,7 @@ class ReplicaSet(Generic[S]):
     async def _once(
         self, method: Callable[[S], Callable[..., Awaitable[A]]], request: Any, deadline: float, tried: list[str]
     ) -> A:
-        """The call on one replica; SluiceError as it said. The replica is added to `tried`."""
+        """Makes the call on one replica, which is added to `tried`; raises SluiceError."""
         loop = asyncio.get_running_loop()
         replica = self.pick(frozenset(tried))
         tried.append(replica.address)
@@ -206,13 +206,15 @@ class ReplicaSet(Generic[S]):
             answer = await method(replica.stub)(request, timeout=left_s, metadata=telemetry.grpc_metadata())
         except grpc.aio.AioRpcError as error:
             late = loop.time() >= deadline
-            self._judge(replica, error, left_s, late)
+            self._update_breaker(replica, error, left_s, late)
             raise self._cause(error, late) from error
         except asyncio.CancelledError:
             if asked_to_end():
                 raise
-            # Its channel was closed under it.
-            raise unavailable(f"The {self.peer} replica left before it answered.", code="service_unavailable") from None
+            # The replica's channel was closed.
+            raise unavailable(
+                f"The {self.peer} replica was removed before it responded.", code="service_unavailable"
+            ) from None
         else:
             replica.breaker.succeeded()
             return answer
@@ -221,15 +223,15 @@ class ReplicaSet(Generic[S]):
 
     def _cause(self, error: grpc.aio.AioRpcError, late: bool) -> SluiceError:
         if error.code() is grpc.StatusCode.CANCELLED and not _typed(error):
-            # Not by this caller, who would not get to hear it. The server notices first that the time is up when this
-            # process is busy; otherwise the call came in while the server was stopping.
+            # Not cancelled by this caller. The server may detect the expired deadline first when this process is busy;
+            # otherwise the call arrived while the server was stopping.
             if late:
                 return late_answer(self.peer)
-            return unavailable(f"The {self.peer} service stopped before it answered.", code="service_unavailable")
+            return unavailable(f"The {self.peer} service stopped before it responded.", code="service_unavailable")
         return passed_on(from_rpc_error(error, self.peer), f"{self.peer} service")
 
-    def _judge(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float, late: bool) -> None:
-        """A typed refusal is an answer; silence and broken connections are not."""
+    def _update_breaker(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float, late: bool) -> None:
+        """Counts a typed refusal as a success; timeouts and broken connections are failures."""
         if _typed(error):
             replica.breaker.succeeded()
         elif not (late or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) or waited_s >= PATIENCE_S:
@@ -238,7 +240,7 @@ class ReplicaSet(Generic[S]):
     def _failed(self, replica: Replica[S]) -> None:
         if replica.breaker.failed():
             self.on_event("circuit_opened")
-            log.warning("replica does not answer", extra={"peer": self.peer, "address": replica.address})
+            log.warning("replica does not respond", extra={"peer": self.peer, "address": replica.address})
 
     async def _hedged(
         self,
@@ -248,26 +250,26 @@ class ReplicaSet(Generic[S]):
         tried: list[str],
         name: str,
     ) -> A:
-        """The call on one replica and, when that takes unusually long, on a second one; the first answer counts."""
-        usual = self._usual.setdefault(name, LatencyQuantile(HEDGE_FLOOR_S, HEDGE_GUESS_S))
+        """Makes the call on one replica and, when it is unusually slow, on a second; the first response wins."""
+        latency = self._latencies.setdefault(name, LatencyQuantile(HEDGE_FLOOR_S, HEDGE_GUESS_S))
         self._hedges.earn()
         started = perf_counter()
         calls: list[asyncio.Future[A]] = [asyncio.ensure_future(self._once(method, request, deadline, tried))]
         try:
-            await asyncio.wait(calls, timeout=usual.seconds)
-            usual.saw(perf_counter() - started)
+            await asyncio.wait(calls, timeout=latency.seconds)
+            latency.saw(perf_counter() - started)
             if not calls[0].done() and self._hedges.spend():
                 self.on_event("hedge")
                 calls.append(asyncio.ensure_future(self._once(method, request, deadline, tried)))
-            first = calls.index(await _first_answer(calls))
+            first = calls.index(await _first_response(calls))
             if first > 0:
                 self.on_event("hedge_won")
                 if (slow := self._replicas.get(tried[0])) is not None:
-                    self._failed(slow)  # once is nothing; a replica that never answers any more is found out this way
+                    self._failed(slow)  # repeated hedge losses open the breaker of a hanging replica
             return calls[first].result()
         finally:
             await end_all(calls)
-            calls.clear()  # what they raise holds this call, which must not hold them as well
+            calls.clear()  # break the reference cycle: their exceptions' tracebacks reference this frame
 
     async def _keep_resolving(self) -> None:
         while True:
@@ -275,16 +277,16 @@ class ReplicaSet(Generic[S]):
             await self._resolve_all()
 
     async def _resolve_all(self) -> None:
-        answers = await asyncio.gather(*(_resolve(target) for target in self._targets))
-        self._unknown = [target for target, answer in zip(self._targets, answers, strict=True) if not answer]
-        found = dict(pair for answer in answers for pair in answer)
-        if not found:
-            return  # the name service is away: what we know may still be true
-        for address in found.keys() - self._replicas.keys():
-            self._add(address, found[address])
-        for address in self._replicas.keys() - found.keys():
-            # Not in the name service any more. While it still answers it only gets no new requests, because a name
-            # service that is restarting may answer in part.
+        results = await asyncio.gather(*(_resolve(target) for target in self._targets))
+        self._unresolved = [target for target, pairs in zip(self._targets, results, strict=True) if not pairs]
+        resolved = dict(pair for pairs in results for pair in pairs)
+        if not resolved:
+            return  # the name service is unavailable: keep the known replicas
+        for address in resolved.keys() - self._replicas.keys():
+            self._add(address, resolved[address])
+        for address in self._replicas.keys() - resolved.keys():
+            # No longer in the name service. Keep it while it serves, because a restarting name service may return
+            # partial results.
             replica = self._replicas[address]
             if not (replica.serving or replica.held or replica.outstanding):
                 await self._remove(address)
@@ -323,7 +325,7 @@ class ReplicaSet(Generic[S]):
                     self._mark(replica, answer.status == health_pb2.HealthCheckResponse.SERVING)
             except grpc.aio.AioRpcError as error:
                 log.debug("health watch ended", extra={"peer": self.peer, "status": error.code().name})
-                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # too many watch it: ask now and then
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:  # too many watchers: poll instead
                     serving = await _serves(health)
             self._mark(replica, serving)
             await asyncio.sleep(WATCH_RETRY_S * random.uniform(0.5, 1.5))
@@ -338,18 +340,18 @@ async def _serves(health: health_pb2_grpc.HealthAsyncStub) -> bool:
 
 
 def _refused(cause: SluiceError) -> bool:
-    """The service said no before it did any work."""
+    """Whether the service rejected the call before doing any work."""
     error = cause.__cause__
     return isinstance(error, grpc.aio.AioRpcError) and _typed(error)
 
 
 def _typed(error: grpc.aio.AioRpcError) -> bool:
-    """The service itself said so."""
+    """Whether the error was sent by the service itself."""
     return any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
 
 
-async def _first_answer(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]:
-    """The first call that succeeds or says that none can; when all have failed, the one that was made first."""
+async def _first_response(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]:
+    """Returns the first call that succeeds or fails permanently; if all fail transiently, the first one made."""
     pending = set(calls)
     while pending:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -361,12 +363,24 @@ async def _first_answer(calls: Sequence[asyncio.Future[A]]) -> asyncio.Future[A]
 
 
 async def _resolve(target: str) -> list[tuple[str, str]]:
-    """(ip:port, certificate name) of every address behind host:port; empty when the name is not known now."""
-    if (place := host_port(target)) is None:
-        raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"{target!r} is no host:port.")
-    host, port = place
+    """Returns (ip:port, certificate name) for each address behind host:port; empty when it does not resolve."""
+    if (parsed := host_port(target)) is None:
+        raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"{target!r} is not host:port.")
+    host, port = parsed
     try:
         infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return []
     return [(join(str(info[4][0]), port), host) for info in infos]
+
+
+def idlest(candidates: Iterable[T], load: Callable[[T], int]) -> T | None:
+    """Returns a random one of the candidates with the least load; None when there are none.
+
+    A fixed choice among equals would send every lightly loaded caller to the same candidate.
+    """
+    items = list(candidates)
+    if len(items) < 2:
+        return items[0] if items else None
+    lowest = min(map(load, items))
+    return random.choice([candidate for candidate in items if load(candidate) == lowest])

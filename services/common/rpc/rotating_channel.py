@@ -1,4 +1,4 @@
-"""What a service shows the services it calls, and channels that reconnect when that has changed."""
+"""Credentials for calls to other services, and channels that reconnect when certificates change."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)
 
-ACCEPTED_WITHIN_S = 5.0
-TRY_AGAIN_S = 5.0
+READY_S = 5.0
+RETRY_S = 5.0
 
 
-class _RotatingChannel:
-    """One connection, and how many calls are on it."""
+class _Connection:
+    """One connection and its number of active calls."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
@@ -28,13 +28,13 @@ class _RotatingChannel:
 
 
 class RenewingChannel(grpc.aio.Channel):
-    """A channel whose new calls go over a new connection once the certificates have changed.
+    """A channel whose new calls use a new connection once the certificates have changed.
 
-    The old connection carries the calls that are on it to their end. While it works, a new one takes over only when the
-    peer has accepted it: certificates that are replaced in the wrong order cost nothing but a warning.
+    Calls in progress complete on the old connection. While that works, a new one replaces it only after the peer has
+    accepted it: certificates replaced in the wrong order only cause a warning.
 
     Args:
-        address: for the log.
+        address: for log lines.
         connect: opens a channel with the given credentials.
     """
 
@@ -48,80 +48,80 @@ class RenewingChannel(grpc.aio.Channel):
         self._tls = tls
         self._connect = connect
         self._generation = tls.generation
-        self._line = _RotatingChannel(connect(tls.value))
-        self._retired: set[_RotatingChannel] = set()
+        self._connection = _Connection(connect(tls.value))
+        self._retired: set[_Connection] = set()
         self._tasks = TaskOwner()
         self._renewing: asyncio.Task[None] | None = None
 
-    def _current(self) -> _RotatingChannel:
+    def _current(self) -> _Connection:
         credentials = self._tls.value
         generation = self._tls.generation
         if generation == self._generation or self._renewing is not None:
-            return self._line
-        if self._line.channel.get_state() is grpc.ChannelConnectivity.READY:
+            return self._connection
+        if self._connection.channel.get_state() is grpc.ChannelConnectivity.READY:
             self._renewing = self._tasks.spawn(self._renew(credentials, generation), f"renew-{self._address}")
         else:
-            self._switch(_RotatingChannel(self._connect(credentials)), generation)
-        return self._line
+            self._switch(_Connection(self._connect(credentials)), generation)
+        return self._connection
 
     async def _renew(self, credentials: grpc.ChannelCredentials, generation: int) -> None:
         fresh = self._connect(credentials)
         try:
-            async with asyncio.timeout(ACCEPTED_WITHIN_S):
+            async with asyncio.timeout(READY_S):
                 await fresh.channel_ready()
         except TimeoutError:
             log.warning(
-                "a peer does not accept the new certificate, or it does not trust the peer's",
+                "a peer rejected the new certificate, or its certificate is not trusted",
                 extra={"peer": self._address},
             )
             await fresh.close()
-            await asyncio.sleep(TRY_AGAIN_S)
+            await asyncio.sleep(RETRY_S)
         else:
-            self._switch(_RotatingChannel(fresh), generation)
+            self._switch(_Connection(fresh), generation)
         finally:
             self._renewing = None
 
-    def _switch(self, line: _RotatingChannel, generation: int) -> None:
-        old, self._line, self._generation = self._line, line, generation
+    def _switch(self, connection: _Connection, generation: int) -> None:
+        old, self._connection, self._generation = self._connection, connection, generation
         self._retired.add(old)
         self._close_if_done(old)
 
-    def _close_if_done(self, line: _RotatingChannel) -> None:
-        if line in self._retired and not line.calls:
-            self._retired.discard(line)
-            self._tasks.spawn(line.channel.close(), f"close-{self._address}")
+    def _close_if_done(self, connection: _Connection) -> None:
+        if connection in self._retired and not connection.calls:
+            self._retired.discard(connection)
+            self._tasks.spawn(connection.channel.close(), f"close-{self._address}")
 
-    def _calling(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
-        line: _RotatingChannel | None = None
+    def _counted(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
+        connection: _Connection | None = None
         method: Any = None
 
-        def ended(line: _RotatingChannel) -> None:
-            line.calls -= 1
-            self._close_if_done(line)
+        def ended(connection: _Connection) -> None:
+            connection.calls -= 1
+            self._close_if_done(connection)
 
-        def call(*args: Any, **more: Any) -> Any:
-            nonlocal line, method
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal connection, method
             current = self._current()
-            if current is not line:
-                line, method = current, make(current.channel)
-            started = method(*args, **more)
+            if current is not connection:
+                connection, method = current, make(current.channel)
+            started = method(*args, **kwargs)
             current.calls += 1
             started.add_done_callback(lambda _: ended(current))
             return started
 
         return call
 
-    def unary_unary(self, *args: Any, **more: Any) -> Any:
-        return self._calling(lambda channel: channel.unary_unary(*args, **more))
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._counted(lambda channel: channel.unary_unary(*args, **kwargs))
 
-    def unary_stream(self, *args: Any, **more: Any) -> Any:
-        return self._calling(lambda channel: channel.unary_stream(*args, **more))
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._counted(lambda channel: channel.unary_stream(*args, **kwargs))
 
-    def stream_unary(self, *args: Any, **more: Any) -> Any:
-        return self._calling(lambda channel: channel.stream_unary(*args, **more))
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._counted(lambda channel: channel.stream_unary(*args, **kwargs))
 
-    def stream_stream(self, *args: Any, **more: Any) -> Any:
-        return self._calling(lambda channel: channel.stream_stream(*args, **more))
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._counted(lambda channel: channel.stream_stream(*args, **kwargs))
 
     async def __aenter__(self) -> RenewingChannel:
         return self
@@ -131,28 +131,28 @@ class RenewingChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         await self._tasks.close()
-        for line in (self._line, *self._retired):
-            await line.channel.close(grace)
+        for connection in (self._connection, *self._retired):
+            await connection.channel.close(grace)
         self._retired.clear()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._current().channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        with self._used() as channel:
+        with self._in_use() as channel:
             await channel.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        with self._used() as channel:
+        with self._in_use() as channel:
             await channel.channel_ready()
 
     @contextmanager
-    def _used(self) -> Iterator[grpc.aio.Channel]:
-        """Whoever waits for a connection uses it: it is not closed under them."""
-        line = self._current()
-        line.calls += 1
+    def _in_use(self) -> Iterator[grpc.aio.Channel]:
+        """Keeps a connection open while it is waited for."""
+        connection = self._current()
+        connection.calls += 1
         try:
-            yield line.channel
+            yield connection.channel
         finally:
-            line.calls -= 1
-            self._close_if_done(line)
+            connection.calls -= 1
+            self._close_if_done(connection)

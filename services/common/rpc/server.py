@@ -1,4 +1,4 @@
-"""A gRPC server with what every service offers: health, reflection, keepalive, TLS, limits and a graceful drain."""
+"""A gRPC server with the features common to all services: health, reflection, keepalive, TLS, limits, draining."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class GrpcServer:
     """One listening gRPC server.
 
-    Register servicers on `server`, then `start`. Health answers NOT_SERVING until `set_serving(True)` and again from
-    the first moment of `stop`; for the name "live" it answers SERVING all the time.
+    Register servicers on `server`, then call `start`. Health reports NOT_SERVING until `set_serving(True)` and once
+    `stop` begins; for the name "live" it always reports SERVING.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GrpcServer:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-            ("grpc.so_reuseport", 0),  # a taken port is an error, not a silent share
+            ("grpc.so_reuseport", 0),  # fail on a port in use instead of sharing it silently
         ]
         if settings.max_connection_age_s:
             options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
@@ -64,12 +64,12 @@ class GrpcServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Listens; SluiceError when the address cannot be bound or TLS files are wrong."""
+        """Starts listening; raises SluiceError when the address cannot be bound or TLS files are invalid."""
         await self.set_serving(False)
         credentials = server_credentials(self._settings)
         listen = self._settings.listen
-        if (place := host_port(listen)) is None:  # gRPC would take 65536 less than a port above 65535
-            raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"--listen {listen!r} is no host:port.")
+        if (parsed := host_port(listen)) is None:  # gRPC would wrap ports above 65535
+            raise SluiceError(ErrorKind.INVALID_ARGUMENT, f"--listen {listen!r} is not host:port.")
         try:
             self.port = (
                 self.server.add_insecure_port(listen)
@@ -82,10 +82,10 @@ class GrpcServer:
                 f"Cannot listen on {listen}: the port is taken or the address is not one of this machine.",
             ) from error
         await self.server.start()
-        log.info("gRPC server listens", extra={"address": join(place[0], self.port), "tls": credentials is not None})
+        log.info("gRPC server listens", extra={"address": join(parsed[0], self.port), "tls": credentials is not None})
 
     async def set_serving(self, serving: bool) -> None:
-        """Says in health whether requests are welcome."""
+        """Sets whether the health service reports that requests are accepted."""
         scraping.serving = serving
         for name in ("", *self._services):
             self._health.set(name, serving)

@@ -1,7 +1,7 @@
-"""Sessions: one long-lived bidirectional stream that carries many requests (design, rule 2).
+"""Sessions: long-lived bidirectional streams that carry many requests each (design, rule 2).
 
-Whatever is ready travels together and nothing waits to fill a batch: while one message is being written, the next one
-collects in the owner's buffers. `drain` turns those buffers into one message, or None when they are empty.
+Messages that are ready are sent together, and none waits to fill a batch: while one is being written, the next collects
+in the owner's buffers. `drain` turns those buffers into one message, or None when they are empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from services.common.observability.process_metrics import sessions
 from services.common.rpc.errors import from_rpc_error
 
 LAST_WRITE_S = 5.0
-CUT_WRITE_S = 1.0
+CANCELLED_WRITE_S = 1.0
 
 
 In = TypeVar("In")
@@ -25,7 +25,7 @@ Out = TypeVar("Out")
 
 
 class BatchWriter(Generic[Out]):
-    """Writes batches until cancelled or closed; `wake` says that there is something to write."""
+    """Writes batches until cancelled or closed; `wake` signals pending output."""
 
     def __init__(self, drain: Callable[[], Out | None], write: Callable[[Out], Awaitable[Any]]) -> None:
         self._drain = drain
@@ -35,7 +35,7 @@ class BatchWriter(Generic[Out]):
         self.wake = self._ready.set
 
     async def run(self) -> None:
-        """Runs until cancelled, until the write fails, or until all is written after `close`."""
+        """Runs until cancelled, until a write fails, or until everything is written after `close`."""
         while not self._closing or self._ready.is_set():
             await self._ready.wait()
             self._ready.clear()
@@ -43,12 +43,12 @@ class BatchWriter(Generic[Out]):
                 await self._write(message)
 
     def close(self) -> None:
-        """Ends `run` as soon as everything that is ready has been written."""
+        """Ends `run` once all pending output is written."""
         self._closing = True
         self.wake()
 
     def give_up(self) -> None:
-        """Ends `run` after the write that is under way; what is still to be written is dropped."""
+        """Ends `run` after the current write; drops pending output."""
         self._drain = _nothing
         self.close()
 
@@ -63,14 +63,14 @@ async def serve_session(
     on_message: Callable[[In], None],
     settled: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """The server's side: reads until the peer is done or gone, writes what the writer drains. A peer that is done but
-    not gone still gets what is ready, or what is ready when `settled` returns.
+    """Serves a session: reads until the peer half-closes or disconnects, and writes drained messages.
 
-    The caller cleans up its state after this returns or raises, whichever way the session ended.
+    After a half-close, flushes pending output (waiting for `settled` first, if given). The caller cleans up its state
+    after this returns or raises, however the session ended.
     """
     handler = asyncio.current_task()
     assert handler is not None
-    writing = _writing(writer, handler.cancel)
+    writing = _start_writer(writer, handler.cancel)
     sessions.alive += 1
     try:
         while (message := await context.read()) is not grpc.aio.EOF:
@@ -81,8 +81,8 @@ async def serve_session(
         await writing
     except asyncio.CancelledError:
         if writing.done() and not writing.cancelled():
-            writing.result()  # the writer's failure is the reason, not the cancellation it caused
-        await _last_write(writer, writing, CUT_WRITE_S)
+            writing.result()  # report the writer's failure, not the cancellation it caused
+        await _last_write(writer, writing, CANCELLED_WRITE_S)
         raise
     except Exception:
         await _last_write(writer, writing, LAST_WRITE_S)
@@ -94,27 +94,29 @@ async def serve_session(
 
 
 async def _last_write(writer: BatchWriter[Any], writing: asyncio.Task[None], timeout_s: float) -> None:
-    """gRPC cannot tell the peer how the call ended while a write is under way: the peer would wait for ever, or hear
-    of an end that is none."""
+    """Waits briefly for the current write.
+
+    gRPC cannot send the call's status while a write is in progress: the peer would wait forever or see a false end.
+    """
     writer.give_up()
     await asyncio.wait([writing], timeout=timeout_s)
 
 
-def _writing(writer: BatchWriter[Any], on_death: Callable[[], Any]) -> asyncio.Task[None]:
-    """Starts a writer whose failure ends the reader as well."""
+def _start_writer(writer: BatchWriter[Any], on_death: Callable[[], Any]) -> asyncio.Task[None]:
+    """Starts a writer task whose failure also ends the reader."""
     task = asyncio.get_running_loop().create_task(writer.run())
     task.add_done_callback(lambda done: None if done.cancelled() or done.exception() is None else on_death())
     return task
 
 
 class ClientSession(Generic[Out, In]):
-    """The caller's side of one session to one peer; used once: after it is lost, its owner makes another.
+    """The caller's side of one session to one peer; used once: its owner creates another after it is lost.
 
     Args:
-        peer: what is called, in words for error messages.
+        peer: the peer's name in error messages.
         open_call: opens the stream; called by `run`.
-        drain: next message to send, or None.
-        on_message: takes each message received; must not block.
+        drain: returns the next message to send, or None.
+        on_message: receives each message; must not block.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class ClientSession(Generic[Out, In]):
         try:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            self._writer.give_up()  # the call is over, and its reader hears why
+            self._writer.give_up()  # the call has ended; the reader receives the reason
 
     def close(self) -> None:
         """Ends the session from this side; `run` then returns."""
@@ -144,9 +146,9 @@ class ClientSession(Generic[Out, In]):
             self._call.cancel()
 
     async def run(self) -> SluiceError:
-        """Carries the session until it ends; returns why, as a typed retryable error. Cancel it to close."""
+        """Runs the session until it ends and returns why, as a typed retryable error. Cancel it to close."""
         call = self._call = self._open_call()
-        writing = _writing(self._writer, call.cancel)
+        writing = _start_writer(self._writer, call.cancel)
         sessions.alive += 1
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
@@ -164,10 +166,10 @@ class ClientSession(Generic[Out, In]):
             handler = asyncio.current_task()
             if handler is not None and handler.cancelling():
                 raise
-            # Not this task but the call was cancelled: by `close`, or because the writer failed.
+            # The call was cancelled, not this task: by `close`, or because the writer failed.
             if writing.done() and not writing.cancelled():
                 writing.result()
-            return SluiceError(ErrorKind.DISCONNECTED, f"The session with the {self.peer} was given up.")
+            return SluiceError(ErrorKind.DISCONNECTED, f"The session with the {self.peer} was closed.")
         finally:
             sessions.alive -= 1
             writing.cancel()

@@ -1,1 +1,1 @@
-"""TLS, identities, bearer tokens and the policy that says which peer may call which method."""
+"""TLS, identities, bearer tokens, and the policy of which peer may call which method."""

@@ -1,7 +1,7 @@
-"""Bearer tokens: the digests of those that a service accepts, and those that it shows, one for each service it calls.
+"""Bearer tokens: digests of the tokens a service accepts, and the tokens it sends, one per service it calls.
 
-A service that is shown a token can show it to others. So no token is good for two services: each is shown to one of
-them, and accepted there by its digest, which is of no use to a reader of the file. None is ever logged.
+A service that receives a token could send it to others. So no token is valid for two services: each is sent to one of
+them and accepted there by its digest, which is useless to a reader of the file. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _DIGEST = re.compile(rf"{DIGEST}[0-9a-f]{{64}}")
 
 T = TypeVar("T")
 Reader = Callable[[str, Sequence[tuple[int, str]]], tuple[T, ...]]
-"""Reads numbered lines; the first argument names where they are from, for messages."""
+"""Parses numbered lines; the first argument names their source in messages."""
 
 
 @dataclass(frozen=True)
 class AcceptedToken:
-    """The digest of a token, and the caller that shows it."""
+    """The digest of a token, and the caller it identifies."""
 
     digest: bytes = field(repr=False)
     caller: Caller
@@ -39,119 +39,121 @@ class AcceptedToken:
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A token, and the one service, or the one worker, that it is for."""
+    """A token and the service, or the worker, it is sent to."""
 
     secret: str = field(repr=False)
     callee: str
 
 
 AcceptedTokens = Callable[[], Sequence[AcceptedToken]]
-"""Returns the tokens that are valid now."""
+"""Returns the currently valid tokens."""
 ShownTokens = Callable[[str], str]
 """Returns the token for a service, such as ``router`` or ``worker/w1``; empty: none."""
 
 
 def digest_of(secret: str) -> str:
-    """Returns what a file of accepted tokens holds of a token."""
+    """Returns a token's entry in a file of accepted tokens."""
     return DIGEST + sha256(secret.encode()).hexdigest()
 
 
 def accepted_tokens(token: SecretStr, tokens_file: Path | None) -> AcceptedTokens | None:
-    """Returns the tokens that a service accepts, as the settings say; None when it checks none.
+    """Returns the tokens a service accepts according to its settings; None when it checks none.
 
     Args:
-        token: good for every call.
-        tokens_file: holds a digest and its caller on each line; see WatchedFiles for changes.
+        token: valid for every call.
+        tokens_file: has a digest and its caller on each line; reloaded as described at WatchedFiles.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when the file cannot be read, or a line is not what it should be.
+        SluiceError: FAILED_PRECONDITION when the file cannot be read or a line is invalid.
     """
     secret = token.get_secret_value()
     fixed = (_accepted(digest_of(secret), OPERATOR, ""),) if secret else ()
     if tokens_file is None:
         return (lambda: fixed) if fixed else None
-    file = _watched("tokens file", tokens_file, read_accepted)
+    file = _watched_file("tokens file", tokens_file, read_accepted)
     return lambda: (*fixed, *file.value)
 
 
 def shown_tokens(
     peer_token: SecretStr, peer_token_file: Path | None, router_token: SecretStr, router_token_file: Path | None
 ) -> ShownTokens | None:
-    """Returns the tokens that a service shows to those that it calls, as the settings say; None when there are none.
+    """Returns the tokens a service sends to those it calls, according to its settings; None when there are none.
 
-    For a worker the first token that is for it alone counts, then the first one for workers; for the router
-    `router_token` and the first line of `router_token_file` count before all others.
+    For a worker, the first token for it alone takes precedence over the first one for all workers; for the router,
+    `router_token` and the first line of `router_token_file` take precedence over all others.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when a file cannot be read, or a token is not what it should be.
+        SluiceError: FAILED_PRECONDITION when a file cannot be read or a token is invalid.
     """
     sources: list[Callable[[], Sequence[ShownToken]]] = []
-    for what, given, path, read in (
+    for description, secret, path, read in (
         ("router token", router_token, router_token_file, _read_router_token),
         ("peer token", peer_token, peer_token_file, read_shown),
     ):
-        if text := given.get_secret_value():
-            fixed = read(f"the {what}", _numbered(text))
+        if text := secret.get_secret_value():
+            fixed = read(f"the {description}", _numbered(text))
             sources.append(lambda fixed=fixed: fixed)  # type: ignore[misc]
         if path is not None:
-            file = _watched(f"{what} file", path, read)
+            file = _watched_file(f"{description} file", path, read)
             sources.append(lambda file=file: file.value)  # type: ignore[misc]
     if not sources:
         return None
-    return lambda callee: _for(callee, [token for source in sources for token in source()])
+    return lambda callee: _select(callee, [token for source in sources for token in source()])
 
 
-def _for(callee: str, tokens: Sequence[ShownToken]) -> str:
-    for wanted in dict.fromkeys((callee, callee.partition("/")[0])):
+def _select(callee: str, tokens: Sequence[ShownToken]) -> str:
+    for name in dict.fromkeys((callee, callee.partition("/")[0])):
         for token in tokens:
-            if token.callee == wanted:
+            if token.callee == name:
                 return token.secret
     return ""
 
 
-def _watched(what: str, path: Path, read: Reader[T]) -> WatchedFiles[tuple[T, ...]]:
-    where = f"the {what} {path}"
+def _watched_file(description: str, path: Path, read: Reader[T]) -> WatchedFiles[tuple[T, ...]]:
+    where = f"the {description} {path}"
 
     def load() -> tuple[T, ...]:
         try:
             text = path.read_text("utf-8", "replace")
         except OSError as error:
-            raise _wrong(f"The {what} {path} cannot be read: {error.strerror}.") from error
+            raise _invalid_file(f"The {description} {path} cannot be read: {error.strerror}.") from error
         tokens = read(where, _numbered(text))
         if not tokens:
-            raise _wrong(f"The {what} {path} holds no token.")
+            raise _invalid_file(f"The {description} {path} contains no token.")
         return tokens
 
-    return WatchedFiles(f"The {what}", [path], load)
+    return WatchedFiles(f"The {description}", [path], load)
 
 
 def _numbered(text: str) -> list[tuple[int, str]]:
-    """Lines that hold something, with their numbers."""
+    """Returns the non-empty, non-comment lines with their numbers."""
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     return [(number, line) for number, line in lines if line and not line.startswith(COMMENT)]
 
 
 def read_accepted(where: str, lines: Sequence[tuple[int, str]]) -> tuple[AcceptedToken, ...]:
-    """Reads lines of ``sha256:HEX CALLER``; SluiceError(FAILED_PRECONDITION) names the first that is not one."""
-    found: dict[bytes, AcceptedToken] = {}
+    """Parses lines of ``sha256:HEX CALLER``; raises SluiceError(FAILED_PRECONDITION) for the first invalid one."""
+    accepted: dict[bytes, AcceptedToken] = {}
     for number, line in lines:
         digest, _, name = line.partition(" ")
         caller = named(name.strip())
         if not _DIGEST.fullmatch(digest) or caller is None:
-            raise _wrong(
+            raise _invalid_file(
                 f"Line {number} of {where} must be the digest of a token and its caller, `{DIGEST}HEX CALLER`, with "
-                f"one of {', '.join(CALLERS)} or {WORKER}/ID; a token itself is not taken there. "
-                "`sluice tokens` makes the files."
+                f"one of {', '.join(CALLERS)} or {WORKER}/ID; tokens in plain text are not accepted there. "
+                "`sluice tokens` creates the files."
             )
         token = _accepted(digest, *caller)
-        known = found.setdefault(token.digest, token)
-        if known.caller != token.caller:
-            raise _wrong(f"Line {number} of {where} gives the token of {known.caller.name} to another caller.")
-    reserved = frozenset(token.caller.worker_id for token in found.values()) - {""}
-    return tuple(_reserving(token, reserved) for token in found.values())
+        previous = accepted.setdefault(token.digest, token)
+        if previous.caller != token.caller:
+            raise _invalid_file(
+                f"Line {number} of {where} assigns the token of {previous.caller.name} to another caller."
+            )
+    reserved = frozenset(token.caller.worker_id for token in accepted.values()) - {""}
+    return tuple(_with_reserved(token, reserved) for token in accepted.values())
 
 
-def _reserving(token: AcceptedToken, worker_ids: frozenset[str]) -> AcceptedToken:
+def _with_reserved(token: AcceptedToken, worker_ids: frozenset[str]) -> AcceptedToken:
     if token.caller.service != WORKER or token.caller.worker_id:
         return token
     return replace(token, caller=replace(token.caller, reserved=worker_ids))
@@ -163,35 +165,35 @@ def _accepted(digest: str, service: str, worker_id: str) -> AcceptedToken:
 
 
 def read_shown(where: str, lines: Sequence[tuple[int, str]]) -> tuple[ShownToken, ...]:
-    """Reads lines of ``TOKEN CALLEE``; SluiceError(FAILED_PRECONDITION) names the first that is not one."""
-    return tuple(_shown(where, number, line) for number, line in lines)
+    """Parses lines of ``TOKEN CALLEE``; raises SluiceError(FAILED_PRECONDITION) for the first invalid one."""
+    return tuple(_parse_shown(where, number, line) for number, line in lines)
 
 
-def _shown(where: str, number: int, line: str) -> ShownToken:
+def _parse_shown(where: str, number: int, line: str) -> ShownToken:
     secret, *callees = line.split()
     if len(callees) != 1 or named(callees[0], SERVICES) is None:
-        raise _wrong(
-            f"Line {number} of {where} must be a token and the service that it is for, one of {', '.join(SERVICES)}, "
-            f"or {WORKER}/ID for one worker. A token for all of them is not taken: each could show it to the others."
+        raise _invalid_file(
+            f"Line {number} of {where} must be a token and the service it is sent to, one of {', '.join(SERVICES)}, "
+            f"or {WORKER}/ID for one worker. A token for several services is not accepted: each could reuse it."
         )
-    return ShownToken(_sendable(where, number, secret), callees[0])
+    return ShownToken(_checked_secret(where, number, secret), callees[0])
 
 
 def _read_router_token(where: str, lines: Sequence[tuple[int, str]]) -> tuple[ShownToken, ...]:
-    """Takes the first line: a token alone, or one that is for the router."""
+    """Parses the first line: a token alone, or one for the router."""
     for number, line in lines[:1]:
         secret, *callees = line.split()
         if callees not in ([], ["router"]):
-            raise _wrong(f"Line {number} of {where} must be a token for the router, alone on the line.")
-        return (ShownToken(_sendable(where, number, secret), "router"),)
+            raise _invalid_file(f"Line {number} of {where} must contain only a token for the router.")
+        return (ShownToken(_checked_secret(where, number, secret), "router"),)
     return ()
 
 
-def _sendable(where: str, number: int, secret: str) -> str:
+def _checked_secret(where: str, number: int, secret: str) -> str:
     if not (secret.isascii() and secret.isprintable()):
-        raise _wrong(f"Line {number} of {where} holds characters that cannot be sent: a token is printable ASCII.")
+        raise _invalid_file(f"Line {number} of {where} has characters that cannot be sent; use printable ASCII only.")
     return secret
 
 
-def _wrong(message: str) -> SluiceError:
+def _invalid_file(message: str) -> SluiceError:
     return SluiceError(ErrorKind.FAILED_PRECONDITION, message)

@@ -1,4 +1,4 @@
-"""Identities of callers, as transports prove them: by a token or by the name in a certificate, never by a message."""
+"""Identities of callers, authenticated by the transport: by token or certificate name, never by a message."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ WORKER = "worker"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """An identity that was proven.
+    """An authenticated identity.
 
     Attributes:
-        service: one of CALLERS; empty where neither tokens nor certificates identify callers.
-        worker_id: the one worker that a caller of the service ``worker`` is; empty: any.
-        proof: what proved it, for logs: the id of a token (the beginning of its digest) or the name in a certificate.
-        reserved: worker ids that other callers' tokens name, which this one may not register.
+        service: one of CALLERS; empty when neither tokens nor certificates identify callers.
+        worker_id: the worker, for callers of the service ``worker``; empty: any worker.
+        proof: how it was authenticated, for logs: the id of a token (a prefix of its digest) or the certificate name.
+        reserved: worker ids that other callers' tokens name, which this caller may not register.
     """
 
     service: str = ""
@@ -29,27 +29,27 @@ class Caller:
 
     @property
     def name(self) -> str:
-        """The service, or ``worker/ID``; stays the same when tokens and certificates rotate."""
+        """The service, or ``worker/ID``; unaffected by the rotation of tokens and certificates."""
         return f"{self.service}/{self.worker_id}" if self.worker_id else self.service
 
     @property
     def scope(self) -> str:
-        """Whose reservations the caller may touch: those booked under this name. Empty: everyone's."""
+        """The name whose reservations the caller may change; empty: all reservations."""
         return "" if self.service == OPERATOR else self.name
 
     def may_register(self, worker_id: str) -> bool:
-        """Whether the caller may register a worker under this id."""
+        """Whether the caller may register a worker with this id."""
         return worker_id not in self.reserved and self.worker_id in ("", worker_id)
 
 
 ANONYMOUS = Caller()
 
 current: ContextVar[Caller] = ContextVar("sluice_caller", default=ANONYMOUS)
-"""The caller of the RPC that is being served; set once an RPC, inherited by the tasks that it starts."""
+"""The caller of the current RPC; set once per RPC and inherited by the tasks it starts."""
 
 
 def named(text: str, services: tuple[str, ...] = CALLERS) -> tuple[str, str] | None:
-    """Splits ``SERVICE`` or ``worker/ID`` into service and worker id; None when it is neither."""
+    """Splits ``SERVICE`` or ``worker/ID`` into service and worker id; returns None when it is neither."""
     service, slash, worker_id = text.partition("/")
     if service not in services or (slash and (service != WORKER or not worker_id)):
         return None
@@ -57,18 +57,20 @@ def named(text: str, services: tuple[str, ...] = CALLERS) -> tuple[str, str] | N
 
 
 def of_certificate(uris: list[str], trust_domain: str) -> Caller | None:
-    """Returns the caller that a certificate names by exactly one URI ``spiffe://TRUST-DOMAIN/SERVICE`` or
-    ``…/worker/ID`` among its subject's alternative names; None when there is none, or several."""
+    """Returns the caller named by a certificate's URI alternative names; None unless exactly one matches.
+
+    The URI is ``spiffe://TRUST-DOMAIN/SERVICE`` or ``…/worker/ID``.
+    """
     prefix = f"spiffe://{trust_domain}/"
-    ours = [uri for uri in uris if uri.startswith(prefix)]
-    found = named(ours[0].removeprefix(prefix)) if len(ours) == 1 else None
-    return None if found is None else Caller(*found, proof=ours[0])
+    matching = [uri for uri in uris if uri.startswith(prefix)]
+    caller_name = named(matching[0].removeprefix(prefix)) if len(matching) == 1 else None
+    return None if caller_name is None else Caller(*caller_name, proof=matching[0])
 
 
 def both(token: Caller, certificate: Caller) -> Caller | None:
-    """Returns the caller that shows a token and a certificate, with what both allow; None for two different workers.
+    """Returns the caller authenticated by both token and certificate; None for two different workers.
 
-    Where they name different services, each RPC has to be allowed to both; the certificate then names the caller.
+    If they name different services, each RPC must be allowed to both; the certificate's name is used.
     """
     if token.worker_id and certificate.worker_id and token.worker_id != certificate.worker_id:
         return None

@@ -1,4 +1,4 @@
-"""Which service may call which RPC, where tokens or certificates tell who calls."""
+"""The policy of which service may call which RPC, applied when tokens or certificates identify callers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from services.common.security.identity import OPERATOR
 
 @dataclass(frozen=True)
 class _Rpcs:
-    """Some of a service's RPCs: `names`, or with `others` all but these."""
+    """A set of RPCs: `names`, or with `others` all except these."""
 
     names: frozenset[str]
     others: bool = False
@@ -26,7 +26,7 @@ def _all_but(*names: str) -> _Rpcs:
     return _Rpcs(frozenset(names), others=True)
 
 
-_LEARNING = _only("ListWorkers", "WatchWorkers")
+_DISCOVERY = _only("ListWorkers", "WatchWorkers")
 _TOKENIZERS = _only("GetInfo", "GetTokenizer")
 
 _MAY = {
@@ -34,8 +34,8 @@ _MAY = {
         "gateway": _all_but("Attach", "DumpIndex"),
         "scheduler": _all_but("Attach", "DumpIndex"),
         "worker": _only("Attach"),
-        "preprocess": _LEARNING,
-        "postprocess": _LEARNING,
+        "preprocess": _DISCOVERY,
+        "postprocess": _DISCOVERY,
     },
     "Worker": {
         "gateway": _all_but("Control"),
@@ -51,7 +51,7 @@ _MAY = {
 def may_call(caller: str, method: str) -> bool:
     """Whether `caller` may call `method`, a path such as ``/sluice.v1.Worker/Session``.
 
-    An operator may call everything; what is not a service of the suite, such as health, everybody may call.
+    Operators may call everything. Every caller may call services that are not Sluice's, such as health.
     """
     service, _, rpc = method.lstrip("/").partition("/")
     package, _, name = service.rpartition(".")

@@ -1,4 +1,4 @@
-"""Settings of trust: what a service shows, whom it believes, and who may call it."""
+"""Settings of TLS and tokens: the service's certificates and tokens, and which callers it accepts."""
 
 from __future__ import annotations
 
@@ -9,67 +9,70 @@ from pydantic_settings import BaseSettings
 
 
 class TlsSettings(BaseSettings):
-    """Trust between services. Files are PEM and read again when they change; all unset means plain text, which is
-    meant for loopback."""
+    """TLS between services. Files are PEM and reloaded on change; all unset: plain text, for loopback only."""
 
-    tls_cert: Path | None = Field(None, description="certificate chain this service shows (PEM file)")
+    tls_cert: Path | None = Field(None, description="certificate chain of this service (PEM file)")
     tls_key: Path | None = Field(None, description="private key of tls-cert (PEM file)")
-    tls_ca: Path | None = Field(None, description="authorities this service trusts (PEM file)")
-    tls_require_client_cert: bool = Field(False, description="refuse callers without a certificate of tls-ca (mTLS)")
+    tls_ca: Path | None = Field(None, description="CA certificates this service trusts (PEM file)")
+    tls_require_client_cert: bool = Field(
+        False, description="reject callers without a certificate signed by tls-ca (mTLS)"
+    )
     tls_trust_domain: str = Field(
         "sluice",
         pattern=r"^[a-z0-9._-]*$",
         description="with tls-require-client-cert: callers are identified by a URI spiffe://TRUST-DOMAIN/SERVICE in "
-        "their certificates, and one without it may ask for health only; empty: every certificate may call everything",
+        "their certificates, and those without it may only call health; empty: any valid certificate may call any RPC",
     )
     tls_worker_name: str = Field(
         "",
-        description="name in the certificates of peers that are known by IP address only, as workers are by their "
-        "pod's; empty: the certificate must carry the address",
+        description="expected name in the certificates of peers addressed by IP, such as workers in pods; "
+        "empty: the certificate must contain the IP address",
     )
 
 
 class HttpsSettings(BaseSettings):
-    """HTTPS for clients of the gateway; its tls-cert is what it shows to services."""
+    """HTTPS for clients of the gateway; tls-cert is for other services."""
 
-    https_cert: Path | None = Field(None, description="certificate chain shown to HTTP clients (PEM file); unset: HTTP")
+    https_cert: Path | None = Field(None, description="certificate chain for HTTP clients (PEM file); unset: HTTP")
     https_key: Path | None = Field(None, description="private key of https-cert (PEM file)")
     https_client_ca: Path | None = Field(
-        None, description="authorities (PEM file); HTTP clients need a certificate of one of them"
+        None, description="CA certificates (PEM file); HTTP clients must present a certificate signed by one of them"
     )
 
 
 class AccessSettings(BaseSettings):
-    """Callers of this service; both unset: every caller that reaches it."""
+    """Authentication of this service's callers; both tokens unset: every caller is accepted."""
 
     token: SecretStr = Field(
-        SecretStr(""), description="token that is good for every call, for development; otherwise see tokens-file"
+        SecretStr(""), description="token accepted for every call, for development; in production use tokens-file"
     )
     tokens_file: Path | None = Field(
         None,
-        description="file with a line sha256:HEX CALLER for each accepted token, CALLER the one service, such as "
-        "gateway, or the one worker, worker/ID, that shows it; read again when it changes; made by `sluice tokens`",
+        description="file with a line sha256:HEX CALLER for each accepted token, where CALLER is the service, such as "
+        "gateway, or the worker, worker/ID, that sends it; reloaded when it changes; created by `sluice tokens`",
     )
-    open_health: bool = Field(True, description="health and reflection need no token and no name in a certificate")
+    open_health: bool = Field(
+        True, description="serve health and reflection to callers without a token or certificate name"
+    )
 
 
 class PeerTokenSettings(BaseSettings):
-    """What this service shows the services that it calls; both unset: nothing."""
+    """Tokens this service sends to those it calls; both unset: none."""
 
     peer_token: SecretStr = Field(
-        SecretStr(""), description="TOKEN CALLEE: a token and the one service that it is shown to, such as worker"
+        SecretStr(""), description="TOKEN CALLEE: a token and the service it is sent to, such as worker"
     )
     peer_token_file: Path | None = Field(
         None,
         description="file with a line TOKEN CALLEE for each service that this one calls (worker/ID for one worker); "
-        "the first line for a service counts; read again when it changes; made by `sluice tokens`",
+        "the first line for a service is used; reloaded when it changes; created by `sluice tokens`",
     )
 
 
 class RouterTokenSettings(BaseSettings):
-    """The token for the router, where it is kept apart from the others; both unset: peer-token."""
+    """A separate token for the router; both unset: peer-token."""
 
-    router_token: SecretStr = Field(SecretStr(""), description="token to show to the router only")
+    router_token: SecretStr = Field(SecretStr(""), description="token sent to the router only")
     router_token_file: Path | None = Field(
-        None, description="file whose first line is the token to show to the router, read again when it changes"
+        None, description="file whose first line is the token sent to the router; reloaded when it changes"
     )

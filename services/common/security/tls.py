@@ -1,4 +1,4 @@
-"""TLS and mTLS from files, for servers and channels; new connections take the files as they are then."""
+"""TLS and mTLS from PEM files, for servers and channels; new connections use the current files."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ import grpc
 from services.common.errors import ErrorKind, SluiceError
 from services.common.file_watcher import WatchedFiles
 from services.common.security.bearer_tokens import ShownTokens, shown_tokens
-from services.common.security.certificate_check import refusal
 from services.common.security.settings import HttpsSettings, PeerTokenSettings, RouterTokenSettings, TlsSettings
 
 log = logging.getLogger(__name__)
 
+_ROUND_TRIPS = 4
+"""More than a handshake needs."""
+
 
 class PeerCredentials(grpc.ChannelCredentials):
-    """TLS, tokens, or both; `open_channel` understands them.
+    """TLS credentials, tokens, or both, for `open_channel`.
 
     Args:
-        tls: what TLS takes now; None for plain text.
-        tokens: returns the token to show to a service; None shows none.
-        ip_name: name in the certificates of peers that are known by IP address only; empty: the address itself.
+        tls: the current TLS credentials; None for plain text.
+        tokens: returns the token for a service; None sends none.
+        ip_name: expected name in the certificates of peers addressed by IP; empty: the address itself.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class PeerCredentials(grpc.ChannelCredentials):
 
 @dataclass(frozen=True)
 class _Names:
-    """What the settings call the files, for messages."""
+    """The settings' names of the files, for messages."""
 
     certificate: str = "tls-cert"
     key: str = "tls-key"
@@ -51,7 +53,7 @@ class _Names:
 
 @dataclass(frozen=True)
 class Identity:
-    """PEM files that belong together, each None where there is none."""
+    """PEM files that belong together; each is None if unset."""
 
     certificate: Path | None
     key: Path | None
@@ -60,11 +62,11 @@ class Identity:
 
     @property
     def paths(self) -> Sequence[Path]:
-        """Those that are there."""
+        """The files that are set."""
         return [path for path in (self.certificate, self.key, self.authorities) if path is not None]
 
     def context(self, require_client_cert: bool) -> ssl.SSLContext:
-        """A server's context from the files as they are now; SluiceError when one is missing or they do not fit."""
+        """Returns a server context from the current files; raises SluiceError when they are missing or do not match."""
         assert self.certificate is not None
         assert self.key is not None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -72,16 +74,16 @@ class Identity:
         for path, name in ((self.certificate, self.names.certificate), (self.key, self.names.key)):
             _read(path, name)
         try:
-            # Without a password callback OpenSSL would ask on the terminal for that of an encrypted key.
+            # Without a password callback, OpenSSL would prompt on the terminal for an encrypted key.
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
         except (OSError, ValueError) as error:
-            raise _wrong(
-                f"{self.names.certificate} {self.certificate} and {self.names.key} {self.key} are no certificate with "
-                "its unencrypted key in PEM form.",
+            raise _invalid(
+                f"{self.names.certificate} {self.certificate} and {self.names.key} {self.key} must be a certificate "
+                "and its unencrypted key in PEM format.",
                 self.names.certificate,
             ) from error
-        if why := refusal(context, self.certificate):
-            log.warning("%s %s will be refused by everybody: %s", self.names.certificate, self.certificate, why)
+        if reason := refusal(context, self.certificate):
+            log.warning("%s %s will be rejected by all peers: %s", self.names.certificate, self.certificate, reason)
         if self.authorities is not None:
             _trust(context, self.authorities, self.names.authorities)
         if require_client_cert:
@@ -89,7 +91,10 @@ class Identity:
         return context
 
     def material(self) -> _Material:
-        """The bytes of the files, checked: gRPC would take any, and fail later as if the port were taken."""
+        """Returns the checked content of the files.
+
+        gRPC accepts invalid files and fails later with the same error as for a port in use.
+        """
         if self.certificate is not None:
             self.context(False)
         elif self.authorities is not None:
@@ -117,7 +122,7 @@ class _Material:
 
 
 class RenewingContext(ssl.SSLContext):
-    """A server's context whose every new connection takes the files as they are then."""
+    """A server context that uses the current files for every new connection."""
 
     _current: WatchedFiles[ssl.SSLContext]
 
@@ -126,15 +131,15 @@ class RenewingContext(ssl.SSLContext):
         context._current = current
         return context
 
-    def wrap_bio(self, *args, **more):  # type: ignore[no-untyped-def]
-        return self._current.value.wrap_bio(*args, **more)
+    def wrap_bio(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        return self._current.value.wrap_bio(*args, **kwargs)
 
-    def wrap_socket(self, *args, **more):  # type: ignore[no-untyped-def]
-        return self._current.value.wrap_socket(*args, **more)
+    def wrap_socket(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        return self._current.value.wrap_socket(*args, **kwargs)
 
 
 def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
-    """Credentials for a server, None for plain text; SluiceError when files are missing or do not fit together."""
+    """Returns a server's credentials, None for plain text; raises SluiceError for missing or mismatched files."""
     identity = _server_identity(settings)
     if identity is None:
         return None
@@ -143,13 +148,15 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
 
 
 def channel_credentials(settings: TlsSettings) -> PeerCredentials | None:
-    """What this service shows to those it calls, None for nothing and plain text: with tls-ca the peer must prove
-    itself, with tls-cert and tls-key this service does too, and each peer is shown the token for it, if there is one.
+    """Returns the credentials for channels to other services; None for plain text without tokens.
+
+    With tls-ca the peer must authenticate, with tls-cert and tls-key this service does too, and each peer is sent its
+    token, if any.
 
     Raises:
-        SluiceError: when files are missing or do not fit together.
+        SluiceError: when files are missing or do not match.
     """
-    _belong_together(settings.tls_cert, settings.tls_key, _Names())
+    _check_pair(settings.tls_cert, settings.tls_key, _Names())
     tokens = _tokens(settings)
     if settings.tls_ca is None:
         return None if tokens is None else PeerCredentials(None, tokens)
@@ -166,22 +173,22 @@ def _tokens(settings: TlsSettings) -> ShownTokens | None:
 
 
 def https_context(settings: HttpsSettings) -> ssl.SSLContext | None:
-    """For the gateway's HTTP server, None for plain HTTP; SluiceError when files are missing or do not fit."""
+    """Returns the gateway's HTTPS context, None for plain HTTP; raises SluiceError for missing or mismatched files."""
     names = _Names("https-cert", "https-key", "https-client-ca")
-    _belong_together(settings.https_cert, settings.https_key, names)
+    _check_pair(settings.https_cert, settings.https_key, names)
     if settings.https_cert is None:
         if settings.https_client_ca is not None:
-            raise _wrong("https-client-ca needs https-cert and https-key.", "https-client-ca")
+            raise _invalid("https-client-ca requires https-cert and https-key; set both.", "https-client-ca")
         return None
     identity = Identity(settings.https_cert, settings.https_key, settings.https_client_ca, names)
     return _renewing(identity, settings.https_client_ca is not None)
 
 
 def metrics_context(settings: TlsSettings) -> ssl.SSLContext:
-    """For the metrics endpoint, as strict as the gRPC server; SluiceError without tls-cert and tls-key."""
+    """Returns the metrics endpoint's context, as strict as gRPC's; raises SluiceError without a certificate."""
     identity = _server_identity(settings)
     if identity is None:
-        raise _wrong("metrics-tls needs tls-cert and tls-key.", "metrics-tls")
+        raise _invalid("metrics-tls requires tls-cert and tls-key; set both.", "metrics-tls")
     return _renewing(identity, settings.tls_require_client_cert)
 
 
@@ -192,34 +199,62 @@ def _renewing(identity: Identity, require_client_cert: bool) -> ssl.SSLContext:
 
 
 def _server_identity(settings: TlsSettings) -> Identity | None:
-    _belong_together(settings.tls_cert, settings.tls_key, _Names())
+    _check_pair(settings.tls_cert, settings.tls_key, _Names())
     if settings.tls_cert is None:
         if settings.tls_require_client_cert:
-            raise _wrong("tls-require-client-cert needs tls-cert, tls-key and tls-ca.", "tls-require-client-cert")
+            raise _invalid(
+                "tls-require-client-cert requires tls-cert, tls-key and tls-ca; set all three.",
+                "tls-require-client-cert",
+            )
         return None
     if settings.tls_require_client_cert and settings.tls_ca is None:
-        raise _wrong("tls-require-client-cert needs tls-ca.", "tls-require-client-cert")
+        raise _invalid("tls-require-client-cert requires tls-ca; set it.", "tls-require-client-cert")
     return Identity(settings.tls_cert, settings.tls_key, settings.tls_ca)
 
 
-def _belong_together(certificate: Path | None, key: Path | None, names: _Names) -> None:
+def _check_pair(certificate: Path | None, key: Path | None, names: _Names) -> None:
     if (certificate is None) != (key is None):
-        raise _wrong(f"{names.certificate} and {names.key} belong together; one is missing.", names.certificate)
+        raise _invalid(f"{names.certificate} and {names.key} must be set together; one is missing.", names.certificate)
 
 
 def _read(path: Path, what: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise _wrong(f"{what} {path} cannot be read: {error.strerror}.", what) from error
+        raise _invalid(f"{what} {path} cannot be read: {error.strerror}.", what) from error
 
 
 def _trust(context: ssl.SSLContext, authorities: Path, what: str) -> None:
     try:
         context.load_verify_locations(cadata=_read(authorities, what).decode("ascii", "replace"))
     except (ssl.SSLError, ValueError) as error:
-        raise _wrong(f"{what} {authorities} holds no certificate in PEM form.", what) from error
+        raise _invalid(f"{what} {authorities} contains no certificate in PEM format.", what) from error
 
 
-def _wrong(message: str, param: str) -> SluiceError:
+def _invalid(message: str, param: str) -> SluiceError:
     return SluiceError(ErrorKind.FAILED_PRECONDITION, message, param=param)
+
+
+def refusal(server: ssl.SSLContext, certificate: Path) -> str:
+    """Returns OpenSSL's reason, such as "certificate has expired"; empty when a peer that trusts it accepts it.
+
+    Args:
+        server: has the certificate and its key, and requests no client certificate.
+        certificate: the certificate, for the client to trust.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(certificate)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
+    for end in ends * _ROUND_TRIPS:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message
+        except ssl.SSLError as error:
+            return error.reason
+    return ""

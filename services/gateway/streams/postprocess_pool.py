@@ -12,7 +12,7 @@ from time import perf_counter
 
 from services.common.errors import SluiceError, unavailable
 from services.common.observability import telemetry
-from services.common.rpc.least_loaded import idlest
+from services.common.rpc.replicas import idlest
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.stream import GenerationStream

@@ -12,8 +12,7 @@ import grpc
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.rpc.channels import open_channel
-from services.common.rpc.least_loaded import idlest
-from services.common.rpc.replicas import ReplicaSet
+from services.common.rpc.replicas import ReplicaSet, idlest
 from services.common.tasks import TaskOwner
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import BATCH_TOKENS, MAX_START_BYTES, WorkerEvents, WorkerLink

@@ -1,7 +1,7 @@
-"""Incremental detokenizing: a table of bytes with a UTF-8 decoder where that is exact, the library's stream elsewhere.
+"""Incremental detokenization: a byte table with a UTF-8 decoder if that is exact, else the library's decode stream.
 
-A detokenizer belongs to one stream. It gives out a character only when all its bytes are there, so a broken one never
-appears early; bytes that turn out not to be UTF-8 become U+FFFD.
+Each stream has its own detokenizer. It returns a character only when all its bytes have arrived; invalid UTF-8 becomes
+U+FFFD.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from tokenizers.decoders import DecodeStream
 from services.common.errors import SluiceError, invalid
 
 EACH_BYTE = "sluice-replace-each-byte"
-"""Codec error handler of the byte-fallback decoders: one U+FFFD for every byte that is no UTF-8, where "replace" has
-one for every truncated sequence."""
+"""Codec error handler of byte-fallback decoders: one U+FFFD per invalid byte, where "replace" has one per sequence."""
 
 TAIL_AT_MOST = 32
-"""Tokens of the prompt's end that may matter; more of them are not looked at."""
+"""Number of tokens at the end of the prompt that detokenizers take into account."""
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -34,12 +33,14 @@ codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
 def outside_vocabulary(token: int, size: int) -> SluiceError:
-    """A token id that the model does not have."""
-    return invalid(f"Token id {token} is outside the vocabulary of {size}.", param="token_ids", code="token_unknown")
+    """Returns the error for a token id that is not in the vocabulary."""
+    return invalid(
+        f"Token id {token} is outside the vocabulary; use ids below {size}.", param="token_ids", code="token_unknown"
+    )
 
 
 def fallback_byte(token: str) -> bytes:
-    """The byte that a token such as <0x0A> stands for; empty for all other tokens."""
+    """Returns the byte of a token such as <0x0A>; empty for all other tokens."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -49,25 +50,25 @@ def fallback_byte(token: str) -> bytes:
 
 
 class Detokenizer(Protocol):
-    """One stream's way from ids to text."""
+    """Converts the token ids of one stream to text."""
 
     def step(self, token: int) -> str:
-        """Text that is complete with this token, often empty; SluiceError(INVALID_ARGUMENT) for an unknown id."""
+        """Returns the text completed by a token, often empty; raises SluiceError (INVALID_ARGUMENT) for unknown ids."""
 
     def flush(self) -> str:
-        """What is held back, at the end of the stream."""
+        """Returns the text held back, at the end of the stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByteTable:
-    """What each id stands for, one entry per id.
+    """Bytes and text of every token id.
 
     Attributes:
-        pieces: the bytes of every id.
-        texts: the same as text, None where the bytes alone are no complete UTF-8.
-        errors: codec error handler for bytes that are no UTF-8.
-        breaks: ids that end a character under way although they have no bytes of their own.
-        opening: bytes of an id that comes first in a text, where that makes a difference; None where it does not.
+        pieces: the bytes by id.
+        texts: the text by id; None if the bytes alone are not complete UTF-8.
+        errors: codec error handler for invalid UTF-8.
+        breaks: ids without bytes that end an incomplete character.
+        opening: returns the bytes of an id at the beginning of a text; None if they do not differ.
     """
 
     pieces: list[bytes]
@@ -84,11 +85,11 @@ class ByteTable:
         breaks: frozenset[int] = frozenset(),
         opening: Callable[[int], bytes] | None = None,
     ) -> ByteTable:
-        """Decodes every piece once."""
+        """Returns a table for these pieces."""
         return cls(pieces, [_complete(piece) for piece in pieces], errors, breaks, opening)
 
     def without(self, specials: frozenset[int], breaks: frozenset[int] = frozenset()) -> ByteTable:
-        """The same table with the text of special ids left out."""
+        """Returns a copy in which special ids have no text."""
         pieces, texts = self.pieces.copy(), self.texts.copy()
         for token in specials:
             pieces[token], texts[token] = b"", ""
@@ -103,12 +104,11 @@ def _complete(piece: bytes) -> str | None:
 
 
 class TableDetokenizer:
-    """Concatenates the bytes of ids and decodes them as UTF-8: equal to decoding all of them at once.
+    """Concatenates the bytes of ids and decodes them as UTF-8, with the same result as decoding all at once.
 
     Args:
         table: the vocabulary.
-        tail: last ids of the prompt; a character that they began is completed, and text after them is not the
-            opening of a text.
+        tail: last ids of the prompt, which may end with an incomplete character.
     """
 
     __slots__ = ("_opening", "_pending", "_pieces", "_plain", "_table", "_texts")
@@ -117,7 +117,7 @@ class TableDetokenizer:
         self._table = table
         self._texts = table.texts
         self._pieces = table.pieces
-        self._pending = b""  # at most 3 bytes: the beginning of a character
+        self._pending = b""  # an incomplete character of at most 3 bytes
         self._opening = table.opening
         self._plain = self._opening is None
         for token in tail[-TAIL_AT_MOST:]:
@@ -155,17 +155,17 @@ class TableDetokenizer:
 
 
 class LibraryDetokenizer:
-    """The `tokenizers` library's own incremental decoder, for decoders whose text is no concatenation of pieces.
+    """Uses the incremental decoder of `tokenizers`, for decoders whose text is not a concatenation of pieces.
 
     Args:
         tokenizer: shared between streams, only read.
-        size: ids are below this.
-        skip_special_tokens: leave special ids out.
-        tail: last ids of the prompt, for decoders that look at what came before.
+        size: upper bound of the ids.
+        skip_special_tokens: omit special tokens.
+        tail: last ids of the prompt, for decoders that depend on the preceding text.
     """
 
     HELD_AT_MOST = 32
-    """Tokens without complete text before they are given out as they are: a character has four bytes at most."""
+    """Tokens held back without complete text before they are decoded as they are; a character has at most 4 bytes."""
 
     __slots__ = ("_context", "_held", "_size", "_skip", "_stream", "_tokenizer")
 
@@ -187,7 +187,7 @@ class LibraryDetokenizer:
         self._held.append(token)
         try:
             text = self._stream.step(self._tokenizer, token)
-        except Exception:  # the library's only way to say that earlier text changed: begin again from here
+        except Exception:  # raised by the library when earlier text changes: start again from here
             return self.flush()
         if text is not None:
             self._context, self._held = self._held, []
@@ -198,9 +198,9 @@ class LibraryDetokenizer:
         """See Detokenizer."""
         if not self._held:
             return ""
-        known = self._decode(self._context)
-        whole = self._decode(self._context + self._held)
-        text = whole[len(known) :] if whole.startswith(known) else self._decode(self._held)
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._held)
+        text = after[len(before) :] if after.startswith(before) else self._decode(self._held)
         self._context, self._held = self._held, []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip)
         return text
@@ -210,11 +210,11 @@ class LibraryDetokenizer:
 
 
 class MarkerDetokenizer:
-    """Another detokenizer, with the text of special tokens that it would leave out.
+    """Adds the text of some special tokens to a detokenizer that omits them.
 
     Args:
-        inner: leaves special tokens out.
-        texts: of the special tokens that stay, by id.
+        inner: detokenizer without special tokens.
+        texts: of the special tokens to add, by id.
     """
 
     __slots__ = ("_inner", "_texts", "flush")

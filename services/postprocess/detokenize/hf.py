@@ -1,8 +1,8 @@
-"""Vocabularies of tokenizer.json files.
+"""Vocabularies from tokenizer.json files.
 
-The file says how tokens become text. Two families are a table of bytes: byte-level (GPT-2, Llama 3, Qwen) and
-SentencePiece conversions (Llama 2, Mistral, Gemma, T5). A table is used only after it gave the library's own text for
-samples of the whole vocabulary; any other decoder goes through the library.
+Two families of decoders are byte tables: byte-level (GPT-2, Llama 3, Qwen) and SentencePiece conversions (Llama 2,
+Mistral, Gemma, T5). A table is used only if it produces the library's text for samples of the vocabulary; all other
+decoders use the library.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_PADDED = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How a decoder section turns one token into bytes, and the first one of a text where that differs."""
+    """Converts a token to bytes as a decoder section specifies; `opening` does so for the first token of a text."""
 
     token_bytes: Callable[[str], bytes]
     errors: str
@@ -39,10 +39,10 @@ class Decoding:
 
 
 def load(path: Path) -> Vocabulary:
-    """Reads tokenizer.json, or the folder that holds it."""
+    """Loads a vocabulary from tokenizer.json, or from the folder that contains it."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise SluiceError(ErrorKind.NOT_FOUND, f"{path} holds no tokenizer.json.", param="model")
+        raise SluiceError(ErrorKind.NOT_FOUND, f"{path} contains no tokenizer.json.", param="model")
     text = file.read_text("utf-8")
     tokenizer = Tokenizer.from_str(text)
     size = _size(tokenizer)
@@ -52,7 +52,7 @@ def load(path: Path) -> Vocabulary:
         return LibraryVocabulary(tokenizer, size)
     table = _table(tokenizer, size, decoding)
     if not _proven(table, tokenizer):
-        log.warning("the decoder of this tokenizer is not what it looks like; decoding through the library is slower")
+        log.warning("the table of this tokenizer differs from its library; using the library, which is slower")
         return LibraryVocabulary(tokenizer, size)
     specials = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     return TableVocabulary(table, frozenset(specials))
@@ -63,9 +63,9 @@ def _size(tokenizer: Tokenizer) -> int:
 
 
 def _padded_size(path: Path, known: int) -> int:
-    """Models round their vocabulary up; a model may choose such an id, which has no text.
+    """Returns the padded vocabulary size of the model; it may generate padding ids, which have no text.
 
-    A table has an entry for each id, so a size that is far beyond the tokens is not believed.
+    Sizes far beyond the number of tokens are ignored, because a table has an entry for each id.
     """
     config = read_json(path, "config.json")
     text_config = config.get("text_config")
@@ -83,7 +83,7 @@ def _table(tokenizer: Tokenizer, size: int, decoding: Decoding) -> ByteTable:
 
 
 def _proven(table: ByteTable, tokenizer: Tokenizer) -> bool:
-    """Whether the table gives the library's text for random sequences that are valid UTF-8 throughout."""
+    """Returns whether the table produces the library's text for random sequences of complete UTF-8 pieces."""
     draw = random.Random(len(table.texts))
     complete = [token for token, text in enumerate(table.texts) if text]
     for _ in range(SAMPLES if complete else 0):
@@ -95,7 +95,7 @@ def _proven(table: ByteTable, tokenizer: Tokenizer) -> bool:
 
 
 def _decoding(decoder: Any) -> Decoding | None:
-    """The table-shaped decoding of a decoder section; None when there is none."""
+    """Returns the byte table decoding of a decoder section; None if it has none."""
     steps = _flat(decoder)
     kinds = [step.get("type") for step in steps]
     if kinds in (["ByteLevel"], ["ByteLevel", "Fuse"]):
@@ -116,10 +116,10 @@ def _flat(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins that byte-level vocabularies have for the 256 bytes."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+    """Returns the bytes by the printable characters that represent them in byte-level vocabularies."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(rest)}
 
 
 _BYTE_OF = _byte_alphabet()
@@ -128,7 +128,7 @@ _BYTE_OF = _byte_alphabet()
 def _byte_level(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF[char] for char in token])
-    except KeyError:  # an added token outside the alphabet stands for itself
+    except KeyError:  # an added token with characters outside the alphabet is plain text
         return token.encode()
 
 

@@ -1,4 +1,4 @@
-"""Vocabularies of mistral-common: Tekken, and SentencePiece where that package is installed."""
+"""Vocabularies of mistral-common: Tekken, and SentencePiece if that package is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAMPLES = 512
 
 
 def load(path: Path) -> Vocabulary:
-    """Reads tekken.json or tokenizer.model.vN, or the folder that holds one."""
+    """Loads a vocabulary from tekken.json or tokenizer.model.vN, or from the folder that contains one."""
     file = _file(path)
     return _tekken(file) if file.suffix == ".json" else _sentencepiece(file)
 
@@ -28,7 +28,7 @@ def _file(path: Path) -> Path:
         if file.is_file():
             return file
     raise SluiceError(
-        ErrorKind.NOT_FOUND, f"{path} holds no tokenizer of mistral-common, such as tekken.json.", param="model"
+        ErrorKind.NOT_FOUND, f"{path} contains no tokenizer of mistral-common, such as tekken.json.", param="model"
     )
 
 
@@ -39,18 +39,20 @@ def _tekken(file: Path) -> Vocabulary:
     tekken = Tekkenizer.from_file(file)
     piece, keep = tekken.id_to_byte_piece, SpecialTokenPolicy.KEEP
     kept = ByteTable.of([piece(token, keep) for token in range(tekken.n_words)])
-    # mistral-common decodes what is between two special ids by itself, so that a character never spans one.
+    # mistral-common decodes the text between special ids separately, so a character never spans a special id.
     vocabulary = TableVocabulary(kept, frozenset(tekken.special_ids), specials_break=True)
     _prove(vocabulary, range(vocabulary.size), tekken.decode, file)
     return vocabulary
 
 
 def _prove(vocabulary: Vocabulary, tokens: Sequence[int], decode: Callable[[list[int]], str], file: Path) -> None:
-    """Compares a sample of all tokens with the library; SluiceError(INTERNAL) when it decodes differently."""
+    """Compares a sample of tokens with the library; raises SluiceError (INTERNAL) if the texts differ."""
     sample = list(tokens[:: max(1, len(tokens) // SAMPLES)])
     detokenizer = vocabulary.detokenizer(skip_special_tokens=True)
     if "".join(map(detokenizer.step, sample)) + detokenizer.flush() != decode(sample):
-        raise internal(f"The table of {file.name} does not decode as its library does.")
+        raise internal(
+            f"The byte table of {file.name} decodes differently from its library; report this tokenizer as a bug."
+        )
 
 
 def _sentencepiece(file: Path) -> Vocabulary:
@@ -59,7 +61,7 @@ def _sentencepiece(file: Path) -> Vocabulary:
     except ImportError:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"{file.name} is a SentencePiece tokenizer: install mistral-common[sentencepiece].",
+            f"{file.name} is a SentencePiece tokenizer; install mistral-common[sentencepiece].",
             param="model",
             code="extra_missing",
         ) from None

@@ -1,7 +1,7 @@
-"""Stop strings: found across any boundary, with as little text held back as possible.
+"""Stop strings, matched across token boundaries with as little text held back as possible.
 
-The stop string that is complete first ends the text; of several that are complete with the same character the longest
-one counts. So the result depends on the text alone, never on how it was cut into tokens or batches.
+The stop string that is complete first ends the text; of several that are complete at the same character, the longest
+wins. So the result depends only on the text, not on its division into tokens or batches.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from functools import lru_cache
 from services.common.errors import invalid
 
 CACHED_CHARS = 256
-"""Stop strings of up to this many code points together are compiled once for all streams that share them."""
+"""Sets of stop strings up to this total of code points are compiled once and shared between streams."""
 
 
 class StopStrings:
-    """Aho-Corasick automaton over a stream's stop strings: one dictionary look-up per character, however many.
+    """Aho-Corasick automaton of a stream's stop strings: one dictionary lookup per character, whatever their number.
 
-    A state is the longest suffix of the text that begins a stop string; state 0 is none.
+    A state stands for the longest suffix of the text that begins a stop string; state 0 is the empty suffix.
 
     Attributes:
-        following: for each state, the next state by character.
-        fallback: for each state, the state of its longest proper suffix.
-        hit: for each state, the longest stop string that ends here; empty for none.
-        held: for each state, how many characters may still become part of a stop string.
-        first: characters that begin a stop string.
+        following: next state by character, for each state.
+        fallback: state of the longest proper suffix, for each state.
+        hit: longest stop string that ends in the state; empty for none.
+        held: number of characters that may still become part of a stop string, for each state.
+        first: first characters of the stop strings.
     """
 
     __slots__ = ("fallback", "first", "following", "held", "hit")
@@ -62,7 +62,7 @@ class StopStrings:
             level, depth = [after for state in level for after in self.following[state].values()], depth + 1
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Returns the state after one more character."""
         while (after := self.following[state].get(char)) is None:
             if not state:
                 return 0
@@ -76,30 +76,30 @@ def _compiled(strings: tuple[str, ...]) -> StopStrings:
 
 
 def compile_stops(strings: Sequence[str], max_strings: int, max_chars: int) -> StopStrings | None:
-    """The automaton of a stream's stop strings, None when there are none.
+    """Returns the automaton of a stream's stop strings; None if there are none.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for an empty string, more than `max_strings` of them, or more than `max_chars`
-            code points together.
+        SluiceError: INVALID_ARGUMENT for an empty string, more than `max_strings` strings, or more than `max_chars`
+            code points in total.
     """
     if not strings:
         return None
     if len(strings) > max_strings:
-        raise invalid(f"{len(strings)} stop strings are too many; the limit is {max_strings}.", param="stop")
+        raise invalid(f"{len(strings)} stop strings are too many; send at most {max_strings}.", param="stop")
     chars = sum(map(len, strings))
     if chars > max_chars:
-        raise invalid(f"Stop strings of {chars} characters are too long; the limit is {max_chars}.", param="stop")
+        raise invalid(f"Stop strings of {chars} characters are too long; send at most {max_chars}.", param="stop")
     if "" in strings:
-        raise invalid("A stop string is empty.", param="stop")
+        raise invalid("A stop string is empty; remove it.", param="stop")
     return _compiled(tuple(strings)) if chars <= CACHED_CHARS else StopStrings(strings)
 
 
 class StopScanner:
-    """Looks for stop strings in one stream's text and holds back what may become one.
+    """Searches one stream's text for stop strings, and holds back text that may become one.
 
     Args:
-        stops: shared between streams.
-        include: the text ends after the stop string, not before it.
+        stops: automaton, shared between streams.
+        include: end the text after the stop string instead of before it.
     """
 
     __slots__ = ("_first", "_held", "_include", "_state", "_stops", "hit")
@@ -113,24 +113,24 @@ class StopScanner:
         self.hit = ""
 
     def scan(self, text: str, counts: bool) -> str:
-        """Takes the next text and gives out what is certain.
+        """Scans the next text and returns the certain part.
 
         Args:
-            text: what one token added.
-            counts: whether a stop string that is complete in this text ends the stream; one that is not counted is
-                ordinary text, but one that began in it and is complete later counts.
+            text: text of one token.
+            counts: whether a stop string that is complete in this text ends the stream. Otherwise it is ordinary text,
+                but a stop string that begins in it and is complete later still counts.
 
         Returns:
-            Text that may go out; after a hit, `hit` is the stop string and this is the last text.
+            Text to send; after a match, `hit` is the stop string and this is the last text.
         """
         if not self._state and self._first.isdisjoint(text):
             return text
         step, hits = self._stops.step, self._stops.hit
         state = self._state
-        for place, char in enumerate(text):
+        for index, char in enumerate(text):
             state = step(state, char)
             if counts and (hit := hits[state]):
-                return self._end(self._held + text[: place + 1], hit)
+                return self._end(self._held + text[: index + 1], hit)
         self._state = state
         whole = self._held + text
         certain = len(whole) - self._stops.held[state]
@@ -143,6 +143,6 @@ class StopScanner:
         return whole if self._include else whole[: len(whole) - len(hit)]
 
     def flush(self) -> str:
-        """What is held back: it did not become a stop string."""
+        """Returns the text held back, which did not become a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,4 +1,4 @@
-"""One generation's way from token ids to text, up to its end."""
+"""Streams that convert token ids to text and apply stop conditions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_MARKERS: frozenset[str] = frozenset()
 
 
 class FinishReason(IntEnum):
-    """The numbers of `sluice.v1.FinishReason`."""
+    """Finish reasons, with the numbers of `sluice.v1.FinishReason`."""
 
     UNSPECIFIED = 0
     STOP = 1
@@ -30,7 +30,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How a stream's tokens become text; see `sluice.v1.StreamOptions` for the meaning of each."""
+    """Options of a stream; see `sluice.v1.StreamOptions`."""
 
     model: str
     skip_special_tokens: bool = True
@@ -54,7 +54,7 @@ class StreamOptions:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one stream; see the settings of the same names."""
+    """Limits of one stream; see the settings of the same names."""
 
     max_stop_strings: int = 1_000
     max_stop_chars: int = 8_192
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a stream ended: at most one of stop_string, stop_token_id and error is set."""
+    """End of a stream; at most one of stop_string, stop_token_id and error is set."""
 
     reason: FinishReason
     tokens_seen: int
@@ -73,35 +73,34 @@ class Finish:
     reasoning_tokens: int = 0
 
     def parsed(self, calls: bool, reasoning_tokens: int) -> Finish:
-        """The same for a stream whose parser found tool calls or not; one that was cut off stays cut off."""
+        """Returns the finish of a parsed stream: STOP becomes TOOL_CALLS if there were calls."""
         reason = FinishReason.TOOL_CALLS if calls and self.reason is FinishReason.STOP else self.reason
         return replace(self, reason=reason, reasoning_tokens=reasoning_tokens)
 
 
 class Stream:
-    """Turns one stream's tokens into text; the concatenated text is the same for any split into batches.
+    """Converts one stream's tokens to text, which does not depend on how the tokens are batched.
 
-    The semantics are those of checking after every token, in this order:
+    The following conditions are checked after every token, in this order:
 
     1. After the first `min_tokens` tokens, a stop id, or an end-of-sequence id unless `ignore_eos`, ends the stream.
-       Its own text is left out, except with `include_stop_string`.
-    2. A stop string that is complete with a token after the first `min_tokens` ends the stream; it may have begun
-       earlier.
+       Its text is omitted, except with `include_stop_string`.
+    2. A stop string that is completed by a token after the first `min_tokens` ends the stream; it may begin earlier.
     3. A token after the first `max_tokens` is ignored and ends the stream with LENGTH.
 
-    After its end a stream ignores tokens.
+    A stream ignores tokens after its end.
 
     Args:
-        options: of the stream; parsers are not its business.
+        options: of the stream; parser options are ignored.
         vocabulary: of the model.
-        limits: what options may ask for.
-        markers: special tokens whose text stays even where special tokens are left out.
+        limits: bounds of the options.
+        markers: special tokens whose text is kept even if special tokens are skipped.
 
     Raises:
-        SluiceError: the options cannot be honoured.
+        SluiceError: the options are invalid.
 
     Attributes:
-        recorder: what each token stands for, where the options ask for it.
+        recorder: records token texts, if the options request them.
     """
 
     __slots__ = (
@@ -127,7 +126,7 @@ class Stream:
         self.recorder = TokenRecorder(self._detokenizer, vocabulary) if options.token_texts else None
         if self.recorder is not None:
             self._detokenizer = self.recorder
-        # The caller's stop ids contain the end-of-sequence ids too: ignore_eos takes them out again.
+        # stop_token_ids include the end-of-sequence ids, which ignore_eos removes.
         ends = options.stop_token_ids | options.eos_token_ids
         self._ends = ends - options.eos_token_ids if options.ignore_eos else ends
         self._include = options.include_stop_string
@@ -137,10 +136,10 @@ class Stream:
         self.finish: Finish | None = None
 
     def close(self) -> None:
-        """Nobody wants to hear of it any more."""
+        """Does nothing; for the interface of RemoteStream."""
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Text that became certain with these tokens; look at `finish` afterwards."""
+        """Returns the text completed by these tokens; check `finish` afterwards."""
         if len(tokens) == 1:
             return self.feed_one(tokens[0])
         feed_one, parts = self.feed_one, []
@@ -152,7 +151,7 @@ class Stream:
         return "".join(parts)
 
     def feed_one(self, token: int) -> str:
-        """`feed` of one token."""
+        """Returns the text completed by one token; see `feed`."""
         if self.finish is not None:
             return ""
         seen = self.tokens_seen + 1
@@ -184,15 +183,14 @@ class Stream:
         try:
             return self._close(self._detokenizer.step(token), finish)
         except SluiceError:
-            return self._close("", finish)  # ids that only end streams need not be in the vocabulary
+            return self._close("", finish)  # ids that only end streams may be outside the vocabulary
 
     def end(self, reason: FinishReason, stop_token_id: int | None = None) -> str:
-        """The engine has ended the stream: the text that was held back. A stream that is over stays as it is.
+        """Ends the stream as the engine did; returns the text held back. Does nothing after the end.
 
         Args:
-            reason: the engine's, UNSPECIFIED is read as LENGTH; a stop string that only now turns out to be complete
-                makes it STOP.
-            stop_token_id: the id that ended it, as the engine said.
+            reason: of the engine; UNSPECIFIED is treated as LENGTH. A stop string in the text held back makes it STOP.
+            stop_token_id: the id that ended the stream, as reported by the engine.
         """
         if self.finish is not None:
             return ""
@@ -200,7 +198,7 @@ class Stream:
         return self._close("", Finish(reason, self.tokens_seen, stop_token_id=stop_token_id))
 
     def _close(self, text: str, finish: Finish) -> str:
-        """The last text; a stop string in it came before what `finish` says."""
+        """Ends the stream; a stop string in its last text takes precedence over `finish`."""
         text += self._detokenizer.flush()
         if self._scanner is not None:
             text = self._scan(self._scanner, text)

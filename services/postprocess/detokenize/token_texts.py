@@ -1,4 +1,4 @@
-"""What single tokens stand for, for callers that show logprobs: told only to those who ask."""
+"""Bytes of single tokens, for callers that show logprobs; recorded only on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.postprocess.detokenize.vocabulary import Vocabulary
 
 @dataclass(slots=True)
 class TokenTexts:
-    """Tokens in order: `lengths` bytes of `pieces` each, and where in the text each stands, in code points."""
+    """Tokens in order: the length of each in bytes of `pieces`, and its offset in the text in code points."""
 
     lengths: array[int] = field(default_factory=lambda: array("I"))
     pieces: bytearray = field(default_factory=bytearray)
@@ -21,40 +21,40 @@ class TokenTexts:
         return len(self.lengths)
 
     def add(self, piece: bytes, offset: int) -> None:
-        """One more token."""
+        """Appends a token."""
         self.lengths.append(len(piece))
         self.pieces += piece
         self.offsets.append(offset)
 
     def without(self, count: int) -> TokenTexts:
-        """The same without its first tokens."""
+        """Returns a copy without the first `count` tokens."""
         return TokenTexts(self.lengths[count:], self.pieces[sum(self.lengths[:count]) :], self.offsets[count:])
 
 
 class TokenRecorder:
-    """A detokenizer that remembers what each token stands for.
+    """A detokenizer that records the bytes of each token.
 
     Args:
-        inner: makes the stream's text.
+        inner: produces the stream's text.
         vocabulary: of the model.
 
     Attributes:
-        known: tokens that the caller has been told of already.
+        known: number of tokens to omit because the caller has received them.
     """
 
-    __slots__ = ("_inner", "_news", "_offset", "_piece", "flush", "known")
+    __slots__ = ("_inner", "_offset", "_piece", "_recorded", "flush", "known")
 
     def __init__(self, inner: Detokenizer, vocabulary: Vocabulary) -> None:
         self._inner = inner
         self._piece = vocabulary.piece
         self._offset = 0
-        self._news = TokenTexts()
+        self._recorded = TokenTexts()
         self.flush = inner.flush
         self.known = 0
 
     def note(self, token: int) -> None:
-        """A token that adds no text, such as the one that ends the stream; an unknown one has no bytes."""
-        self._news.add(self._piece(token) or b"", self._offset)
+        """Records a token without text, such as the one that ends the stream; an unknown id has no bytes."""
+        self._recorded.add(self._piece(token) or b"", self._offset)
 
     def step(self, token: int) -> str:
         """See Detokenizer."""
@@ -64,12 +64,12 @@ class TokenRecorder:
         return text
 
     def take(self) -> TokenTexts:
-        """The tokens since the last time."""
-        news = self._news
-        if news:
-            self._news = TokenTexts()
+        """Returns the tokens recorded since the last call."""
+        recorded = self._recorded
+        if recorded:
+            self._recorded = TokenTexts()
         if not self.known:
-            return news
-        known = min(self.known, len(news))
+            return recorded
+        known = min(self.known, len(recorded))
         self.known -= known
-        return news.without(known)
+        return recorded.without(known)

@@ -1,4 +1,4 @@
-"""A model's vocabulary as postprocess needs it: what makes detokenizers."""
+"""Vocabularies of models, which create detokenizers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class ParserNames:
 
 
 class Vocabulary(ABC):
-    """The ids of one model.
+    """Vocabulary of one model.
 
     Attributes:
-        size: ids are below this.
-        exact: detokenizing is a table look-up, proven equal to the library's decoding.
-        parsers: what the parser name `auto` means for this model.
-        built_in: what it means if an engine's own, which nobody asked for by name, cannot work with this model; None
-            where somebody did.
-        source: where its files are.
+        size: upper bound of the ids.
+        exact: detokenization is a table lookup, verified against the library.
+        parsers: parsers that `auto` selects for this model.
+        built_in: fallback if `auto` selected parsers of an engine that cannot handle this model; None if parsers are
+            configured explicitly.
+        source: location of its files.
         template: its chat template; empty for none.
     """
 
@@ -52,20 +52,20 @@ class Vocabulary(ABC):
     @property
     @abstractmethod
     def special_tokens(self) -> frozenset[str]:
-        """The texts of all special tokens."""
+        """Texts of all special tokens."""
 
     @abstractmethod
     def detokenizer(
         self, skip_special_tokens: bool, tail: Sequence[int] = (), markers: frozenset[str] = NO_MARKERS
     ) -> Detokenizer:
-        """A detokenizer for one stream whose prompt ended with `tail`; special tokens among `markers` stay."""
+        """Returns a detokenizer for a stream whose prompt ended with `tail`; it keeps special tokens in `markers`."""
 
     @abstractmethod
     def piece(self, token: int) -> bytes | None:
-        """The bytes that an id stands for by itself, special ones spelled out; None outside the vocabulary."""
+        """Returns the bytes of an id, also of special tokens; None for an id outside the vocabulary."""
 
     def pieces(self, tokens: Sequence[int]) -> list[bytes]:
-        """The same for several ids; SluiceError(INVALID_ARGUMENT) for one that is unknown."""
+        """Returns the bytes of several ids; raises SluiceError (INVALID_ARGUMENT) for an unknown one."""
         found = []
         for token in tokens:
             piece = self.piece(token)
@@ -75,18 +75,18 @@ class Vocabulary(ABC):
         return found
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of a few tokens, special ones included."""
+        """Returns the text of a few tokens, including special ones."""
         detokenizer = self.detokenizer(False)
         return "".join(map(detokenizer.step, tokens)) + detokenizer.flush()
 
 
 class TableVocabulary(Vocabulary):
-    """A vocabulary whose ids have bytes of their own.
+    """A vocabulary in which each id has fixed bytes.
 
     Args:
-        kept: the table with the text of special ids.
-        specials: ids that skip_special_tokens leaves out.
-        specials_break: a special id ends a character under way even where it is left out.
+        kept: the table including the text of special ids.
+        specials: ids that skip_special_tokens omits.
+        specials_break: a special id ends an incomplete character even if it is omitted.
     """
 
     exact = True
@@ -122,13 +122,13 @@ class TableVocabulary(Vocabulary):
             return TableDetokenizer(self._skipped, tail)
         present = markers & self.special_tokens
         table = self._skipped_but.get(present)
-        if table is None:  # as many as there are parsers
+        if table is None:  # at most as many tables as parsers
             table = self._skipped_but[present] = self._without(present)
         return TableDetokenizer(table, tail)
 
 
 class LibraryVocabulary(Vocabulary):
-    """A vocabulary that only its library can decode."""
+    """A vocabulary that is decoded by its library."""
 
     exact = False
 
@@ -155,5 +155,5 @@ class LibraryVocabulary(Vocabulary):
     ) -> Detokenizer:
         """See Vocabulary."""
         library = LibraryDetokenizer(self._tokenizer, self.size, skip_special_tokens, tail)
-        seen = {token: text for token, text in self._specials.items() if text in markers}
-        return MarkerDetokenizer(library, seen) if skip_special_tokens and seen else library
+        kept = {token: text for token, text in self._specials.items() if text in markers}
+        return MarkerDetokenizer(library, kept) if skip_special_tokens and kept else library

@@ -1,1 +1,1 @@
-"""Parsers: what of a model's text is content, what reasoning, and what tool calls."""
+"""Parsers, which split a model's text into content, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""What a parser is: text in, in any pieces; events out, the same for any pieces."""
+"""Base class of parsers, which convert text to events independently of how the text is split into pieces."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True)
 class ParserContext:
-    """What is known about the answer before it begins.
+    """Context of a generation that is known before its first token.
 
     Attributes:
-        tools: the tools of the request, OpenAI form.
-        required: at least one call is demanded.
-        only: the one tool that may be called; empty for any.
+        tools: the tools of the request in OpenAI format.
+        required: the model must call at least one tool.
+        only: the only tool that may be called; empty for any.
         single: at most one call.
         guided: a grammar constrains the output.
-        prompt_tail: the end of the prompt as text, special tokens included.
-        identity: of the stream; call ids are made of it, so that a stream that is parsed again gives the same ids.
+        prompt_tail: the end of the prompt as text, including special tokens.
+        identity: of the stream; call ids derive from it, so that parsing a stream again produces the same ids.
         prompt_ids: the end of the prompt as ids.
-        template_kwargs: what the caller gave the chat template.
-        source: where the model's files are; for parsers that bring their own tokenizer.
+        template_kwargs: the caller's arguments for the chat template.
+        source: location of the model's files, for parsers that load a tokenizer.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -46,7 +46,7 @@ class ParserContext:
         object.__setattr__(self, "names", frozenset(tool["function"]["name"] for tool in self.tools))
 
     def token(self, index: int, length: int) -> str:
-        """`length` letters and digits that no other call of any stream has."""
+        """Returns `length` letters and digits that are unique to a call of this stream."""
         number = int.from_bytes(blake2b(f"{self.identity}\0{index}".encode(), digest_size=32).digest(), "big")
         letters = []
         for _ in range(length):
@@ -55,27 +55,27 @@ class ParserContext:
         return "".join(letters)
 
     def hex(self, index: int, length: int) -> str:
-        """The same in hexadecimal digits."""
+        """Returns `length` hexadecimal digits that are unique to a call of this stream."""
         size = (length + 1) // 2
         return blake2b(f"{self.identity}\0{index}".encode(), digest_size=min(size, 64)).hexdigest()[:length]
 
 
 class Parser(ABC):
-    """Reads one answer. A parser keeps these promises:
+    """Parses the text of one generation. A parser guarantees:
 
-    - However the text is cut into pieces, the events say the same when neighbours of a kind are joined.
-    - No text is lost: what turns out to be no markup is content.
-    - What is certain is told at once; `held` is what is not. A built-in parser holds the end of the text that it was
-      fed, which is how its stream recovers that text should the parser fail.
-    - The built-in ones take time in proportion to the text, however it is cut.
+    - The events do not depend on how the text is split into pieces, once adjacent events of a kind are merged.
+    - No text is lost: text that turns out not to be markup becomes content.
+    - Certain text is returned immediately; `held` is the rest. A built-in parser holds the end of the text it was fed,
+      from which its stream recovers that text if the parser fails.
+    - Built-in parsers take linear time, however the text is split.
 
     Args:
-        context: what is known beforehand.
+        context: of the generation.
 
     Attributes:
-        markers: special tokens that the parser must see. Other special tokens are left out as the caller wishes.
-        reasoning: whether what came last belongs to the model's thinking.
-        reasoning_tokens: tokens of thinking that `reasoning` does not count; known at the end.
+        markers: special tokens that the parser needs in the text. Other special tokens are omitted on request.
+        reasoning: whether the last text belongs to the reasoning.
+        reasoning_tokens: reasoning tokens that `reasoning` does not count; known at the end.
     """
 
     markers: ClassVar[frozenset[str]] = frozenset()
@@ -87,25 +87,25 @@ class Parser(ABC):
 
     @abstractmethod
     def feed(self, text: str) -> list[Event]:
-        """The next text, never empty."""
+        """Parses the next text, which is never empty."""
 
     @abstractmethod
     def finish(self) -> list[Event]:
-        """The text is over; called once, and nothing after it."""
+        """Ends the text; called once, as the last method."""
 
     @property
     def held(self) -> str:
-        """Text that was taken in and not yet told; it becomes content should the parser fail."""
+        """Text fed but not returned yet; it becomes content if the parser fails."""
         return ""
 
     @property
     def held_size(self) -> int:
-        """Characters in `held`. Asked before every piece of text, so a built-in parser does not build `held` for it."""
+        """Number of characters in `held`; read before every piece, so built-in parsers compute it without `held`."""
         return len(self.held)
 
 
 class Chain(Parser):
-    """Content of one parser is the text of the next: reasoning first, then tool calls."""
+    """Feeds the content of one parser to the next: reasoning first, then tool calls."""
 
     def __init__(self, first: Parser, second: Parser) -> None:
         super().__init__(second.context)
@@ -115,15 +115,15 @@ class Chain(Parser):
 
     def feed(self, text: str) -> list[Event]:
         """See Parser."""
-        events = self._pass_on(self._first.feed(text))
+        events = self._forward(self._first.feed(text))
         self.reasoning = self._first.reasoning
         return events
 
     def finish(self) -> list[Event]:
         """See Parser."""
-        return self._pass_on(self._first.finish()) + self._second.finish()
+        return self._forward(self._first.finish()) + self._second.finish()
 
-    def _pass_on(self, found: list[Event]) -> list[Event]:
+    def _forward(self, found: list[Event]) -> list[Event]:
         events: list[Event] = []
         for event in found:
             if isinstance(event, Content):

@@ -1,7 +1,7 @@
-"""Tool calls inside text: what all formats have in common.
+"""Base classes for parsers of tool calls.
 
-A format says how a call begins and ends (markers) and reads what is between with a `Body`. Until a call's name is
-known its text is held, afterwards its arguments go out as they come.
+A format defines the markers that begin and end a call, and a `Body` that parses the text between them. The text of a
+call is held until its name is known; then its arguments are streamed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from services.postprocess.parsers.json_scan import Malformed
 from services.postprocess.parsers.markers import PIECE_CHARS, Markers, TextBuffer, WhitespaceBuffer, pieces_of
 
 HEAD_AT_MOST = 65_536
-"""Characters that may be held until a call's name is known; longer ones are text."""
+"""Maximum characters held until a call's name is known; a longer head is text."""
 
 MALFORMED = "tool_call_malformed"
 INCOMPLETE = "tool_call_incomplete"
@@ -23,7 +23,7 @@ NOT_CHOSEN = "tool_choice_not_honoured"
 
 
 class Named(NamedTuple):
-    """A call whose arguments begin; `id` is empty where the model gave none, `arguments` are those already read."""
+    """A call whose arguments begin; `id` is empty if the model wrote none, `arguments` were parsed already."""
 
     name: str
     id: str = ""
@@ -31,11 +31,11 @@ class Named(NamedTuple):
 
 
 class Body(ABC):
-    """Reads what stands between the markers of a call, or of several calls.
+    """Parses the text between the markers of one or several calls.
 
     Attributes:
-        done: nothing more belongs to it.
-        calling: the arguments of a call are under way.
+        done: the body is complete.
+        calling: the arguments of a call are incomplete.
     """
 
     done: bool = False
@@ -43,19 +43,18 @@ class Body(ABC):
 
     @abstractmethod
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """Reads on from `at` up to the next news.
+        """Parses from `at` up to the next result.
 
         Returns:
-            Where it stopped, and the news: a call, the next piece of its arguments, or None when there is none before
-            the end of `text` or of the body.
+            Where it stopped, and a call, the next piece of its arguments, or None at the end of `text` or of the body.
 
         Raises:
-            Malformed: what the format does not allow; the body is of no use after that.
+            Malformed: the text violates the format; the body cannot be used any further.
         """
 
 
 class Calls:
-    """Counts the calls of one answer and knows which are allowed.
+    """Numbers the calls of one generation and checks which are allowed.
 
     Args:
         context: of the stream.
@@ -70,34 +69,34 @@ class Calls:
         self.count = 0
 
     def allows(self, name: str) -> bool:
-        """Whether the request's tool_choice and parallel_tool_calls leave room for this call."""
+        """Returns whether the request's tool_choice and parallel_tool_calls allow this call."""
         return not (self._context.only and name != self._context.only) and not (self._context.single and self.count)
 
     def start(self, call: Named) -> CallStart:
-        """The next call; an id that the model used before is replaced."""
-        own = self._prefix + self._context.token(self.count, self._length)
-        chosen = call.id if call.id and call.id not in self._ids else own
-        self._ids.add(chosen)
+        """Returns the start of the next call; replaces a repeated id."""
+        generated = self._prefix + self._context.token(self.count, self._length)
+        call_id = call.id if call.id and call.id not in self._ids else generated
+        self._ids.add(call_id)
         self.count += 1
-        return CallStart(self.count - 1, chosen, call.name)
+        return CallStart(self.count - 1, call_id, call.name)
 
     def end(self) -> list[Event]:
-        """At the end of the text: says so when a call was demanded and none came."""
+        """Returns a Degraded event at the end of the text if a required call is missing."""
         wanted = self._context.required or self._context.only
         return [Degraded(NOT_CHOSEN)] if wanted and not self.count else []
 
 
 class CallParser(Parser):
-    """Content with calls in it.
+    """Parses content that contains calls.
 
-    White space beside a call belongs to the call. A call whose head cannot be read, or that the request does not
-    allow, is content as the model wrote it. One that goes wrong after its arguments began keeps its text up to the
-    end marker, since what was told cannot be taken back. Both are marked `degraded`.
+    White space around a call belongs to the call. A call whose head is malformed, or that the request does not allow,
+    becomes content. A call that is malformed after its arguments began keeps its text up to the end marker, because
+    its start was returned already. Both are marked as degraded.
 
     Attributes:
         starts: markers that begin a body.
-        ends: markers that end it; may be empty.
-        swallowed: markers without meaning of their own, left out.
+        ends: markers that end a body; may be empty.
+        swallowed: markers that are omitted.
     """
 
     starts: ClassVar[tuple[str, ...]] = ()
@@ -120,17 +119,17 @@ class CallParser(Parser):
         self._calls = Calls(context, self.id_prefix, self.id_length)
         self._gate = WhitespaceBuffer()
         self._buffer = ""
-        self._raw = TextBuffer()  # of the call under way, read and not told
+        self._raw = TextBuffer()  # parsed text of the current call that was not returned yet
         self._body: Body | None = None
-        self._index = -1  # of the call whose arguments are told now; -1: none
-        self._unclosed = False  # a call is complete, its end marker did not come yet
-        self._after_call = False  # nothing was said since
+        self._index = -1  # of the call whose arguments are streamed; -1: none
+        self._unclosed = False  # a call is complete but its end marker has not arrived
+        self._after_call = False  # no content since the last call
         self._in_broken = False
-        self._marked = True  # a marker said that a call begins
+        self._marked = True  # the current call began with a marker
 
     @abstractmethod
     def body(self) -> Body:
-        """What reads after a start marker."""
+        """Returns the body parser for the text after a start marker."""
 
     def feed(self, text: str) -> list[Event]:
         """See Parser."""
@@ -143,16 +142,16 @@ class CallParser(Parser):
         return events
 
     def _step(self, events: list[Event]) -> bool:
-        """Reads what the buffer allows in the present state; False when it needs more text."""
+        """Parses the next part of the buffer; returns False if more text is needed."""
         if self._body is not None:
             return self._read(self._body, events)
         if self._in_broken:
             return self._read_broken(events)
-        return self._look(events)
+        return self._scan(events)
 
-    def _look(self, events: list[Event]) -> bool:
+    def _scan(self, events: list[Event]) -> bool:
         before, marker, self._buffer = self._outside.split(self._buffer)
-        self._say(before, events)
+        self._add_content(before, events)
         if not marker:
             return False
         if marker in self.starts:
@@ -161,13 +160,13 @@ class CallParser(Parser):
             self._gate.marker()
             self._unclosed = False
         else:
-            self._say(marker, events)
+            self._add_content(marker, events)
         return True
 
     def _begin(self, marker: str) -> None:
         self._body, self._raw, self._marked = self.body(), TextBuffer(marker), True
 
-    def _say(self, text: str, events: list[Event]) -> None:
+    def _add_content(self, text: str, events: list[Event]) -> None:
         if text and (certain := self._gate.text(text)):
             if self._unclosed and self._after_call and self._marked:
                 events.append(Degraded(MALFORMED))
@@ -176,30 +175,29 @@ class CallParser(Parser):
 
     def _read(self, body: Body, events: list[Event]) -> bool:
         room = len(self._buffer) if body.calling else HEAD_AT_MOST - self._raw.size
-        part = self._buffer[:room]
         try:
-            at, news = body.push(part, 0)
-            if not news and not body.done and at == room < len(self._buffer):
+            at, found = body.push(self._buffer[:room], 0)
+            if not found and not body.done and at == room < len(self._buffer):
                 raise Malformed(at)
         except Malformed as error:
             self._advance(error.at)
             self._fail(body, events)
             return True
         self._advance(at)
-        if isinstance(news, Named):
-            self._announce(news, events)
-        elif news:
-            events.append(CallArguments(self._index, news))
+        if isinstance(found, Named):
+            self._start_call(found, events)
+        elif found:
+            events.append(CallArguments(self._index, found))
             self._raw.clear()
         if body.done and self._body is body:
             self._complete()
-        return self._body is not body or bool(news)
+        return self._body is not body or bool(found)
 
     def _advance(self, at: int) -> None:
         self._raw.add(self._buffer[:at])
         self._buffer = self._buffer[at:]
 
-    def _announce(self, call: Named, events: list[Event]) -> None:
+    def _start_call(self, call: Named, events: list[Event]) -> None:
         if not self._calls.allows(call.name):
             self._give_up(events, NOT_CHOSEN)
             return
@@ -219,7 +217,7 @@ class CallParser(Parser):
         self._unclosed = bool(self.ends)
 
     def _fail(self, body: Body, events: list[Event]) -> None:
-        """The body is malformed."""
+        """Handles a malformed body."""
         if not body.calling:
             called = self._index >= 0
             self._give_up(events, MALFORMED)
@@ -231,12 +229,12 @@ class CallParser(Parser):
         self._body, self._in_broken = None, True
 
     def _give_up(self, events: list[Event], reason: str) -> None:
-        """What was held is content after all."""
+        """Turns the held text of the current call into content."""
         raw, self._body, self._index = self._raw.take(), None, -1
         if self._marked or reason == NOT_CHOSEN:
             events.append(Degraded(reason))
         self._unclosed = False
-        self._say(raw, events)
+        self._add_content(raw, events)
 
     def _read_broken(self, events: list[Event]) -> bool:
         before, marker, self._buffer = self._edges.split(self._buffer)
@@ -259,7 +257,7 @@ class CallParser(Parser):
             if self._buffer:
                 events.append(CallArguments(self._index, self._buffer))
         else:
-            self._say(self._buffer, events)
+            self._add_content(self._buffer, events)
         self._buffer = ""
         space = self._gate.flush()
         if space and not self._after_call:
@@ -273,7 +271,7 @@ class CallParser(Parser):
             if self._raw:
                 events.append(CallArguments(self._index, self._raw.text))
         elif self._index >= 0 and not self._raw.text.strip(" \t\r\n]})`"):
-            self._complete()  # all calls are there, only brackets are missing
+            self._complete()  # all calls are complete, only closing brackets are missing
             events.append(Degraded(INCOMPLETE))
         else:
             self._give_up(events, INCOMPLETE)

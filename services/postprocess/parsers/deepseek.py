@@ -1,5 +1,8 @@
-"""DeepSeek R1, V3 and V3.1. The first two write `function<｜tool▁sep｜>name`, then the arguments in a fenced block;
-V3.1 writes `name<｜tool▁sep｜>` and the arguments."""
+"""Parser of DeepSeek R1, V3 and V3.1.
+
+R1 and V3 write `function<｜tool▁sep｜>name` and the arguments in a fenced block; V3.1 writes `name<｜tool▁sep｜>` and
+the arguments.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _EDGES = Markers("{", END)
 
 
 class DeepSeekBody(Body):
-    """One call."""
+    """Body of one call."""
 
     def __init__(self) -> None:
         self._head = ""
@@ -28,10 +31,10 @@ class DeepSeekBody(Body):
         if self._arguments is None:
             return self._read_head(text, at)
         if not self._arguments.done:
-            at, news = self._arguments.push(text, at)
+            at, arguments = self._arguments.push(text, at)
             self.calling = self._arguments.calling
             self.done = self._arguments.done and not self._fenced
-            return at, news
+            return at, arguments
         return self._read_fence(text, at), None
 
     def _read_head(self, text: str, at: int) -> tuple[int, Named | None]:
@@ -62,9 +65,9 @@ class DeepSeekBody(Body):
 
 
 def _named(head: str) -> tuple[str, bool]:
-    """Returns the name in a call's head, empty where it has none, and whether its arguments stand in a fenced block.
+    """Returns the name in a call's head, empty for none, and whether its arguments are in a fenced block.
 
-    Not one regular expression: three runs of white space beside each other take it cubic time.
+    A single regular expression would take cubic time for adjacent runs of white space.
     """
     before, separator, after = (part.strip() for part in head.partition(SEPARATOR))
     if not separator or not after:
@@ -76,7 +79,7 @@ def _named(head: str) -> tuple[str, bool]:
 
 
 class DeepSeekParser(CallParser):
-    """Calls of DeepSeek's models."""
+    """Parses calls of DeepSeek models."""
 
     starts = ("<｜tool▁call▁begin｜>",)
     ends = (END,)

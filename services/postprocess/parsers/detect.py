@@ -1,4 +1,4 @@
-"""What `auto` means for a model: its template shows how it writes calls and where it thinks."""
+"""Detects the parsers that `auto` selects for a model from its chat template and special tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.postprocess.detokenize.vocabulary import ParserNames
 
 
 def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:
-    """The parsers of the model at `path`; empty names where nothing is recognised.
+    """Returns the built-in parsers for the model at `path`; empty names if none is detected.
 
     Args:
         path: of the tokenizer, a folder or a file.
@@ -53,7 +53,7 @@ _SGLANG = (
 )
 _NATIVE = {"vllm": _VLLM, "sglang": _SGLANG}
 
-# Families whose thinking has a parser of its own, by a mark in the template: vLLM's name and SGLang's.
+# Families with a specific reasoning parser, by a marker in the template: the names in vLLM and SGLang.
 _THINKERS = (
     ("<arg_key>", {"vllm": "glm45", "sglang": "glm45"}),
     ("<|tool_calls_section_begin|>", {"vllm": "kimi_k2", "sglang": "kimi_k2"}),
@@ -68,11 +68,11 @@ _FORMS = (
     ("<arg_key>", "glm45"),
     ("<|tool_call|>", "granite"),
 )
-"""What a template writes that no other family's does, most telling first."""
+"""Markers that are specific to the templates of one family, most specific first."""
 
 
 def native_names(engine: str, found: ParserNames, template: str) -> ParserNames:
-    """The engine's own parsers for a model whose built-in ones are `found`; empty where it has none."""
+    """Returns the engine's parsers for a model whose built-in ones are `found`; empty names if it has none."""
     tools, reasonings = _NATIVE[engine]
     tool, reasoning = tools.get(found.tool, ""), reasonings.get(found.reasoning, "")
     if found.tool == "deepseek_v3" and "```json" not in template:
@@ -111,12 +111,12 @@ def _reasoning(template: str, special: frozenset[str]) -> str:
         return "mistral"
     if "<think>" not in template and "</think>" not in template and "<think>" not in special:
         return ""
-    # R1's first template neither opens the tag nor leaves it to anybody: the model thinks all the same.
+    # The first template of R1 lacks the tag, but the model reasons nevertheless.
     return "deepseek_r1" if "<｜Assistant｜>" in template and "<think>" not in template else "think"
 
 
 def template_of(path: Path) -> str:
-    """The chat template of the model at `path`; empty for none."""
+    """Returns the chat template of the model at `path`; empty for none."""
     folder = path if path.is_dir() else path.parent
     file = folder / "chat_template.jinja"
     if path.is_dir() and file.is_file():
@@ -125,7 +125,7 @@ def template_of(path: Path) -> str:
 
 
 def _text(template: Any) -> str:
-    """Several named templates are read as one: `tool_use` beside `default`."""
+    """Returns the text of a template; several named ones such as `default` and `tool_use` are joined."""
     if isinstance(template, str):
         return template
     if isinstance(template, list):

@@ -1,4 +1,4 @@
-"""What a parser finds in a text, in the order of the text."""
+"""Events that parsers return, in the order of the text."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 
 class Content(NamedTuple):
-    """The next text for the user."""
+    """Next text of the content."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """The next text of the model's thinking."""
+    """Next text of the reasoning."""
 
     text: str
 
 
 class CallStart(NamedTuple):
-    """A tool call begins; `call` counts the calls of the message from 0."""
+    """Start of a tool call; `call` is its index in the message, from 0."""
 
     call: int
     id: str
@@ -27,14 +27,14 @@ class CallStart(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """The next piece of a call's arguments, JSON text as the model wrote it."""
+    """Next piece of a call's arguments, JSON as the model wrote it."""
 
     call: int
     text: str
 
 
 class Degraded(NamedTuple):
-    """A fallback was taken; `reason` is a stable word such as `tool_call_malformed`."""
+    """A fallback was used; `reason` is a stable identifier such as `tool_call_malformed`."""
 
     reason: str
 
@@ -43,10 +43,10 @@ Event = Content | Reasoning | CallStart | CallArguments | Degraded
 
 
 def merge(events: Iterable[Event]) -> list[Event]:
-    """The same with neighbours of a kind as one, and every reason once."""
+    """Returns the events with adjacent ones of a kind merged, and each Degraded reason once."""
     merged: list[Event] = []
     reasons: set[str] = set()
-    run: list[str] = []  # texts of the last event of `merged`, joined once the run is over
+    run: list[str] = []  # texts of the last event of `merged`, joined when the run ends
     for event in events:
         if isinstance(event, Degraded):
             if event.reason in reasons:

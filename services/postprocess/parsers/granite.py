@@ -1,4 +1,4 @@
-"""Granite 3: `<|tool_call|>[{"name": …, "arguments": {…}}, …]`."""
+"""Parser of Granite 3: `<|tool_call|>[{"name": …, "arguments": {…}}, …]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from services.postprocess.parsers.objects import CallArray
 
 
 class GraniteParser(CallParser):
-    """Calls of Granite 3; Granite 4 writes them as Hermes does."""
+    """Parses calls of Granite 3; Granite 4 uses the format of Hermes."""
 
     starts = ("<|tool_call|>",)
     markers = frozenset(starts)

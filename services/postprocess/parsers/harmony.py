@@ -1,9 +1,9 @@
-"""Harmony, the format of gpt-oss: messages on the channels analysis, commentary and final.
+"""Parser of Harmony, the format of gpt-oss: messages on the channels analysis, commentary and final.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
     <|message|>{…}<|call|>
 
-Analysis is reasoning, a recipient makes a message a tool call, everything else is content.
+Analysis is reasoning, a message with a recipient is a tool call, everything else is content.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _HEADER, _CONTENT, _REASONING, _CALL, _BETWEEN = range(5)
 
 
 class HarmonyParser(Parser):
-    """Content, reasoning and calls of gpt-oss.
+    """Parses content, reasoning and calls of gpt-oss.
 
     Args:
         context: of the stream.
-        calls: tool calls are told; else they stay text.
+        calls: return tool calls as events; False: return them as content.
     """
 
     markers = frozenset((START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS))
 
     def __init__(self, context: ParserContext, calls: bool = True) -> None:
         super().__init__(context)
-        self._tells_calls = calls
+        self._emits_calls = calls
         self._calls = Calls(context)
         self._index = -1
-        self._empty = True  # the call under way has no arguments yet
+        self._empty = True  # the current call has no arguments yet
         self._value: JsonValue | None = None
         self._buffer = ""
-        self._gate = WhitespaceBuffer()  # for what stands between messages
+        self._gate = WhitespaceBuffer()  # for the text between messages
         self._state = _HEADER
         _, begun, header = context.prompt_tail.rpartition(START)
-        self._given = self._header = header if begun else ""  # the prompt may have begun the message
+        self._from_prompt = self._header = header if begun else ""  # the prompt may contain the beginning of the header
         if self._header.endswith(MESSAGE):
             self._enter([])
 
@@ -74,7 +74,7 @@ class HarmonyParser(Parser):
             self._state = _CONTENT
             before += self._gate.flush()
             events.append(Degraded(UNKNOWN_HEADER))
-        self._tell(before, events)
+        self._emit(before, events)
         if not marker:
             return False
         self._end(events)
@@ -87,9 +87,9 @@ class HarmonyParser(Parser):
         room = HEADER_AT_MOST - len(self._header)
         if room < len(before):
             events.append(Degraded(UNKNOWN_HEADER))
-            events.append(Content(self._own_header + before[:room]))
+            events.append(Content(self._generated_header + before[:room]))
             self._buffer = self._buffer[room:]
-            self._state, self._header, self._given = _CONTENT, "", ""
+            self._state, self._header, self._from_prompt = _CONTENT, "", ""
             return True
         self._header += before + marker
         self._buffer = rest
@@ -98,20 +98,20 @@ class HarmonyParser(Parser):
         return bool(marker)
 
     def _enter(self, events: list[Event]) -> None:
-        """A message begins."""
+        """Starts a message."""
         channel, recipient = _CHANNEL(self._header), _RECIPIENT(self._header)
         kind = channel[1] if channel else "final"
         if recipient is not None and recipient[1] != "assistant":
             self._begin_call(recipient[1].removeprefix("functions."), events)
         else:
             self._state = _REASONING if kind == "analysis" else _CONTENT
-        self._header = self._given = ""
+        self._header = self._from_prompt = ""
         self.reasoning = self._state == _REASONING
 
     def _begin_call(self, name: str, events: list[Event]) -> None:
-        if not self._tells_calls or not is_name(name) or not self._calls.allows(name):
-            events += [Degraded(NOT_CHOSEN)] if self._tells_calls else []
-            events.append(Content(self._own_header))
+        if not self._emits_calls or not is_name(name) or not self._calls.allows(name):
+            events += [Degraded(NOT_CHOSEN)] if self._emits_calls else []
+            events.append(Content(self._generated_header))
             self._state = _CONTENT
             return
         start = self._calls.start(Named(name))
@@ -119,7 +119,7 @@ class HarmonyParser(Parser):
         self._empty = True
         events.append(start)
 
-    def _tell(self, text: str, events: list[Event]) -> None:
+    def _emit(self, text: str, events: list[Event]) -> None:
         if not text or self._state == _BETWEEN:
             return
         if self._state == _CALL:
@@ -153,28 +153,28 @@ class HarmonyParser(Parser):
         """See Parser."""
         events: list[Event] = []
         if self._state == _HEADER:
-            if text := self._own_header + self._buffer:
+            if text := self._generated_header + self._buffer:
                 events += [Degraded(UNKNOWN_HEADER), Content(text)]
         else:
             if self._state == _BETWEEN and self._buffer:
                 self._state = _CONTENT
-            self._tell(self._buffer, events)
+            self._emit(self._buffer, events)
             self._end(events)
         self._buffer = ""
         return events + self._calls.end()
 
     @property
-    def _own_header(self) -> str:
-        """The header without what the prompt wrote of it."""
-        return self._header[len(self._given) :]
+    def _generated_header(self) -> str:
+        """The part of the header that the model wrote."""
+        return self._header[len(self._from_prompt) :]
 
     @property
     def held(self) -> str:
         """See Parser."""
-        return (self._own_header if self._state == _HEADER else "") + self._gate.held + self._buffer
+        return (self._generated_header if self._state == _HEADER else "") + self._gate.held + self._buffer
 
     @property
     def held_size(self) -> int:
         """See Parser."""
-        header = len(self._header) - len(self._given) if self._state == _HEADER else 0
+        header = len(self._header) - len(self._from_prompt) if self._state == _HEADER else 0
         return header + len(self._gate.held) + len(self._buffer)

@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one pair of tags for each call."""
+"""Parser of Hermes and Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one pair of tags for each call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from services.postprocess.parsers.objects import CallObject
 
 
 class HermesParser(CallParser):
-    """Calls of Hermes, Qwen 2.5, Qwen 3 and QwQ."""
+    """Parses calls of Hermes, Qwen 2.5, Qwen 3 and QwQ."""
 
     starts = ("<tool_call>",)
     ends = ("</tool_call>",)

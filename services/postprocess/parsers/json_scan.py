@@ -1,4 +1,4 @@
-"""A JSON value that comes in pieces: where it ends, and the first character at which it is no JSON."""
+"""Incremental scanner of JSON values: finds the end of a value, or the first invalid character."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SCALAR = re.compile(r"[-+.0-9A-Za-z]*").match
 _IS_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null").fullmatch
 _LONGEST_SCALAR = 400
 
-# What may come next.
+# Expected next.
 _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _MORE, _STRING, _NAME, _ATOM = range(9)
 
 
 class Malformed(Exception):
-    """The text is not what the format says; `at` is the place in the piece that was pushed."""
+    """The text violates the format; `at` is the offset in the pushed piece."""
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
@@ -25,17 +25,17 @@ class Malformed(Exception):
 
 
 def skip_spaces(text: str, at: int) -> int:
-    """The first place from `at` on that is no white space."""
+    """Returns the first offset from `at` that is not white space."""
     found = _SPACES(text, at)
     assert found is not None
     return found.end()
 
 
 class JsonValue:
-    """Follows one JSON value, strictly.
+    """Scans one JSON value strictly.
 
     Attributes:
-        done: the value is complete. A number or a word is complete with the character after it.
+        done: the value is complete. A number or word is complete at the character after it.
     """
 
     __slots__ = ("_atom", "_escape", "_next", "_open", "done")
@@ -43,15 +43,15 @@ class JsonValue:
     def __init__(self) -> None:
         self._next = _VALUE
         self._open: list[str] = []
-        self._escape = 0  # characters that an escape under way still wants; -1: its first one
+        self._escape = 0  # characters missing in the current escape sequence; -1: the first one
         self._atom = ""
         self.done = False
 
     def push(self, text: str, at: int) -> int:
-        """Reads on from `at`; returns where it stopped, the end of `text` unless `done`.
+        """Scans from `at`; returns where it stopped, which is the end of `text` unless `done`.
 
         Raises:
-            Malformed: with the place of the first character that does not fit.
+            Malformed: with the offset of the first invalid character.
         """
         end = len(text)
         while at < end and not self.done:

@@ -1,4 +1,7 @@
-"""Kimi K2: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`; the head is the id."""
+"""Parser of Kimi K2: `<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`.
+
+The head, such as `functions.f:0`, is the id of the call.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _HEAD = re.compile(rf"\s*((?:functions\.)?(\S+?)(?::\d+)?)\s*{re.escape(SEPARATO
 
 
 class KimiBody(Body):
-    """One call."""
+    """Body of one call."""
 
     def __init__(self) -> None:
         self._head = ""
@@ -25,9 +28,9 @@ class KimiBody(Body):
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
         """See Body."""
         if self._arguments is not None:
-            at, news = self._arguments.push(text, at)
+            at, arguments = self._arguments.push(text, at)
             self.done, self.calling = self._arguments.done, self._arguments.calling
-            return at, news
+            return at, arguments
         at, self._head, edge = read_head(self._head, text, at, _EDGES)
         if not edge:
             return at, None
@@ -42,7 +45,7 @@ class KimiBody(Body):
 
 
 class KimiParser(CallParser):
-    """Calls of Kimi K2."""
+    """Parses calls of Kimi K2."""
 
     starts = ("<|tool_call_begin|>",)
     ends = (END,)

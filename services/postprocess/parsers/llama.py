@@ -1,4 +1,4 @@
-"""Llama 3: `{"name": …, "parameters": {…}}`, several separated by semicolons; some begin with `<|python_tag|>`."""
+"""Parser of Llama 3: `{"name": …, "parameters": {…}}`, separated by semicolons, optionally after `<|python_tag|>`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from services.postprocess.parsers.unmarked import UnmarkedCallParser
 
 
 class LlamaJsonParser(UnmarkedCallParser):
-    """Calls of Llama 3.1 to 3.3. An answer in JSON that names none of the tools is an answer."""
+    """Parses calls of Llama 3.1 to 3.3. JSON output that names none of the tools is content."""
 
     starts = ("<|python_tag|>",)
     markers = frozenset(starts)
@@ -19,5 +19,5 @@ class LlamaJsonParser(UnmarkedCallParser):
         return CallObject()
 
     def bare_body(self) -> Body:
-        """See BareCallParser."""
+        """See UnmarkedCallParser."""
         return CallObject(self.context.names or None, bare=True)

@@ -1,4 +1,4 @@
-"""Looking for markers in text that comes in pieces, with as little held back as possible."""
+"""Incremental search for markers in text, holding back as little as possible."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 PIECE_CHARS = 4_096
-"""Longest text that a parser looks at in one step: what it cuts off and copies on the way is bounded by this."""
+"""Maximum text that a parser processes in one step, which bounds the cost of copying the rest of its buffer."""
 
 SPACES_AT_MOST = 1_024
-"""White space beside a marker that may belong to it; a longer run is text."""
+"""Maximum white space around a marker that belongs to it; a longer run is text."""
 
 
 def pieces_of(text: str) -> Iterable[str]:
-    """Returns the text in pieces of at most PIECE_CHARS characters."""
+    """Splits a text into pieces of at most PIECE_CHARS characters."""
     return (text[at : at + PIECE_CHARS] for at in range(0, len(text), PIECE_CHARS))
 
 
 class TextBuffer:
-    """Text that grows at its end, at a cost that does not depend on its length.
+    """Text to which pieces are appended in constant time.
 
     Attributes:
-        size: characters in it.
+        size: number of characters.
     """
 
     __slots__ = ("_parts", "size")
@@ -42,25 +42,25 @@ class TextBuffer:
 
     @property
     def text(self) -> str:
-        """All of it; takes time in proportion to its length."""
+        """The complete text; takes linear time."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     def take(self) -> str:
-        """Returns all of it and empties the buffer."""
+        """Returns the complete text and clears the buffer."""
         text = self.text
         self.clear()
         return text
 
     def clear(self) -> None:
-        """Empties the buffer."""
+        """Clears the buffer."""
         if self.size:
             self._parts, self.size = [], 0
 
 
 class Found(NamedTuple):
-    """A text cut at its first marker: `rest` follows the marker, or may become one when `marker` is empty."""
+    """A text split at its first marker: `rest` follows the marker, or may become one if `marker` is empty."""
 
     before: str
     marker: str
@@ -68,7 +68,7 @@ class Found(NamedTuple):
 
 
 class Markers:
-    """Several fixed strings, none of them the beginning of another."""
+    """A set of fixed strings to search for, none of which is a prefix of another."""
 
     def __init__(self, *markers: str) -> None:
         self._search = re.compile("|".join(map(re.escape, markers))).search
@@ -77,7 +77,7 @@ class Markers:
         self._longest = max(map(len, markers)) - 1
 
     def split(self, text: str) -> Found:
-        """Cuts at the first marker, or before what may become one."""
+        """Splits a text at the first marker, or before an incomplete one at its end."""
         if self._first.isdisjoint(text):
             return Found(text, "", "")
         if found := self._search(text):
@@ -89,16 +89,16 @@ class Markers:
 
 
 class WhitespaceBuffer:
-    """Holds white space back until it is known whether text follows it or a marker."""
+    """Holds white space back until text or a marker follows."""
 
     __slots__ = ("_over", "held")
 
     def __init__(self) -> None:
         self.held = ""
-        self._over = False  # the run of white space is too long to belong to a marker
+        self._over = False  # the current run of white space is too long to belong to a marker
 
     def text(self, text: str) -> str:
-        """More text; gives out what is certain."""
+        """Adds text; returns the certain part."""
         whole = self.held + text
         end = len(whole.rstrip())
         if end > 0:
@@ -110,10 +110,10 @@ class WhitespaceBuffer:
         return whole[:end]
 
     def marker(self) -> None:
-        """A marker follows: what is held belonged to it."""
+        """Drops the held white space, which belongs to the marker that follows."""
         self.held, self._over = "", False
 
     def flush(self) -> str:
-        """The end of the text follows."""
+        """Returns the held white space at the end of the text."""
         held, self.held = self.held, ""
         return held

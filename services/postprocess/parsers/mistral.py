@@ -1,5 +1,8 @@
-"""Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` up to tokenizer version 7, and
-`[TOOL_CALLS]name[ARGS]{…}` for each call afterwards, some with `[CALL_ID]id` after the name."""
+"""Parser of Mistral.
+
+The format is `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]` up to tokenizer version 7, and later
+`[TOOL_CALLS]name[ARGS]{…}` for each call, optionally with `[CALL_ID]id` after the name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _HEAD = re.compile(r"\s*([^\s\[{]+?)\s*(?:\[CALL_ID\]\s*([A-Za-z0-9]{1,64})\s*)?
 
 
 class MistralBody(Body):
-    """Whichever of the two forms comes."""
+    """Body in either format."""
 
     def __init__(self) -> None:
         self._inner: Body | None = None
@@ -29,9 +32,9 @@ class MistralBody(Body):
                 return at, None
             if self._head:
                 return at, self._named(at)
-        at, news = self._inner.push(text, at)
+        at, found = self._inner.push(text, at)
         self.done, self.calling = self._inner.done, self._inner.calling
-        return at, news
+        return at, found
 
     def _choose(self, text: str, at: int) -> int:
         if not self._head:
@@ -53,7 +56,7 @@ class MistralBody(Body):
 
 
 class MistralParser(CallParser):
-    """Calls of Mistral's models; ids have nine letters and digits, as their templates demand."""
+    """Parses calls of Mistral's models; ids have nine letters and digits, as their templates require."""
 
     starts = ("[TOOL_CALLS]",)
     markers = frozenset(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"))

@@ -1,4 +1,4 @@
-"""Calls written as JSON: one object, an array of them, or a bare object of arguments."""
+"""Bodies of calls in JSON: an object, an array of objects, or only the arguments."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from services.postprocess.parsers.markers import Markers, TextBuffer
 NAME_AT_MOST = 256
 HEAD_AT_MOST = 512
 
-# What may come next.
+# Expected next.
 _OPEN, _KEY_OR_END, _KEY, _IN_KEY, _COLON, _VALUE, _IN_VALUE, _MORE = range(8)
 
 
 def is_name(text: object) -> bool:
-    """Whether a call may be named so."""
+    """Returns whether a value is a valid name of a function."""
     return isinstance(text, str) and 0 < len(text) <= NAME_AT_MOST and text.isprintable() and text == text.strip()
 
 
 class Head(NamedTuple):
-    """What stands before a call's arguments, as far as it was read.
+    """The text before a call's arguments, as parsed so far.
 
     Attributes:
-        at: where reading stopped: at the edge, or at what may become one.
-        text: all of it so far.
-        edge: what ends it: the opening brace, or the end of a call without arguments; empty when neither came yet.
+        at: where parsing stopped: at the edge, or at an incomplete one.
+        text: the complete head so far.
+        edge: the opening brace, or the end of a call without arguments; empty if neither has arrived.
     """
 
     at: int
@@ -37,7 +37,7 @@ class Head(NamedTuple):
 
 
 def read_head(head: str, text: str, at: int, edges: Markers) -> Head:
-    """Reads on from `at`; Malformed beyond HEAD_AT_MOST characters."""
+    """Parses from `at`; raises Malformed beyond HEAD_AT_MOST characters."""
     before, edge, _ = edges.split(text[at:])
     room = HEAD_AT_MOST - len(head)
     if room < len(before):
@@ -46,7 +46,7 @@ def read_head(head: str, text: str, at: int, edges: Markers) -> Head:
 
 
 class Arguments(Body):
-    """A JSON object: the arguments of a call that is named already."""
+    """JSON object with the arguments of a call whose name is known."""
 
     def __init__(self) -> None:
         self._value = JsonValue()
@@ -61,11 +61,11 @@ class Arguments(Body):
 
 
 class CallObject(Body):
-    """`{"name": …, "arguments": {…}}` with the keys in any order; other keys are ignored.
+    """Call object `{"name": …, "arguments": {…}}` with keys in any order; other keys are ignored.
 
     Args:
-        known: names that are calls at all; None for any.
-        bare: no marker says that this is a call, so it must be complete: with arguments.
+        known: names that are calls; None for any.
+        bare: the call has no marker, so it must have arguments.
     """
 
     def __init__(self, known: Collection[str] | None = None, bare: bool = False) -> None:
@@ -73,24 +73,24 @@ class CallObject(Body):
         self._bare = bare
         self._next = _OPEN
         self._value = JsonValue()
-        self._text = TextBuffer()  # of the key or value under way, as far as it is not told
+        self._text = TextBuffer()  # of the current key or value, as far as it was not returned
         self._key = ""
-        self._early = ""  # arguments that came before the name
+        self._early = ""  # arguments that precede the name
         self._name = ""
         self._id = ""
-        self._told = False
+        self._started = False
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
         """See Body."""
         while at < len(text) and not self.done:
             if self._next in (_IN_KEY, _IN_VALUE):
-                at, news = self._through(text, at)
-                if news:
-                    return at, news
+                at, found = self._through(text, at)
+                if found:
+                    return at, found
                 continue
             at = skip_spaces(text, at)
-            if at < len(text) and (news := self._structure(text, at)):
-                return at + (self._next != _IN_VALUE), news
+            if at < len(text) and (found := self._structure(text, at)):
+                return at + (self._next != _IN_VALUE), found
             if at < len(text) and self._next not in (_IN_KEY, _IN_VALUE):
                 at += 1
         return at, None
@@ -119,11 +119,11 @@ class CallObject(Body):
 
     def _value_begins(self, char: str, at: int) -> Named | None:
         if self._is_arguments:
-            if char not in "{n" or self._told or self._early:
+            if char not in "{n" or self._started or self._early:
                 raise Malformed(at)
             self._begin(_IN_VALUE)
             if self._name and char == "{":
-                return self._tell("", at)
+                return self._start_call("", at)
             return None
         self._begin(_IN_VALUE)
         return None
@@ -132,15 +132,15 @@ class CallObject(Body):
     def _is_arguments(self) -> bool:
         return self._key in ("arguments", "parameters")
 
-    def _tell(self, arguments: str, at: int) -> Named:
+    def _start_call(self, arguments: str, at: int) -> Named:
         if self._known is not None and self._name not in self._known:
             raise Malformed(at)
-        self._told = True
+        self._started = True
         self.calling = not arguments
         return Named(self._name, self._id, arguments)
 
     def _through(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """Through a key or a value."""
+        """Parses a key or a value."""
         stop = self._value.push(text, at)
         piece = text[at:stop]
         if self.calling:
@@ -165,15 +165,15 @@ class CallObject(Body):
             if not is_name(name) or self._name:
                 raise Malformed(at)
             self._name = name
-        elif self._key == "id" and not self._told:
+        elif self._key == "id" and not self._started:
             self._id = _as_id(self._text.text)
-        return self._tell(self._early, at) if self._early and self._name and not self._told else None
+        return self._start_call(self._early, at) if self._early and self._name and not self._started else None
 
     def _object_ends(self, at: int) -> Named | None:
-        if not self._name or (self._bare and not self._told):
+        if not self._name or (self._bare and not self._started):
             raise Malformed(at)
         self.done = True
-        return None if self._told else self._tell("{}", at)
+        return None if self._started else self._start_call("{}", at)
 
 
 def _as_id(text: str) -> str:
@@ -182,24 +182,24 @@ def _as_id(text: str) -> str:
 
 
 class CallArray(Body):
-    """`[{…}, {…}]` of call objects."""
+    """Array `[{…}, {…}]` of call objects."""
 
     def __init__(self, known: Collection[str] | None = None) -> None:
         self._known = known
         self._object: CallObject | None = None
         self._opened = False
-        self._comma = False  # what comes next is not the first object
+        self._comma = False  # a comma must precede the next object
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
         """See Body."""
         while at < len(text) and not self.done:
             if self._object is not None:
-                at, news = self._object.push(text, at)
+                at, found = self._object.push(text, at)
                 self.calling = self._object.calling
                 if self._object.done:
                     self._object, self._comma = None, True
-                if news:
-                    return at, news
+                if found:
+                    return at, found
                 continue
             at = skip_spaces(text, at)
             if at < len(text):

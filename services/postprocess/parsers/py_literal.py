@@ -1,4 +1,4 @@
-"""A Python literal that comes in pieces, as JSON that goes out in pieces."""
+"""Incremental conversion of Python literals to JSON."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 LONGEST_ATOM = 400
 
-# What may come next.
+# Expected next.
 _VALUE, _FIRST, _KEY, _COLON, _MORE, _STRING, _WORD = range(7)
 
 
 def quoted(text: str) -> str:
-    """The inside of a JSON string."""
+    """Returns a text escaped as in a JSON string, without the quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class PyLiteral:
-    """Follows one literal: text, numbers, True, False, None, lists, and dictionaries with text as keys.
+    """Converts one literal: strings, numbers, True, False, None, lists, and dictionaries with strings as keys.
 
     Attributes:
-        done: the literal is complete. A number or a word is complete with the character after it.
+        done: the literal is complete. A number or word is complete at the character after it.
     """
 
     __slots__ = ("_atom", "_comma", "_escape", "_is_key", "_next", "_open", "_quote", "done")
@@ -39,18 +39,18 @@ class PyLiteral:
         self._quote = ""
         self._escape = ""
         self._atom = ""
-        self._comma = False  # goes out when another element follows
+        self._comma = False  # written when another element follows
         self._is_key = False
         self.done = False
 
     def push(self, text: str, at: int) -> tuple[int, str]:
-        """Reads on from `at` up to the next JSON there is to tell.
+        """Parses from `at` up to the next piece of JSON.
 
         Returns:
-            Where it stopped, and the JSON; it is empty at the end of `text` only, or when the literal is done.
+            Where it stopped, and the JSON, which is empty only at the end of `text` or of the literal.
 
         Raises:
-            Malformed: with the place of the first character that does not fit.
+            Malformed: with the offset of the first invalid character.
         """
         out = ""
         while at < len(text) and not out and not self.done:

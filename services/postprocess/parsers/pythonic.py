@@ -1,4 +1,4 @@
-"""Pythonic calls of Llama 3.2 and 4: `[get_weather(city="Paris"), get_time()]`, told as JSON while they come."""
+"""Parser of the pythonic calls of Llama 3.2 and 4: `[get_weather(city="Paris"), get_time()]`, streamed as JSON."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from services.postprocess.parsers.unmarked import UnmarkedCallParser
 _WORD = re.compile(r"[A-Za-z_0-9.\-]*").match
 _IS_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z_0-9.\-]*").fullmatch
 
-# What may come next.
+# Expected next.
 _OPEN, _FIRST_CALL, _CALL, _FUNCTION, _FIRST_KEY, _KEY, _IN_KEY, _VALUE, _NEXT_KEY, _NEXT_CALL = range(10)
 
 
 class PythonicBody(Body):
-    """A list of calls.
+    """Body with a list of calls.
 
     Args:
-        known: names that are calls at all; None for any.
+        known: names that are calls; None for any.
     """
 
     def __init__(self, known: Collection[str] | None = None) -> None:
         self._known = known
         self._next = _OPEN
         self._word = ""
-        self._spaced = False  # white space follows the word: it is over
+        self._spaced = False  # white space follows the word, so it is complete
         self._literal = PyLiteral()
-        self._empty = True  # the call under way has no arguments yet
+        self._empty = True  # the current call has no arguments yet
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
         """See Body."""
-        news: Named | str | None = None
-        while at < len(text) and not news and not self.done:
+        found: Named | str | None = None
+        while at < len(text) and not found and not self.done:
             if self._next in (_FUNCTION, _IN_KEY):
-                at, news = self._read_word(text, at)
+                at, found = self._read_word(text, at)
             elif self._next == _VALUE:
-                at, news = self._literal.push(text, at)
+                at, found = self._literal.push(text, at)
                 if self._literal.done:
                     self._next = _NEXT_KEY
             else:
                 at = skip_spaces(text, at)
                 if at < len(text):
-                    at, news = self._structure(text, at)
-        return at, news or None
+                    at, found = self._structure(text, at)
+        return at, found or None
 
     def _read_word(self, text: str, at: int) -> tuple[int, Named | str | None]:
         found = _WORD(text, at)
@@ -99,7 +99,7 @@ class PythonicBody(Body):
 
 
 class PythonicParser(UnmarkedCallParser):
-    """Calls of Llama 3.2 and 4. A list that calls none of the tools is an answer."""
+    """Parses calls of Llama 3.2 and 4. A list that calls none of the tools is content."""
 
     starts = ("<|python_start|>", "<|python_tag|>")
     ends = ("<|python_end|>",)
@@ -111,5 +111,5 @@ class PythonicParser(UnmarkedCallParser):
         return PythonicBody()
 
     def bare_body(self) -> Body:
-        """See BareCallParser."""
+        """See UnmarkedCallParser."""
         return PythonicBody(self.context.names or None)

@@ -1,4 +1,4 @@
-"""Which parser a name stands for, and which one a model needs."""
+"""Registry of parsers by name."""
 
 from __future__ import annotations
 
@@ -50,27 +50,29 @@ REASONING_PARSERS: dict[str, type[Parser]] = {
 
 
 def own_class(name: str) -> type[Parser]:
-    """Imports a parser of the user's own.
+    """Imports a custom parser.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when `name` is not `module:Class` of a Parser that can be imported.
+        SluiceError: INVALID_ARGUMENT unless `name` is the `module:Class` of an importable Parser.
     """
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the module does when it is imported
-        raise invalid(f"The parser {name} cannot be imported ({type(error).__name__}: {error}).") from error
+    except Exception as error:  # importing a module can raise anything
+        raise invalid(
+            f"The parser {name} cannot be imported ({type(error).__name__}: {error}); check its module and PYTHONPATH."
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Parser)):
-        raise invalid(f"The parser {name} is no services.postprocess.parsers.base.Parser.")
+        raise invalid(f"The parser {name} is not a subclass of sluice.parsers.Parser.")
     return found
 
 
 class Registry:
-    """The parsers of this process.
+    """The parsers available in this process.
 
     Args:
-        own: names `module:Class` that streams may use besides the built-in ones.
-        engines: whose own parsers run here, and may be named as `engine:name`.
+        own: names `module:Class` of custom parsers.
+        engines: engines whose parsers are available as `engine:name`.
     """
 
     def __init__(self, own: Iterable[str] = (), engines: Iterable[str] = ()) -> None:
@@ -78,15 +80,14 @@ class Registry:
         self.engines = frozenset(engines)
 
     def check(self, names: ParserNames) -> None:
-        """SluiceError(INVALID_ARGUMENT) for a name that is not there, with the nearest or with those that are, and for
-        a pair of which only one is an engine's."""
+        """Raises SluiceError (INVALID_ARGUMENT) for an unavailable parser, or a pair not from the same engine."""
         self._check("tool_parser", names.tool, frozenset(TOOL_PARSERS))
         self._check("reasoning_parser", names.reasoning, frozenset(REASONING_PARSERS))
         pair = [name for name in (names.tool, names.reasoning) if name and name not in (AUTO, NONE)]
         if len({engine_of(name) for name in pair}) > 1:
             raise invalid(
-                f"The parsers {' and '.join(pair)} do not go together: an engine's parser reads tokens, not what "
-                "another parser has left. Choose both of one engine, or none of them.",
+                f"The parsers {' and '.join(pair)} cannot be combined, because an engine's parser needs the tokens; "
+                "choose both from one engine, or none from an engine.",
                 param="reasoning_parser",
                 code="parsers_do_not_fit",
             )
@@ -94,39 +95,41 @@ class Registry:
     def _check(self, field: str, name: str, known: frozenset[str]) -> None:
         if not name or name in (AUTO, NONE) or name in known or name in self.own:
             return
-        said = f"The {field.replace('_', ' ')} {quoted(name)} is not available"
+        problem = f"The {field.replace('_', ' ')} {quoted(name)} is not available"
         if engine := engine_of(name):
             shipped = ENGINES[engine].of(field.removesuffix("_parser"))
             if bare(name) not in shipped:
-                near = ", ".join(f"{engine}:{found}" for found in nearest(bare(name), shipped)) or "none"
+                similar = ", ".join(f"{engine}:{found}" for found in nearest(bare(name), shipped)) or "none"
                 raise invalid(
-                    f"{said}: {engine} {ENGINES[engine].version} has no such one; nearest: {near}.",
+                    f"{problem}: {engine} {ENGINES[engine].version} does not have it; similar names: {similar}.",
                     param=field,
                     code="no_such_parser",
                 )
             if engine in self.engines:
                 return
             raise invalid(
-                f"{said}: start the service with --native-parsers {engine}.", param=field, code="no_such_parser"
+                f"{problem}; start postprocess with --native-parsers {engine}.", param=field, code="no_such_parser"
             )
-        near = ", ".join(nearest(name, known))
-        there = ", ".join(sorted({*known, *self.own, AUTO}))
+        similar = ", ".join(nearest(name, known))
+        available = ", ".join(sorted({*known, *self.own, AUTO}))
         raise invalid(
-            f"{said}; {f'nearest: {near}; ' if near else ''}there is {there}.", param=field, code="no_such_parser"
+            f"{problem}; {f'similar names: {similar}; ' if similar else ''}use one of {available}.",
+            param=field,
+            code="no_such_parser",
         )
 
     def is_own(self, names: ParserNames) -> bool:
-        """Whether one of them is the user's own, which runs in a process of its own."""
+        """Returns whether one of the parsers is a custom one, which runs in a separate process."""
         return names.tool in self.own or names.reasoning in self.own
 
 
 def markers_of(names: ParserNames) -> frozenset[str]:
-    """Special tokens that these parsers must see."""
+    """Returns the special tokens that these parsers need in the text."""
     return _class(names.tool, TOOL_PARSERS).markers | _class(names.reasoning, REASONING_PARSERS).markers
 
 
 def build(names: ParserNames, context: ParserContext) -> Parser:
-    """The parser of one stream; at least one name is not empty."""
+    """Creates the parser of one stream; at least one name must be set."""
     if HarmonyParser in (_class(names.tool, TOOL_PARSERS), _class(names.reasoning, REASONING_PARSERS)):
         return HarmonyParser(context, calls=bool(names.tool))
     if not names.tool:

@@ -1,4 +1,4 @@
-"""The families that write arguments between tags: Qwen3-Coder, GLM 4.5 and later, MiniMax M2."""
+"""Parsers of families that write arguments between tags: Qwen3-Coder, GLM 4.5 and later, MiniMax M2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.postprocess.parsers.tagged import Form, TaggedBody, types_of
 
 
 class TaggedParser(CallParser):
-    """Calls in one of the forms."""
+    """Parses calls in a tagged format."""
 
     form: ClassVar[Form]
 
@@ -24,7 +24,7 @@ class TaggedParser(CallParser):
 
 
 class Qwen3CoderParser(TaggedParser):
-    """`<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`; the outer tags may be missing."""
+    """Parses `<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`; outer tags are optional."""
 
     starts = ("<function=",)
     ends = ("</function>",)
@@ -34,7 +34,7 @@ class Qwen3CoderParser(TaggedParser):
 
 
 class GlmParser(TaggedParser):
-    """`<tool_call>f<arg_key>x</arg_key><arg_value>…</arg_value></tool_call>`."""
+    """Parses `<tool_call>f<arg_key>x</arg_key><arg_value>…</arg_value></tool_call>`."""
 
     starts = ("<tool_call>",)
     ends = ("</tool_call>",)
@@ -43,7 +43,7 @@ class GlmParser(TaggedParser):
 
 
 class MiniMaxParser(TaggedParser):
-    """`<minimax:tool_call><invoke name="f"><parameter name="x">…</parameter></invoke></minimax:tool_call>`."""
+    """Parses `<minimax:tool_call><invoke name="f"><parameter name="x">…</parameter></invoke></minimax:tool_call>`."""
 
     starts = ('<invoke name="',)
     ends = ("</invoke>",)

@@ -1,7 +1,7 @@
-"""Calls whose arguments stand between tags, one pair for each: told as JSON while they come.
+"""Bodies of calls whose arguments are enclosed in tags, streamed as JSON.
 
-The tags do not say which values are text, so the tools' schemas do: a value of type string is told as it comes, another
-one when it is complete, as JSON if it is some and as text if it is none.
+The tags do not tell which values are strings, but the schemas of the tools do: a value of type string is streamed; any
+other value is returned when it is complete, as JSON if it is valid JSON and else as a string.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from services.postprocess.parsers.objects import NAME_AT_MOST
 
 _IS_NAME = re.compile(r"[A-Za-z_0-9][\w.:\-/]*").fullmatch
 
-# What may come next.
+# Expected next.
 _NAME, _KEY_OR_END, _KEY, _BEFORE_VALUE, _VALUE = range(5)
 
 
 @dataclass(frozen=True)
 class Form:
-    """How one family writes a call, after the marker that begins it.
+    """Format of a family's calls, after the start marker.
 
     Attributes:
-        name_ends: any of these ends the name; the first is part of the head, the others belong to what follows.
-        key_start, key_end: around an argument's name.
-        value_start: between that and the value; empty for nothing.
-        value_end: after the value.
-        end: ends the call; not read here.
-        lines: a value stands on lines of its own, so that one line break at either end does not belong to it.
+        name_ends: any of these ends the name; the first is consumed, the others belong to what follows.
+        key_start, key_end: tags around an argument's name.
+        value_start: tag before the value; empty for none.
+        value_end: tag after the value.
+        end: end of the call, which is not consumed.
+        lines: values are on separate lines, so one line break at each end is not part of them.
     """
 
     name_ends: tuple[str, ...]
@@ -46,11 +46,11 @@ class Form:
 
 
 Types = Callable[[str, str], frozenset[str]]
-"""The JSON types that a function's argument may have; empty for unknown."""
+"""Returns the JSON types allowed for an argument of a function; empty if unknown."""
 
 
 def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
-    """What the tools' schemas say."""
+    """Returns the types according to the schemas of the tools."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
 
     def types(function: str, argument: str) -> frozenset[str]:
@@ -64,10 +64,10 @@ def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
 
 
 class TaggedBody(Body):
-    """One call.
+    """Body of one call.
 
     Args:
-        form: of the family.
+        form: format of the family.
         types: of the arguments.
     """
 
@@ -78,18 +78,18 @@ class TaggedBody(Body):
         self._next = _NAME
         self._function = ""
         self._empty = True  # no argument yet
-        self._text = False  # the value under way is a string
-        self._begun = False  # something of it was told
+        self._text = False  # the current value is a string
+        self._begun = False  # a part of the current value was returned
         self._parts: list[str] = []
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """See Body; text that cannot be judged without what follows is left unread."""
+        """See Body; leaves text unread that is ambiguous without what follows."""
         steps = (self._name, self._key_or_end, self._key, self._before_value, self._value)
         while at < len(text) and not self.done:
             before = at, self._next
-            at, news = steps[self._next](text, at)
-            if news:
-                return at, news
+            at, found = steps[self._next](text, at)
+            if found:
+                return at, found
             if before == (at, self._next):
                 break
         return at, None
@@ -105,8 +105,8 @@ class TaggedBody(Body):
         if not _IS_NAME(name):
             raise Malformed(at)
         self._function, self._next, self.calling = name, _KEY_OR_END, True
-        own = self._form.name_ends[0]
-        return stop + len(own) * text.startswith(own, stop), Named(name)
+        consumed = self._form.name_ends[0]
+        return stop + len(consumed) * text.startswith(consumed, stop), Named(name)
 
     def _key_or_end(self, text: str, at: int) -> tuple[int, str | None]:
         at = skip_spaces(text, at)
@@ -119,7 +119,7 @@ class TaggedBody(Body):
         return self._wait(text, at, self._form.key_start, self._form.end), None
 
     def _wait(self, text: str, at: int, *expected: str) -> int:
-        """Nothing of what is expected is there; Malformed when it can never be."""
+        """Waits for one of the expected tags; raises Malformed if the text cannot become one."""
         rest = text[at : at + max(map(len, expected))]
         if rest and not any(tag.startswith(rest) for tag in expected):
             raise Malformed(at)
@@ -153,12 +153,12 @@ class TaggedBody(Body):
             if not marker:
                 return at + len(piece), None
             self._next = _KEY_OR_END
-            whole = "".join(self._parts)
-            return at + len(piece) + len(marker), as_json(_unbroken(whole) if self._form.lines else whole)
+            value = "".join(self._parts)
+            return at + len(piece) + len(marker), as_json(_unbroken(value) if self._form.lines else value)
         return self._string(piece, marker, at)
 
     def _string(self, piece: str, marker: str, at: int) -> tuple[int, str | None]:
-        """A line break at either end is read together with what follows it, once that shows what it is."""
+        """Reads a part of a string; leaves a trailing line break unread until it is known if it ends the value."""
         end = at + len(piece)
         if self._form.lines:
             if not self._begun:
@@ -178,7 +178,7 @@ def _unbroken(text: str) -> str:
 
 
 def as_json(text: str) -> str:
-    """The value as JSON: as it is when it is some, else as a string; Python's words for true, false and null count."""
+    """Returns a value as JSON: unchanged if it is valid JSON, else as a string; converts True, False and None."""
     value = text.strip()
     word = {"True": "true", "False": "false", "None": "null"}.get(value)
     if word is not None:

@@ -1,4 +1,4 @@
-"""Reasoning between tags: `<think>…</think>` and its kin, before the answer."""
+"""Parsers of reasoning between tags such as `<think>…</think>` before the content."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _OPENING, _THINKING, _AFTER, _ANSWER = range(4)
 
 
 class ThinkParser(Parser):
-    """One block of reasoning at the beginning of the answer; white space beside the tags belongs to them.
+    """Parses one block of reasoning at the beginning of the output; white space around the tags belongs to them.
 
-    Where it begins is seen, not guessed: the prompt ends with the opening tag, or the answer begins with it. A prompt
-    that ends with the closing tag means that thinking is switched off: all of the answer is content. Output that a
-    grammar constrains is no reasoning, even where the prompt ends with the opening tag.
+    The block starts if the prompt ends with the opening tag, or the output begins with it. If the prompt ends with the
+    closing tag, reasoning is disabled and all output is content. Output constrained by a grammar is content, even if
+    the prompt ends with the opening tag.
 
     Attributes:
         start, end: the tags.
-        implied: the model thinks although nobody wrote the opening tag.
+        implied: the model reasons even without the opening tag.
     """
 
     start: ClassVar[str] = "<think>"
@@ -42,8 +42,8 @@ class ThinkParser(Parser):
         self._state = _ANSWER if closed else _OPENING
         self._thinks_first = opened or (self.implied and not context.guided)
         self.reasoning = self._thinks_first and not closed
-        self._told = False  # some reasoning
-        self._lead = TextBuffer()  # white space at the beginning, until what follows shows whose it is
+        self._emitted = False  # reasoning was returned
+        self._lead = TextBuffer()  # white space at the beginning, until it is known to what it belongs
         self._buffer = ""
         self._gate = WhitespaceBuffer()
 
@@ -74,7 +74,7 @@ class ThinkParser(Parser):
             self._state, self._buffer = _THINKING, begun[len(self.start) :]
             self._lead.clear()
             self.reasoning = True
-        elif self.start.startswith(begun):  # nothing but white space and the beginning of the tag
+        elif self.start.startswith(begun):  # only white space and an incomplete tag
             return
         else:
             thinks = self._thinks_first and not (self.context.guided and begun[0] in "{[")
@@ -90,9 +90,9 @@ class ThinkParser(Parser):
             self._state, self.reasoning = _AFTER, False
 
     def _reason(self, text: str, events: list[Event]) -> None:
-        text = text if self._told else text.lstrip()
+        text = text if self._emitted else text.lstrip()
         if text:
-            self._told = True
+            self._emitted = True
             events.append(Reasoning(text))
 
     def _skip_spaces(self) -> None:
@@ -122,13 +122,13 @@ class ThinkParser(Parser):
 
 
 class ImpliedThinkParser(ThinkParser):
-    """For models that think always, even when neither prompt nor answer has the opening tag, as DeepSeek R1."""
+    """For models that always reason, even without the opening tag in prompt and output, such as DeepSeek R1."""
 
     implied = True
 
 
 class MistralThinkParser(ThinkParser):
-    """Magistral's `[THINK]…[/THINK]`."""
+    """Parses Magistral's `[THINK]…[/THINK]`."""
 
     start = "[THINK]"
     end = "[/THINK]"

@@ -1,4 +1,4 @@
-"""Calls that no marker announces: the whole answer is one, if its beginning looks like one."""
+"""Parsers of calls without markers: output that begins like a call is one."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _SEPARATORS = (";", ",")
 
 
 class UnmarkedCallParser(CallParser):
-    """A CallParser whose calls may also stand at the beginning of the answer, or after another call, without a marker.
+    """A CallParser that also accepts calls without markers, at the beginning of the output or after another call.
 
-    What begins like one and turns out to be none is an ordinary answer, not a degraded one.
+    Output that begins like a call but is not one is content, and not marked as degraded.
 
     Attributes:
-        opening: the character that a bare call begins with.
+        opening: first character of an unmarked call.
     """
 
     opening: ClassVar[str]
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
-        self._fresh = True  # a bare call may come
-        self._lead = TextBuffer()  # white space, and one separator after a call, before what may be a bare call
+        self._fresh = True  # an unmarked call may follow
+        self._lead = TextBuffer()  # white space, and one separator after a call, before a possible unmarked call
         self._separated = False
 
     @abstractmethod
     def bare_body(self) -> Body:
-        """What reads a bare call."""
+        """Returns the body parser of an unmarked call."""
 
-    def _look(self, events: list[Event]) -> bool:
+    def _scan(self, events: list[Event]) -> bool:
         if not self._fresh:
-            return super()._look(events)
+            return super()._scan(events)
         self._skip_lead()
         if not self._buffer:
             return False
@@ -53,10 +53,10 @@ class UnmarkedCallParser(CallParser):
         elif not marker:
             return False
         self._restore_lead()
-        return super()._look(events)
+        return super()._scan(events)
 
     def _skip_lead(self) -> None:
-        """Moves what may stand before a bare call out of the buffer, so that no later piece reads it again."""
+        """Moves text that may precede an unmarked call out of the buffer, so that it is not scanned again."""
         at = _end_of_spaces(self._buffer, 0)
         if self._calls.count and not self._separated and self._buffer.startswith(_SEPARATORS, at):
             self._separated = True

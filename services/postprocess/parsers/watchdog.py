@@ -1,4 +1,4 @@
-"""Ends a parser of this process that loops, and one that holds too much; the others are watched by their host."""
+"""Watchdog of the parsers in this process, which interrupts a parser that hangs; hosts supervise other parsers."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import threading
 from types import FrameType
 
 HELD_AT_MOST = 1 << 20
-"""Code points that a parser of this process may hold back."""
+"""Maximum code points that a parser in this process may hold back."""
 
 
 class Expired(BaseException):
-    """A parser used up its time for one piece of text. No `except Exception` of a parser's own catches it."""
+    """A parser exceeded its time for one piece of text; `except Exception` in a parser does not catch it."""
 
 
 class ParserWatchdog:
-    """Looks every `time_s` seconds of this process' CPU time whether a parser is still at the same piece of text.
+    """Checks every `time_s` seconds of CPU time whether a parser is still processing the same piece of text.
 
-    So a parser has between once and twice that time. Nothing is done for each piece but to count it: the timer goes
-    on by itself, and its signal interrupts Python code of the main thread, where the event loop runs.
+    So a parser has between one and two times that time. The cost per piece is one increment: the timer is periodic, and
+    its signal interrupts Python code in the main thread, where the event loop runs.
 
     Attributes:
-        begun: pieces of text given to parsers so far.
-        parsing: a parser is at work.
+        begun: number of pieces passed to parsers.
+        parsing: a parser is running.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,16 @@ class ParserWatchdog:
         self._users = 0
 
     def start(self, time_s: float) -> None:
-        """Begins; several may, the last one's time counts. Does nothing outside the main thread."""
+        """Starts the timer, with the time of the last caller. Does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._users += 1
         signal.signal(signal.SIGVTALRM, self._look)
-        signal.siginterrupt(signal.SIGVTALRM, False)  # what waits in the system goes on waiting
+        signal.siginterrupt(signal.SIGVTALRM, False)  # restart interrupted system calls
         signal.setitimer(signal.ITIMER_VIRTUAL, time_s, time_s)
 
     def stop(self) -> None:
-        """Ends with the last that began it."""
+        """Stops the timer after as many calls as `start`."""
         if threading.current_thread() is not threading.main_thread() or not self._users:
             return
         self._users -= 1

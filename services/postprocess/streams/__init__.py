@@ -1,1 +1,1 @@
-"""Streams: a detokenizer and a parser for each, fed in batches, with stop strings and resumption."""
+"""Streams: detokenization, stop conditions, parsing and resumption of generations."""

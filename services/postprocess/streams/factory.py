@@ -1,4 +1,4 @@
-"""Begins streams: plain ones, ones with a parser in this process, ones with a parser in another."""
+"""Creates streams: plain ones, and ones with a parser in this or another process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 NO_PARSERS = ParserNames()
 
 INLINE_TOKENS = 4_096
-"""Tokens that one stream is given at once; more of them would keep the others waiting."""
+"""Tokens fed to a stream at once; more would delay other streams."""
 
 AnyParsed = ParsedStream | RemoteStream
 AnyStream = Stream | AnyParsed
@@ -34,13 +34,13 @@ AnyStream = Stream | AnyParsed
 
 @dataclass(frozen=True, slots=True)
 class CustomParsers:
-    """The user's own parsers and what they may use.
+    """Custom and engine parsers, and their resource limits.
 
     Attributes:
-        names: `module:Class` each.
-        time_s: for one stream's share of a batch.
-        memory_mb: by which each process may grow.
-        engines: whose own parsers run here, with the interpreter of each; empty for this one.
+        names: custom parsers, `module:Class`.
+        time_s: time limit of one operation of a batch.
+        memory_mb: how much memory each process can allocate after its start.
+        engines: engines whose parsers are started with the service, and their interpreters; empty: this one.
         later: the same for engines whose process starts with the first model or stream that needs it.
     """
 
@@ -52,12 +52,12 @@ class CustomParsers:
 
 
 class StreamFactory:
-    """What begins streams in this process.
+    """Creates the streams of this process.
 
     Args:
-        limits: what options may ask for.
-        own: the user's own parsers.
-        on_death: a task that looks after one of their processes failed.
+        limits: bounds of stream options.
+        own: custom and engine parsers.
+        on_death: called if a task that manages one of their processes fails.
     """
 
     def __init__(
@@ -79,8 +79,7 @@ class StreamFactory:
         self._hosts = {name: ParserHost(name, own.time_s, own.memory_mb, on_death) for name in own.names}
 
     async def start(self) -> None:
-        """Starts the processes but those of later engines; SluiceError when one of the user's parsers cannot be
-        imported."""
+        """Starts the processes, except of later engines; raises SluiceError if a custom parser cannot be imported."""
         WATCH.start(self._time_s)
         engines = [host for name, host in self._engines.items() if name not in self._not_started]
         await asyncio.gather(*(host.start() for host in (*self._hosts.values(), *engines)))
@@ -95,24 +94,24 @@ class StreamFactory:
         return plan_of(options, vocabulary, self._registry, self._limits, identity)
 
     def ready(self, plan: ParserSelection) -> bool:
-        """Whether `begin` can be called now; `prepare` makes it so."""
+        """Returns whether `begin` can be called without `prepare`."""
         engine = self._engine(plan.names)
         return engine is None or engine.facts(pair_of(plan.context.source, plan.names)) is not None
 
     async def prepare(self, plan: ParserSelection) -> None:
-        """Loads what an engine's parsers need; SluiceError when it cannot be, or not in time."""
+        """Loads the engine parsers of a selection; raises SluiceError on failure or timeout."""
         engine = self._engine(plan.names)
         if engine is not None:
             await self._start_later(engine)
             await engine.prepare(pair_of(plan.context.source, plan.names))
 
     async def prepare_for(self, vocabulary: Vocabulary) -> None:
-        """Loads what `auto` means for a model, with tools and without.
+        """Loads the parsers that `auto` selects for a model, with and without tools.
 
-        An engine's parsers that are only preferred and cannot work with the model give way to the built-in ones.
+        Falls back to the built-in parsers if preferred engine parsers cannot handle the model.
 
         Raises:
-            SluiceError: parsers that were asked for cannot work; the engine's package is missing.
+            SluiceError: explicitly configured parsers cannot handle the model, or the engine's package is missing.
         """
         names = vocabulary.parsers
         try:
@@ -123,15 +122,15 @@ class StreamFactory:
             if missing or vocabulary.built_in is None:
                 raise
             vocabulary.parsers = vocabulary.built_in
-            log.warning("the built-in parsers are used: %s", error.message, extra={"source": vocabulary.source})
+            log.warning("using the built-in parsers: %s", error.message, extra={"source": vocabulary.source})
 
     def release(self, source: str) -> None:
-        """Ends what the engines' parsers keep for the model with these files, once its streams have ended."""
+        """Unloads engine parsers of the model with these files once its streams have ended."""
         for host in self._engines.values():
             host.release(source)
 
     async def _start_later(self, engine: EngineHost) -> None:
-        """Starts the process of an engine that was not started with the service; does nothing for any other."""
+        """Starts the process of an engine that was not started with the service."""
         if (lock := self._not_started.get(engine.name)) is None:
             return
         async with lock:
@@ -143,17 +142,17 @@ class StreamFactory:
         return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning))
 
     def begin(self, options: StreamOptions, vocabulary: Vocabulary, plan: ParserSelection) -> AnyStream:
-        """A stream, with a parser where the plan has one."""
+        """Creates a stream, with a parser if the plan has one."""
         if plan.names == NO_PARSERS:
             return Stream(options, vocabulary, self._limits)
         return self.parsed(options, vocabulary, plan)
 
     def parsed(self, options: StreamOptions, vocabulary: Vocabulary, plan: ParserSelection) -> AnyParsed:
-        """A stream with a parser, wherever that one runs."""
+        """Creates a stream with a parser in this or another process."""
         engine = self._engine(plan.names)
         if engine is not None:
             facts = engine.facts(pair_of(plan.context.source, plan.names))
-            assert facts is not None, "prepare comes first"
+            assert facts is not None, "call prepare first"
             if facts.keeps_special if plan.context.tools else facts.keeps_special_always:
                 options = replace(options, skip_special_tokens=False)
             return engine.open(Stream(options, vocabulary, self._limits), plan.names, plan.context)
@@ -169,7 +168,7 @@ class StreamFactory:
         return host.open(Stream(options, vocabulary, self._limits, markers), plan.names, plan.context)
 
     def host(self, name: str) -> ParserHost | None:
-        """Where an own parser or an engine's runs; None for a name that is none of these."""
+        """Returns the host of a custom or engine parser; None for a built-in one."""
         return self._hosts.get(name) or self._engines.get(engine_of(name))
 
     def _host(self, names: ParserNames) -> ParserHost | None:
@@ -183,7 +182,7 @@ class StreamFactory:
         reason: FinishReason,
         identity: str,
     ) -> tuple[list[Event], Finish]:
-        """A whole token sequence at once: what is in it and how it ended."""
+        """Parses a complete token sequence; returns its events and finish."""
         plan = self.plan(options, vocabulary, identity)
         await self.prepare(plan)
         degraded: list[Event] = [Degraded(plan.degraded)] if plan.degraded else []
@@ -201,29 +200,29 @@ class StreamFactory:
 
 
 async def fed(stream: AnyStream, tokens: Sequence[int]) -> str:
-    """Gives a stream its tokens, a part at a time, so that others do not wait; a plain one's text."""
-    parts = []
+    """Feeds tokens in portions, so that other streams are not delayed; returns the text of a plain stream."""
+    texts = []
     for start in range(0, len(tokens), INLINE_TOKENS):
         if start:
             await asyncio.sleep(0)
-        parts.append(stream.feed(tokens[start : start + INLINE_TOKENS]) or "")
-    return "".join(parts)
+        texts.append(stream.feed(tokens[start : start + INLINE_TOKENS]) or "")
+    return "".join(texts)
 
 
 async def _ended(stream: AnyParsed, reason: FinishReason) -> list[Event]:
-    """Ends a stream; all it said, once it has said everything."""
+    """Ends a stream; returns all its events once it has finished."""
     if isinstance(stream, RemoteStream):
-        news = asyncio.Event()
-        stream.changed = news.set
+        changed = asyncio.Event()
+        stream.changed = changed.set
         stream.end(reason)
         while stream.finish is None:
-            await news.wait()
-            news.clear()
+            await changed.wait()
+            changed.clear()
     else:
         stream.end(reason)
     return stream.take_events()
 
 
-def waiting(streams: Iterable[AnyParsed]) -> bool:
-    """Whether one of them has ended and its parser has not said everything yet."""
+def parsing(streams: Iterable[AnyParsed]) -> bool:
+    """Returns whether a remote parser has not finished an ended stream yet."""
     return any(isinstance(stream, RemoteStream) and stream.ending and not stream.finish for stream in streams)

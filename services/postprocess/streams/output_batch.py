@@ -1,4 +1,4 @@
-"""What a session has to say and has not said yet."""
+"""Output of a session that has not been sent yet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from services.postprocess.parsers.events import Event, merge
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What became ready together: row i is `text_lengths[i]` code points for `slots[i]`, then what tokens stand for,
-    then what parsers found, then the ended streams.
+    """Output of many streams in one message: row i has `text_lengths[i]` code points of `text` for `slots[i]`.
 
     Attributes:
-        draining: this replica leaves; said once.
+        finishes: ended streams.
+        events: events of parsers by slot.
+        tokens: token texts by slot.
+        draining: announces once that this replica leaves.
     """
 
     slots: array[int]
@@ -29,7 +31,7 @@ class Batch:
 
 
 class OutputBatch:
-    """Collects answers until they are taken together.
+    """Collects output until it is taken as one batch.
 
     Attributes:
         texts: plain text by slot.
@@ -43,33 +45,33 @@ class OutputBatch:
         self._finishes: list[tuple[int, Finish]] = []
         self._leaving = False
 
-    def say(self, slot: int, text: str) -> None:
-        """Text of a plain stream."""
+    def add_text(self, slot: int, text: str) -> None:
+        """Adds text of a plain stream."""
         if text:
             self.texts[slot] = self.texts.get(slot, "") + text
 
-    def tell(self, slot: int, events: list[Event]) -> None:
-        """What a parser found."""
-        if (waiting := self._events.get(slot)) is None:
+    def add_events(self, slot: int, events: list[Event]) -> None:
+        """Adds events of a parser."""
+        if (pending := self._events.get(slot)) is None:
             self._events[slot] = events
         else:
-            waiting += events
+            pending += events
 
-    def watch(self, slot: int, recorder: TokenRecorder) -> None:
-        """A stream whose tokens are told."""
+    def add_recorder(self, slot: int, recorder: TokenRecorder) -> None:
+        """Adds the recorder of a stream that returns token texts."""
         self._recorders[slot] = recorder
 
     def release(self, slot: int) -> None:
-        """The slot's stream is over; what it said still goes out."""
+        """Detaches an ended stream; its output is kept."""
         if self._recorders and (recorder := self._recorders.pop(slot, None)) is not None:
             self._take_tokens(slot, recorder)
 
     def finish(self, slot: int, finish: Finish) -> None:
-        """How a stream ended."""
+        """Adds the finish of a stream."""
         self._finishes.append((slot, finish))
 
     def forget(self, slots: set[int]) -> None:
-        """Nobody wants to hear of these any more."""
+        """Drops the output of closed streams."""
         for slot in slots:
             self.texts.pop(slot, None)
             self._events.pop(slot, None)
@@ -78,11 +80,11 @@ class OutputBatch:
         self._tokens = [(slot, tokens) for slot, tokens in self._tokens if slot not in slots]
 
     def leave(self) -> None:
-        """Says once that this replica leaves."""
+        """Announces in the next batch that this replica leaves."""
         self._leaving = True
 
     def take(self) -> Batch | None:
-        """All of it; None when there is nothing."""
+        """Returns all output as a batch; None if there is none."""
         for slot, recorder in self._recorders.items():
             self._take_tokens(slot, recorder)
         texts, finishes, events = self.texts, self._finishes, self._events
@@ -90,9 +92,9 @@ class OutputBatch:
             return None
         tokens, leaving = self._tokens, self._leaving
         self.texts, self._finishes, self._events, self._tokens, self._leaving = {}, [], {}, [], False
-        told = [(slot, merge(found)) for slot, found in events.items()]
+        merged = [(slot, merge(found)) for slot, found in events.items()]
         lengths = array("I", map(len, texts.values()))
-        return Batch(array("I", texts), lengths, "".join(texts.values()), finishes, told, tokens, leaving)
+        return Batch(array("I", texts), lengths, "".join(texts.values()), finishes, merged, tokens, leaving)
 
     def _take_tokens(self, slot: int, recorder: TokenRecorder) -> None:
         if tokens := recorder.take():

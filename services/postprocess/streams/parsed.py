@@ -1,4 +1,4 @@
-"""One generation's way from token ids to content, reasoning and tool calls."""
+"""Streams that convert token ids to content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from services.postprocess.parsers.watchdog import HELD_AT_MOST, WATCH, Expired
 log = logging.getLogger(__name__)
 
 KEPT_TWICE = 4_096
-"""Characters fed to a parser that may be kept although they were told already."""
+"""Characters fed to a parser that may be kept although their events were returned."""
 
 PARSER_FAILED, PARSER_TOO_SLOW, PARSER_TOO_LARGE = "parser_failed", "parser_too_slow", "parser_too_large"
 
 
 class ParsedStream:
-    """A stream whose text goes through a parser in this process.
+    """A stream with a parser in this process.
 
-    Stop strings are looked for in the whole text, markup and reasoning included, as the engines do. Every token's
-    text is parsed by itself, so how tokens come in batches makes no difference. A parser that raises, loops (see
-    `watch`) or holds too much ends: its stream goes on as plain text with a `degraded` mark, and what the parser held
-    comes first.
+    Stop strings apply to the complete text, including markup and reasoning, as in the engines. The text of each token
+    is parsed separately, so batching makes no difference. A parser that raises, hangs (see `watchdog`) or holds too
+    much text is dropped: its stream continues as plain text with a Degraded event, starting with the text the parser
+    held.
 
     Attributes:
-        events: what became certain and was not taken yet.
-        finish: how the stream ended, once all its events are there.
+        events: events that were not taken yet.
+        finish: how the stream ended, once all its events are available.
     """
 
     __slots__ = (
@@ -51,14 +51,14 @@ class ParsedStream:
         self._parser: Parser | None = parser
         self._reasoning_tokens = 0
         self._calls = False
-        self._last = ""  # the last piece that the parser was fed
-        self._fed: list[str] = []  # pieces before that one, of which it held something
+        self._last = ""  # the last piece fed to the parser
+        self._fed: list[str] = []  # earlier pieces of which the parser held a part
         self._fed_size = 0
         self.events: list[Event] = []
         self.finish: Finish | None = None
 
     def close(self) -> None:
-        """Nobody wants to hear of it any more."""
+        """Does nothing; for the interface of RemoteStream."""
 
     @property
     def recorder(self) -> TokenRecorder | None:
@@ -67,16 +67,16 @@ class ParsedStream:
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens taken so far."""
+        """Number of tokens received."""
         return self._stream.tokens_seen
 
     def take_events(self) -> list[Event]:
-        """What became certain since the last time."""
+        """Returns the events since the last call."""
         events, self.events = self.events, []
         return events
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """The next tokens."""
+        """Processes tokens."""
         stream = self._stream
         for token in tokens:
             text = stream.feed_one(token)
@@ -89,7 +89,7 @@ class ParsedStream:
                 self._reasoning_tokens += 1
 
     def end(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
-        """The engine has ended the stream; see Stream.end."""
+        """Ends the stream as the engine did; see Stream.end."""
         if text := self._stream.end(reason, stop_token_id):
             self._parse(text)
         if self._stream.finish is not None:
@@ -109,9 +109,9 @@ class ParsedStream:
         self._guarded(parser.feed, held, text)
 
     def _keep_last(self, held: int) -> None:
-        """Keeps the last piece, of which the parser holds something, and forgets most of what it let go since.
+        """Keeps the last piece, of which the parser holds a part, and trims text that it has released.
 
-        A piece after which it held nothing is never kept, so that plain text costs nothing here.
+        A piece after which the parser held nothing is not kept, so plain text has no overhead.
         """
         self._fed.append(self._last)
         self._fed_size += len(self._last)
@@ -119,16 +119,16 @@ class ParsedStream:
             self._fed, self._fed_size = [self._last_fed(held)], held
 
     def _last_fed(self, held: int) -> str:
-        """The end of what the parser was fed before, which is what it holds."""
-        whole = "".join(self._fed)
-        return whole[max(0, len(whole) - held) :]
+        """Returns the end of the text fed to the parser, which is the text it holds."""
+        fed = "".join(self._fed)
+        return fed[max(0, len(fed) - held) :]
 
-    def _guarded(self, ask: Callable[..., list[Event]], held: int, *text: str) -> None:
-        """Takes the parser's events; if it fails, the `held` characters that it held and the text become content."""
+    def _guarded(self, parse: Callable[..., list[Event]], held: int, *text: str) -> None:
+        """Adds the parser's events; if it fails, the `held` characters and the text become content."""
         try:
             WATCH.begun += 1
             WATCH.parsing = True
-            found = ask(*text)
+            found = parse(*text)
             WATCH.parsing = False
         except Expired:
             self._fail("".join((self._last_fed(held), *text)), PARSER_TOO_SLOW)
@@ -136,17 +136,20 @@ class ParsedStream:
             WATCH.parsing = False
             self._fail("".join((self._last_fed(held), *text)), PARSER_FAILED)
         else:
-            self._tell(found)
+            self._add_events(found)
 
-    def _tell(self, found: list[Event]) -> None:
+    def _add_events(self, found: list[Event]) -> None:
         for event in found:
             self.events.append(event)
             if type(event) is CallStart:
                 self._calls = True
 
     def _fail(self, text: str, reason: str) -> None:
-        said = "a parser ends; its stream goes on as plain text"
-        log.error(said, exc_info=reason == PARSER_FAILED, extra={"request": self._identity, "reason": reason})
+        log.error(
+            "dropping a failed parser; its stream continues as plain text",
+            exc_info=reason == PARSER_FAILED,
+            extra={"request": self._identity, "reason": reason},
+        )
         self._parser = None
         self._fed.clear()
         self.events.append(Degraded(reason))

@@ -1,4 +1,4 @@
-"""Which parsers a stream needs, from its options and its model."""
+"""Selects the parsers of a stream from its options and model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NO_PARSER = "tool_parser_unknown"
 
 @dataclass(frozen=True, slots=True)
 class ParserSelection:
-    """How a stream is parsed.
+    """Selected parsers of a stream.
 
     Attributes:
-        names: empty ones for a stream that is plain text.
+        names: empty for a plain stream.
         context: for the parser.
-        degraded: why a parser that was asked for is not there; empty for none.
+        degraded: why a requested parser is missing; empty: none is missing.
     """
 
     names: ParserNames
@@ -39,13 +39,13 @@ _PLAIN = ParserSelection(ParserNames(), ParserContext())
 def plan_of(
     options: StreamOptions, vocabulary: Vocabulary, registry: Registry, limits: Limits, identity: str
 ) -> ParserSelection:
-    """What the options come to.
+    """Returns the parsers selected by stream options.
 
     Args:
-        identity: of the stream; ids of its tool calls are made of it.
+        identity: of the stream; ids of its tool calls derive from it.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for an unknown parser, and for tools or a tool_choice that are none.
+        SluiceError: INVALID_ARGUMENT for an unknown parser, invalid tools or an invalid tool_choice.
     """
     if not options.tool_parser and not options.reasoning_parser and not options.tools_json:
         return _PLAIN
@@ -91,25 +91,25 @@ def _tools(tools_json: bytes, limits: Limits) -> tuple[dict[str, Any], ...]:
     if not tools_json:
         return ()
     if len(tools_json) > limits.max_tools_bytes:
-        raise invalid(f"The tools have {len(tools_json)} bytes; the limit is {limits.max_tools_bytes}.", param="tools")
+        raise invalid(f"tools has {len(tools_json)} bytes; send at most {limits.max_tools_bytes}.", param="tools")
     tools = _load(tools_json, "tools")
     if not isinstance(tools, list):
         raise invalid("tools must be an array.", param="tools")
-    for place, tool in enumerate(tools):
-        if wrong := _wrong_in(tool):
-            raise invalid(wrong, param=f"tools[{place}]")
+    for index, tool in enumerate(tools):
+        if problem := _problem_of(tool):
+            raise invalid(problem, param=f"tools[{index}]")
     return tuple(tools)
 
 
-def _wrong_in(tool: Any) -> str:
-    """Why this is no tool of the OpenAI form; empty when it is one."""
+def _problem_of(tool: Any) -> str:
+    """Returns why a value is not a tool in OpenAI format; empty if it is."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         return "A tool must have a function with a name."
     if tool.get("type", "function") != "function":
         return f"A tool's type must be function, not {quoted(tool['type'])}."
     if not isinstance(function.get("parameters") or {}, dict):
-        return f"The parameters of {function['name']} must be a JSON schema, which is an object."
+        return f"The parameters of {function['name']} must be a JSON Schema object."
     return ""
 
 
@@ -117,13 +117,13 @@ _NAMED = "function:"
 
 
 def _choice(choice_json: bytes) -> str:
-    """`none`, `auto`, `required`, empty, or `function:` and the name of the one function."""
+    """Returns `none`, `auto`, `required`, empty, or `function:` and the name of the only function allowed."""
     choice = _load(choice_json, "tool_choice") if choice_json else ""
     if choice is None or choice in ("", AUTO, NONE, "required"):
         return choice or ""
     function = choice.get("function") if isinstance(choice, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise invalid("tool_choice must be none, auto, required or one function.", param="tool_choice")
+        raise invalid("tool_choice must be none, auto, required or a function.", param="tool_choice")
     return _NAMED + str(function["name"])
 
 
@@ -138,11 +138,11 @@ def _load(text: bytes, field: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{field} is no JSON.", param=field) from error
+        raise invalid(f"{field} is not valid JSON.", param=field) from error
 
 
 def _tail(options: StreamOptions, vocabulary: Vocabulary) -> str:
     try:
         return vocabulary.text_of(options.prompt_tail[-TAIL_AT_MOST:])
     except SluiceError:
-        return ""  # the stream itself says what is wrong with it
+        return ""  # creating the stream raises the error

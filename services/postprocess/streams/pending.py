@@ -1,4 +1,4 @@
-"""Streams of a session that cannot begin yet: their model, their parser or their own past is still being loaded."""
+"""Streams of a session that cannot start yet: their model or parser is loading, or they replay many tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PendingStream:
-    """One of them, with what came for it meanwhile.
+    """A stream that waits to start, with its buffered input.
 
     Attributes:
-        identity: ids of its tool calls are made of it.
-        resume: what another replica was given.
-        tokens: that came since it was opened.
-        end: how the engine has ended it.
+        identity: ids of its tool calls derive from it.
+        resume: progress on another replica, for a resumed stream.
+        tokens: received since it was opened.
+        end: finish reason and stop token id of the engine, if it has ended.
     """
 
     options: StreamOptions
@@ -38,7 +38,7 @@ class PendingStream:
 
     @property
     def long(self) -> bool:
-        """So many tokens of it came elsewhere that giving it those takes a while."""
+        """Whether replaying the tokens of a resumed stream takes long."""
         return self.resume is not None and len(self.resume.token_ids) > INLINE_TOKENS
 
 
@@ -46,15 +46,15 @@ Begun = Callable[[int, PendingStream, AnyStream, ParserSelection, str], None]
 
 
 class PendingStreams:
-    """Those of one session, by slot.
+    """Pending streams of one session by slot.
 
     Args:
-        library: the models.
-        opener: begins streams.
-        max_tokens: that one stream may hold.
-        begun: called with a stream that has begun, and with the text that its past gave. It may raise.
-        refused: called with the error of one that cannot begin.
-        on_death: a background task failed.
+        library: vocabularies of the models.
+        stream_factory: creates streams.
+        max_tokens: maximum tokens buffered per stream.
+        begun: called with a started stream and the text of its replayed tokens; may raise.
+        refused: called with the error of a stream that cannot start.
+        on_death: called if a background task fails.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PendingStreams:
         self._refused = refused
         self._tasks = TaskOwner(on_death)
         self._streams: dict[int, PendingStream] = {}
-        self._settling: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -82,72 +82,74 @@ class PendingStreams:
         return slot in self._streams
 
     def add(self, slot: int, stream: PendingStream) -> None:
-        """Begins the stream as soon as that is possible."""
+        """Starts a stream as soon as possible."""
         self._streams[slot] = stream
-        settling = self._tasks.spawn(self._settle(slot, stream), f"postprocess stream {slot}")
-        self._settling.add(settling)
-        settling.add_done_callback(self._settling.discard)
+        starting = self._tasks.spawn(self._start(slot, stream), f"postprocess stream {slot}")
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
 
     def hold(self, slot: int, tokens: array[int]) -> None:
-        """Keeps tokens; SluiceError(OVERLOADED) when they are too many."""
+        """Buffers tokens; raises SluiceError (OVERLOADED) beyond the limit."""
         stream = self._streams[slot]
         if len(stream.tokens) + len(tokens) > self._max_tokens:
-            raise overloaded(f"Model {stream.options.model} is still loading; too many tokens wait.")
+            raise overloaded(
+                f"Model {stream.options.model} is still loading and too many tokens are buffered; retry later."
+            )
         stream.tokens.extend(tokens)
 
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
-        """The engine has ended the stream."""
+        """Records that the engine has ended the stream."""
         self._streams[slot].end = (reason, stop_token_id)
 
     def forget(self, slot: int) -> None:
-        """Nobody wants to hear of it any more; unknown slots are ignored."""
+        """Drops a closed stream; ignores unknown slots."""
         self._streams.pop(slot, None)
 
-    async def _settle(self, slot: int, waiting: PendingStream) -> None:
-        """Begins the stream, or refuses it: whatever is wrong with one of them must not end the service."""
+    async def _start(self, slot: int, pending: PendingStream) -> None:
+        """Starts or refuses a stream; no error of a stream may end the service."""
         try:
-            stream, plan, text = await self._made(waiting)
+            stream, plan, text = await self._create(pending)
         except Exception as error:
-            if self._streams.get(slot) is waiting:
-                self._refused(slot, _told(error, waiting))
+            if self._streams.get(slot) is pending:
+                self._refused(slot, _public_error(error, pending))
             return
-        if self._streams.get(slot) is not waiting:
+        if self._streams.get(slot) is not pending:
             stream.close()
             return
         del self._streams[slot]
         try:
-            self._begun(slot, waiting, stream, plan, text)
+            self._begun(slot, pending, stream, plan, text)
         except Exception as error:
             stream.close()
-            self._refused(slot, _told(error, waiting))
+            self._refused(slot, _public_error(error, pending))
 
-    async def _made(self, waiting: PendingStream) -> tuple[AnyStream, ParserSelection, str]:
-        """The stream, and the text that its past gave."""
-        vocabulary = await self._library.get(waiting.options.model)
-        plan = self._stream_factory.plan(waiting.options, vocabulary, waiting.identity)
+    async def _create(self, pending: PendingStream) -> tuple[AnyStream, ParserSelection, str]:
+        """Returns the stream, and the text of its replayed tokens."""
+        vocabulary = await self._library.get(pending.options.model)
+        plan = self._stream_factory.plan(pending.options, vocabulary, pending.identity)
         await self._stream_factory.prepare(plan)
-        stream = self._stream_factory.begin(waiting.options, vocabulary, plan)
+        stream = self._stream_factory.begin(pending.options, vocabulary, plan)
         try:
-            text = await fed(stream, waiting.resume.token_ids if waiting.resume is not None else ())
+            text = await fed(stream, pending.resume.token_ids if pending.resume is not None else ())
         except BaseException:
             stream.close()
             raise
         return stream, plan, text
 
     async def settled(self) -> None:
-        """Waits until none waits any more."""
-        while self._settling:
-            await asyncio.wait(self._settling)
+        """Waits until every stream has started or was refused."""
+        while self._starting:
+            await asyncio.wait(self._starting)
 
     async def aclose(self) -> None:
-        """Forgets all of them."""
+        """Drops all streams."""
         await self._tasks.close()
         self._streams.clear()
 
 
-def _told(error: Exception, waiting: PendingStream) -> SluiceError:
-    """What the caller hears; the log hears the rest."""
+def _public_error(error: Exception, pending: PendingStream) -> SluiceError:
+    """Returns the error for the caller; logs the details of an unexpected one."""
     if isinstance(error, SluiceError):
         return error
-    log.error("a stream cannot begin", extra={"model": waiting.options.model}, exc_info=error)
-    return internal("The stream cannot begin; the log of this service says why.")
+    log.error("cannot start a stream", extra={"model": pending.options.model}, exc_info=error)
+    return internal("The stream cannot start; see the log of postprocess.")

@@ -1,4 +1,4 @@
-"""Streams that began elsewhere: rebuilt from their tokens, so that only what their caller has not got comes out."""
+"""Resumed streams: rebuilt from their tokens, so that only output that the caller lacks is returned."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from services.postprocess.parsers.events import CallArguments, CallStart, Conten
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What another replica was given and what its caller got of it; see `sluice.v1.StreamResume`.
+    """Tokens of a stream on another replica, and the output that the caller received; see `sluice.v1.StreamResume`.
 
     Attributes:
         token_ids: all tokens of the stream so far.
         text_sent: code points of content.
         reasoning_sent: code points of reasoning.
-        calls: code points of arguments, by the index of each call that was begun.
-        tokens_sent: tokens that were told with their own bytes.
+        calls: code points of arguments by index of each started call.
+        tokens_sent: tokens whose texts were sent.
     """
 
     token_ids: Sequence[int]
@@ -29,15 +29,18 @@ class Resume:
 
 
 def mismatch() -> SluiceError:
-    """The caller says that it got more than its tokens give."""
-    return invalid("The tokens of the resumed stream give less than its caller has got.", code="resume_mismatch")
+    """Returns the error for a resumed stream whose caller claims more output than its tokens produce."""
+    return invalid(
+        "The tokens of the resumed stream produce less text than text_sent; send all its tokens.",
+        code="resume_mismatch",
+    )
 
 
 class Remainder:
-    """Leaves out of a stream's output what the caller has got.
+    """Omits output that the caller has received.
 
-    A stream says the same however its tokens come in batches, and what was sent is a beginning of it. So leaving out
-    as many code points of each kind as were sent leaves exactly the rest, in order.
+    The output of a stream does not depend on batching, and the output sent is a prefix of it. So skipping as many code
+    points of each kind as were sent leaves exactly the rest, in order.
     """
 
     __slots__ = ("_calls", "_reasoning", "_started", "_text")
@@ -50,16 +53,16 @@ class Remainder:
 
     @property
     def text_left(self) -> int:
-        """Code points of content that did not come yet and are to be left out."""
+        """Code points of content still to be skipped."""
         return self._text
 
     def text(self, text: str) -> str:
-        """What is new of the next content."""
+        """Returns the new part of the next content."""
         known, self._text = self._text, max(self._text - len(text), 0)
         return text[known:] if known else text
 
     def events(self, events: Sequence[Event]) -> list[Event]:
-        """What is new of the next events."""
+        """Returns the new part of the next events."""
         return [rest for event in events if (rest := self._rest(event)) is not None]
 
     def _rest(self, event: Event) -> Event | None:

@@ -1,4 +1,4 @@
-"""Many streams on one session: columns of tokens in, columns of text out."""
+"""Sessions, which multiplex many streams: columns of tokens in, columns of text out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.postprocess.detokenize.stream import Finish, FinishReason, Limits,
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.streams.factory import AnyParsed, AnyStream, StreamFactory, waiting
+from services.postprocess.streams.factory import AnyParsed, AnyStream, StreamFactory, parsing
 from services.postprocess.streams.output_batch import Batch, OutputBatch
 from services.postprocess.streams.parser_selection import ParserSelection
 from services.postprocess.streams.pending import PendingStream, PendingStreams
@@ -25,7 +25,7 @@ from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Bounds of one session; see the settings of the same names."""
+    """Limits of one session; see the settings of the same names."""
 
     stream: Limits = field(default_factory=Limits)
     max_streams: int = 16_384
@@ -36,17 +36,16 @@ class SessionLimits:
 
 
 class PostSession:
-    """The streams of one caller.
+    """Streams of one caller.
 
-    Everything here runs on the event loop and nothing waits, except for models that are still loading.
+    Runs on the event loop without waiting, except for models and parsers that are loading.
 
     Args:
-        library: the models.
-        limits: what the caller may ask for.
-        metrics: where to count.
-        wake: says that `drain` has something.
-        on_death: a background task of the session failed.
-        opener: begins streams.
+        library: vocabularies of the models.
+        limits: bounds of requests.
+        wake: called when `drain` has output.
+        on_death: called if a background task of the session fails.
+        stream_factory: creates streams.
     """
 
     def __init__(
@@ -65,19 +64,19 @@ class PostSession:
         self._streams: dict[int, Stream] = {}
         self._parsed: dict[int, AnyParsed] = {}
         self._stream_factory = stream_factory or StreamFactory(limits.stream)
-        self._parsed_news = asyncio.Event()
-        self._waiting = PendingStreams(
+        self._parsed_progress = asyncio.Event()
+        self._pending = PendingStreams(
             library, self._stream_factory, limits.max_waiting_tokens, self._begun, self._not_begun, on_death
         )
         self._slots = Slots(metrics)
         self._remainders: dict[int, Remainder] = {}  # of resumed streams with a parser
-        self._answers = OutputBatch()
+        self._output = OutputBatch()
         self._backlog = 0
         self._draining = False
         self.drained = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._streams) + len(self._parsed) + len(self._waiting)
+        return len(self._streams) + len(self._parsed) + len(self._pending)
 
     def open(
         self,
@@ -87,19 +86,18 @@ class PostSession:
         parent: Mapping[str, str],
         resume: Resume | None = None,
     ) -> None:
-        """Begins a stream, or goes on with one that began elsewhere; one that cannot be is answered with an error in
-        its slot.
+        """Opens or resumes a stream; an invalid one finishes with an error in its slot.
 
-        A slot in use ends both streams: the caller could not tell their texts apart.
+        Opening a slot in use ends both streams, because the caller could not tell their texts apart.
         """
-        self._took(1 + (len(resume.token_ids) if resume is not None else 0))
+        self._add_backlog(1 + (len(resume.token_ids) if resume is not None else 0))
         try:
             self._admit(slot)
             vocabulary = self._library.ready(options.model)
-            waiting = PendingStream(options, request_id or secrets.token_hex(12), resume)
-            plan = None if vocabulary is None else self._stream_factory.plan(options, vocabulary, waiting.identity)
-            if vocabulary is None or plan is None or not self._stream_factory.ready(plan) or waiting.long:
-                self._waiting.add(slot, waiting)
+            pending = PendingStream(options, request_id or secrets.token_hex(12), resume)
+            plan = None if vocabulary is None else self._stream_factory.plan(options, vocabulary, pending.identity)
+            if vocabulary is None or plan is None or not self._stream_factory.ready(plan) or pending.long:
+                self._pending.add(slot, pending)
                 self._slots.take(slot, request_id, options.model, parent)
             else:
                 stream = self._stream_factory.begin(options, vocabulary, plan)
@@ -110,22 +108,24 @@ class PostSession:
             self.refuse(slot, error)
 
     def _admit(self, slot: int) -> None:
-        if slot in self._streams or slot in self._parsed or slot in self._waiting:
-            raise invalid(f"Slot {slot} is in use.", param="slot", code="slot_in_use")
+        if slot in self._streams or slot in self._parsed or slot in self._pending:
+            raise invalid(
+                f"Slot {slot} is in use; close it first or use another one.", param="slot", code="slot_in_use"
+            )
         if self._draining:
-            raise unavailable("This replica is shutting down.", code="draining")
+            raise unavailable("This replica is shutting down; use another one.", code="draining")
         if len(self) >= self._limits.max_streams:
-            raise overloaded(f"The session has {len(self)} streams, which is its limit.")
+            raise overloaded(f"The session has {len(self)} streams, which is its limit; open another session.")
 
     def _join(self, slot: int, stream: AnyStream, plan: ParserSelection, resume: Resume | None, text: str) -> None:
-        """A stream takes part; what a resumed one said so far goes out as far as its caller has not got it.
+        """Adds a started stream; of a resumed one, sends the output that the caller lacks.
 
         Args:
-            text: what a plain one said so far.
+            text: text so far of a resumed plain stream.
         """
         if stream.recorder is not None:
             stream.recorder.known = resume.tokens_sent if resume is not None else 0
-            self._answers.watch(slot, stream.recorder)
+            self._output.add_recorder(slot, stream.recorder)
         if plan.degraded:
             self._degraded(slot, plan.degraded)
         remainder = None if resume is None else Remainder(resume)
@@ -139,24 +139,24 @@ class PostSession:
             return
         self._streams[slot] = stream
         if remainder is not None:
-            self._answers.say(slot, remainder.text(text))
+            self._output.add_text(slot, remainder.text(text))
             if remainder.text_left:
                 raise mismatch()
             if stream.finish is not None:
                 self._finished(slot, stream.finish)
 
     def refuse(self, slot: int, error: SluiceError) -> None:
-        """Answers a stream with an error; a live one in the slot ends with it."""
+        """Finishes the stream in a slot with an error."""
         stream = self._streams.get(slot) or self._parsed.get(slot)
         self._finished(slot, Finish(FinishReason.ERROR, stream.tokens_seen if stream else 0, error=error))
 
-    def _begun(self, slot: int, waiting: PendingStream, stream: AnyStream, plan: ParserSelection, text: str) -> None:
-        """A stream that waited takes part, and gets what came meanwhile."""
+    def _begun(self, slot: int, pending: PendingStream, stream: AnyStream, plan: ParserSelection, text: str) -> None:
+        """Adds a stream that was pending, and processes its buffered input."""
         try:
-            self._join(slot, stream, plan, waiting.resume, text)
-            self._feed_any(slot, waiting.tokens)
-            if waiting.end is not None:
-                self.end(slot, *waiting.end)
+            self._join(slot, stream, plan, pending.resume, text)
+            self._feed_any(slot, pending.tokens)
+            if pending.end is not None:
+                self.end(slot, *pending.end)
         except SluiceError as error:
             self.refuse(slot, error)
         self._wake()
@@ -166,21 +166,26 @@ class PostSession:
         self._wake()
 
     def feed(self, slots: array[int], counts: array[int], tokens: array[int]) -> None:
-        """Applies token columns: row i is the next `counts[i]` tokens of `slots[i]`.
+        """Processes token columns: row i has the next `counts[i]` tokens of `slots[i]`.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when the columns do not fit together, TOO_LARGE for too many tokens at once,
-                OVERLOADED when the caller does not read its answers. The session is of no use after that.
+            SluiceError: INVALID_ARGUMENT for inconsistent columns, TOO_LARGE for too many tokens, OVERLOADED if the
+                caller does not read its output. The session must end then.
         """
         if len(slots) != len(counts) or sum(counts) != len(tokens):
-            raise invalid("The columns slots, counts and token_ids do not fit together.", param="tokens")
+            raise invalid(
+                "The columns slots, counts and token_ids are inconsistent; send one count per slot and all tokens.",
+                param="tokens",
+            )
         if len(tokens) > self._limits.max_message_tokens:
             raise SluiceError(
-                ErrorKind.TOO_LARGE, f"{len(tokens)} tokens in one message are too many.", param="tokens.token_ids"
+                ErrorKind.TOO_LARGE,
+                f"{len(tokens)} tokens in one message are too many; send at most {self._limits.max_message_tokens}.",
+                param="tokens.token_ids",
             )
-        self._took(len(tokens))
+        self._add_backlog(len(tokens))
         self._metrics.took(len(tokens))
-        streams, texts = self._streams, self._answers.texts
+        streams, texts = self._streams, self._output.texts
         end, most = 0, self._limits.max_row_tokens
         for slot, count in zip(slots, counts, strict=True):
             start, end = end, end + count
@@ -202,13 +207,13 @@ class PostSession:
             parsed.feed(tokens)
             self._parsed_changed(slot, parsed)
         elif (stream := self._streams.get(slot)) is not None:
-            self._answers.say(slot, stream.feed(tokens))
+            self._output.add_text(slot, stream.feed(tokens))
             if stream.finish is not None:
                 self._finished(slot, stream.finish)
         else:
             try:
-                if slot in self._waiting:
-                    self._waiting.hold(slot, tokens)
+                if slot in self._pending:
+                    self._pending.hold(slot, tokens)
                 elif tokens:
                     self._slots.check_late(slot)
             except SluiceError as error:
@@ -216,7 +221,7 @@ class PostSession:
 
     def _remote_changed(self, slot: int, stream: RemoteStream) -> None:
         self._parsed_changed(slot, stream)
-        self._parsed_news.set()
+        self._parsed_progress.set()
         self._wake()
 
     def _parsed_changed(self, slot: int, stream: AnyParsed) -> None:
@@ -228,51 +233,51 @@ class PostSession:
                 if isinstance(event, Degraded):
                     self._metrics.degraded(event.reason)
             if events:
-                self._answers.tell(slot, events)
+                self._output.add_events(slot, events)
         if stream.finish is not None:
             self._finished(slot, stream.finish)
 
     def _degraded(self, slot: int, reason: str) -> None:
         self._metrics.degraded(reason)
-        self._answers.tell(slot, [Degraded(reason)])
+        self._output.add_events(slot, [Degraded(reason)])
 
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
-        """The engine has ended a stream; an unknown slot is ignored, its stream ended before."""
-        if slot in self._waiting:
-            self._waiting.end(slot, reason, stop_token_id)
+        """Ends a stream as the engine did; ignores slots whose stream has ended."""
+        if slot in self._pending:
+            self._pending.end(slot, reason, stop_token_id)
         if (parsed := self._parsed.get(slot)) is not None:
             parsed.end(reason, stop_token_id)
             self._parsed_changed(slot, parsed)
         stream = self._streams.get(slot)
         if stream is None:
             return
-        self._answers.say(slot, stream.end(reason, stop_token_id))
+        self._output.add_text(slot, stream.end(reason, stop_token_id))
         if stream.finish is not None:
             self._finished(slot, stream.finish)
 
     def lags(self, slot: int) -> bool:
-        """What a stream says comes later than its tokens: it waits to begin, or its parser is in another process."""
-        return slot in self._waiting or isinstance(self._parsed.get(slot), RemoteStream)
+        """Returns whether the output of a stream is delayed: it is pending, or its parser is in another process."""
+        return slot in self._pending or isinstance(self._parsed.get(slot), RemoteStream)
 
     def behind(self, slot: int) -> bool:
-        """Something is still to be said about the tokens that came."""
+        """Returns whether output for received tokens is outstanding."""
         parsed = self._parsed.get(slot)
-        return slot in self._waiting or (isinstance(parsed, RemoteStream) and parsed.behind)
+        return slot in self._pending or (isinstance(parsed, RemoteStream) and parsed.behind)
 
     def close(self, slots: Iterable[int]) -> None:
-        """Forgets streams without an answer; unknown slots are ignored."""
-        gone = set(slots)
-        for slot in gone:
+        """Closes streams without a finish; ignores unknown slots."""
+        closed = set(slots)
+        for slot in closed:
             self._forget(slot)
-        if gone:
-            self._answers.forget(gone)
+        if closed:
+            self._output.forget(closed)
 
     def _finished(self, slot: int, finish: Finish) -> None:
         if finish.error is not None:
             self._slots.fail(slot, finish.error.message)
-        self._answers.release(slot)
+        self._output.release(slot)
         self._forget(slot)
-        self._answers.finish(slot, finish)
+        self._output.finish(slot, finish)
         self._metrics.finished(finish)
 
     def _forget(self, slot: int) -> None:
@@ -280,45 +285,45 @@ class PostSession:
             parsed.close()
             self._remainders.pop(slot, None)
         self._streams.pop(slot, None)
-        self._waiting.forget(slot)
+        self._pending.forget(slot)
         self._slots.free(slot)
 
-    def _took(self, amount: int) -> None:
+    def _add_backlog(self, amount: int) -> None:
         self._backlog += amount
         if self._backlog > self._limits.max_backlog + self._limits.max_message_tokens:
-            raise overloaded("The caller does not read its answers.")
+            raise overloaded("The caller does not read its output; read the session's messages.")
 
     def drain(self) -> Batch | None:
-        """What is ready, None when nothing is; call it when everything before has been written."""
+        """Returns the output that is ready, None if there is none; call it once all earlier output has been written."""
         self._backlog = 0
-        batch = self._answers.take()
+        batch = self._output.take()
         if batch is None and self._draining and not len(self):
             self.drained.set()
         return batch
 
     def leave(self) -> None:
-        """Says that this replica leaves; streams go on and still may be opened."""
-        self._answers.leave()
+        """Announces that this replica leaves; streams continue and can still be opened."""
+        self._output.leave()
         self._wake()
 
     def start_draining(self) -> None:
-        """Takes no more streams; `drained` is set when the last one has been answered."""
+        """Rejects new streams; `drained` is set when the last one has finished."""
         self._draining = True
         self._wake()
 
     async def settle(self) -> None:
-        """Waits until no stream waits for its model, and none that has ended for its parser."""
-        await self._waiting.settled()
-        while waiting(self._parsed.values()):
-            await self._parsed_news.wait()
-            self._parsed_news.clear()
+        """Waits until no stream is pending and the parsers of all ended streams have finished."""
+        await self._pending.settled()
+        while parsing(self._parsed.values()):
+            await self._parsed_progress.wait()
+            self._parsed_progress.clear()
 
     async def aclose(self) -> None:
-        """The caller is gone: forgets everything."""
-        await self._waiting.aclose()
+        """Closes all streams after the caller disconnected."""
+        await self._pending.aclose()
         self.close(self._slots.live)
 
 
 def _too_many(count: int, most: int) -> SluiceError:
-    said = f"{count} tokens of one stream at once are too many; the limit is {most}."
-    return SluiceError(ErrorKind.TOO_LARGE, said, param="tokens.counts")
+    message = f"{count} tokens of one stream in one message are too many; send at most {most}."
+    return SluiceError(ErrorKind.TOO_LARGE, message, param="tokens.counts")

@@ -1,4 +1,4 @@
-"""Which slots of a session are in use, and which were."""
+"""Slots of a session that are in use, and those used recently."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ REMEMBERED = 16_384
 
 
 class Slots:
-    """The slots of one session. Of each in use it keeps the span; it counts them, and remembers the last ones that were
-    in use: their tokens may still be under way.
+    """Tracks the slots of one session and their spans.
+
+    Recently used slots are remembered, because tokens for them may still arrive.
 
     Attributes:
-        live: those in use.
+        live: slots in use.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -28,7 +29,7 @@ class Slots:
         self._past: dict[int, None] = {}
 
     def take(self, slot: int, request_id: str, model: str, parent: Mapping[str, str]) -> None:
-        """A stream begins."""
+        """Marks a slot as used by a new stream."""
         self._metrics.lives(+1)
         self.live.add(slot)
         span = telemetry.start_span("postprocess.stream", parent, request_id=request_id, model=model)
@@ -36,12 +37,12 @@ class Slots:
             self._spans[slot] = span
 
     def fail(self, slot: int, message: str) -> None:
-        """Its stream ends with an error."""
+        """Records an error in the span of a slot's stream."""
         if slot in self._spans:
             telemetry.fail_span(self._spans[slot], message)
 
     def free(self, slot: int) -> None:
-        """Its stream is over; one that was not in use is remembered, too."""
+        """Frees and remembers a slot, whether or not it is in use."""
         self._past[slot] = None
         if len(self._past) > REMEMBERED:
             del self._past[next(iter(self._past))]
@@ -52,6 +53,10 @@ class Slots:
             span.end()
 
     def check_late(self, slot: int) -> None:
-        """Tokens of a slot that is not in use: SluiceError(NOT_FOUND) unless its stream is over."""
+        """Raises SluiceError (NOT_FOUND) for tokens in a slot that was not used recently."""
         if slot not in self._past:
-            raise not_found(f"No stream was opened in slot {slot}.", param="tokens.slots", code="stream_unknown")
+            raise not_found(
+                f"Slot {slot} has no stream; open one before sending tokens.",
+                param="tokens.slots",
+                code="stream_unknown",
+            )

@@ -1,4 +1,4 @@
-"""The vocabularies this process serves: each loaded once, off the event loop, at start or on first use."""
+"""Registry of the served vocabularies, each loaded once, off the event loop, at start or on first use."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def load(spec: ModelSpec) -> Vocabulary:
     """Loads a vocabulary; takes seconds, so call it off the event loop.
 
     Raises:
-        SluiceError: the source does not exist, holds no tokenizer, or the tokenizer is broken.
+        SluiceError: the source does not exist, or contains no valid tokenizer.
     """
     path = resolve(spec.source)
-    # An implementation of the user's own decides ids; what an id means is in the files all the same.
+    # A custom processor only produces ids; their texts are in the files nevertheless.
     processor = spec.processor if spec.processor in PROCESSORS else detect_processor(path)
     try:
         vocabulary = mistral.load(path) if processor == "mistral" else hf.load(path)
@@ -37,18 +37,19 @@ def load(spec: ModelSpec) -> Vocabulary:
     except SluiceError:
         raise
     except ImportError as error:
-        raise internal(f"The tokenizer of {spec.name} needs the package {error.name}.") from error
-    except Exception as error:  # both libraries raise unrelated types for broken files
+        raise internal(f"The tokenizer of {spec.name} requires the package {error.name}; install it.") from error
+    except Exception as error:  # both libraries raise unrelated types for invalid files
         raise invalid(
-            f"The tokenizer of {spec.name} cannot be read ({type(error).__name__}: {error}).", param="model"
+            f"The tokenizer of {spec.name} cannot be read ({type(error).__name__}: {error}); check its files.",
+            param="model",
         ) from error
 
 
 def chosen(given: ParserNames, vocabulary: Vocabulary, native: Sequence[str]) -> ParserNames:
-    """Returns what `auto` means: the operator's choice, else the first engine's parsers that cover what the model's
-    family needs, else the built-in ones.
+    """Returns the parsers that `auto` selects.
 
-    An engine's parser cannot be combined with another's, so the operator's choice of one decides about both.
+    These are the operator's choice, else those of the first engine that supports the model's family, else the built-in
+    ones. Parsers of different engines cannot be combined, so choosing one of them determines both.
     """
     built_in = found = vocabulary.parsers
     if given.tool or given.reasoning:
@@ -61,23 +62,23 @@ def chosen(given: ParserNames, vocabulary: Vocabulary, native: Sequence[str]) ->
 
 
 def _covers(native: ParserNames, built_in: ParserNames) -> bool:
-    """Whether an engine has a parser wherever there is a built-in one."""
+    """Returns whether an engine has parsers of each kind for which there is a built-in one."""
     return bool(native.tool) >= bool(built_in.tool) and bool(native.reasoning) >= bool(built_in.reasoning)
 
 
 class VocabularyRegistry:
-    """Vocabularies by served name.
+    """Holds vocabularies by served model name.
 
     Args:
-        specs: what to serve.
-        load_timeout_s: how long anybody waits for one to load.
-        loader: makes a vocabulary in a thread.
-        parsers: what `auto` means for a model, where the operator knows better than its template.
-        native: the engines whose own parsers `auto` prefers for a model, in this order.
-        check: SluiceError for parsers that this process does not have; a model whose card names them is not served.
+        specs: the models to serve.
+        load_timeout_s: longest wait for a vocabulary to load.
+        loader: loads a vocabulary; called in a thread.
+        parsers: parsers that `auto` selects for a model, configured by the operator.
+        native: returns the engines whose parsers `auto` prefers for a model, in order.
+        check: raises SluiceError for unavailable parsers; a model whose card names them is not served.
 
     Attributes:
-        learn: waits, at most so many seconds, for a model that may become known by `add`; False when it will not.
+        learn: waits up to a timeout for a model to be discovered and added; returns False if it was not.
     """
 
     learn: Callable[[str, float], Awaitable[bool]] | None = None
@@ -101,39 +102,37 @@ class VocabularyRegistry:
         self._loading: dict[str, asyncio.Task[Vocabulary]] = {}
 
     def ready(self, model: str) -> Vocabulary | None:
-        """The vocabulary, None while it is not loaded; SluiceError(NOT_FOUND) for a model that will not be served."""
+        """Returns a vocabulary, or None until it is loaded; raises SluiceError (NOT_FOUND) for an unknown model."""
         vocabulary = self._loaded.pop(model, None)
         if vocabulary is not None:
-            self._loaded[model] = vocabulary  # as the last, see by_use
+            self._loaded[model] = vocabulary  # most recently used last, see by_use
         elif model not in self._specs and self.learn is None:
             raise self._unknown(model)
         return vocabulary
 
     def by_use(self) -> Sequence[str]:
-        """Names of the models that are loaded, the least recently used first."""
+        """Returns the names of the loaded models, least recently used first."""
         return tuple(self._loaded)
 
     def _unknown(self, model: str) -> SluiceError:
         names = ", ".join(sorted(self._specs)) or "none yet"
         return not_found(
-            f"Model {quoted(model)} is not known here; there is {names}.", param="model", code="model_not_found"
+            f"Model {quoted(model)} is not served here; available: {names}.", param="model", code="model_not_found"
         )
 
     async def add(self, spec: ModelSpec) -> None:
-        """Serves one more model, or a known one with other files, once it is loaded; raises what the load raised.
+        """Adds a model, or replaces its files, once it is loaded; raises the error of a failed load.
 
-        Streams that run keep the vocabulary they began with.
+        Running streams keep the vocabulary with which they started.
         """
         self._loaded[spec.name] = await self._loaded_from(spec)
         self._specs[spec.name] = spec
 
     def remove(self, name: str) -> str:
-        """Serves a learned model no longer; unknown ones and those that the operator named are left alone.
-
-        Streams that run keep its vocabulary.
+        """Removes a discovered model; ignores unknown and configured ones. Running streams keep the vocabulary.
 
         Returns:
-            Where its files are, if no other model is read from there; else empty.
+            The location of its files if no other model uses them; else empty.
         """
         spec = self._specs.get(name)
         if spec is None or not spec.learned:
@@ -145,10 +144,10 @@ class VocabularyRegistry:
         return vocabulary.source
 
     async def get(self, model: str) -> Vocabulary:
-        """The vocabulary, loaded now if need be; a load that failed is tried again by the next caller.
+        """Returns a vocabulary, loading it if needed; the next call retries a failed load.
 
         Raises:
-            SluiceError: not served, cannot be loaded, or not loaded in time.
+            SluiceError: the model is not served, cannot be loaded, or did not load in time.
         """
         vocabulary = self.ready(model)
         if vocabulary is not None:
@@ -162,7 +161,7 @@ class VocabularyRegistry:
         except TimeoutError:
             raise SluiceError(
                 ErrorKind.DEADLINE_EXCEEDED,
-                f"The tokenizer of {model} did not load within {self._timeout_s:g} s.",
+                f"The tokenizer of {model} did not load within {self._timeout_s:g} s; retry later.",
                 param="model",
             ) from None
 
@@ -182,14 +181,14 @@ class VocabularyRegistry:
             raise
         except Exception as error:
             log.exception("loading the tokenizer failed", extra={"model": model})
-            raise internal(f"The tokenizer of {model} cannot be loaded.") from error
+            raise internal(f"The tokenizer of {model} cannot be loaded; see the log of postprocess.") from error
         given = self._given(spec)
         vocabulary.built_in = vocabulary.parsers if given == ParserNames() else None
         native = self._native(spec)
         vocabulary.parsers = chosen(given, vocabulary, native)
         if native and given == ParserNames() != vocabulary.parsers == vocabulary.built_in:
             log.warning(
-                "the built-in parsers are used: the engine has none for this family of models",
+                "using the built-in parsers: the engine has none for this model family",
                 extra={"model": model, "engine": ",".join(native)},
             )
         log.info(
@@ -206,23 +205,23 @@ class VocabularyRegistry:
         return vocabulary
 
     def _given(self, spec: ModelSpec) -> ParserNames:
-        """The operator's word counts before the card's."""
-        operators = self._parsers.get(spec.name, ParserNames())
-        names = ParserNames(operators.tool or spec.tool_parser, operators.reasoning or spec.reasoning_parser)
+        """Returns the configured parsers; settings take precedence over the model card."""
+        settings = self._parsers.get(spec.name, ParserNames())
+        names = ParserNames(settings.tool or spec.tool_parser, settings.reasoning or spec.reasoning_parser)
         self._check(names)
         return names
 
     def _ended(self, model: str, loading: asyncio.Task[Vocabulary]) -> None:
         self._loading.pop(model, None)
         if not loading.cancelled():
-            loading.exception()  # seen here, in case all who waited for it have gone
+            loading.exception()  # marks the exception as retrieved in case no caller waits any more
 
     async def load_all(self) -> list[Vocabulary]:
-        """Loads every model; SluiceError for the first that fails."""
+        """Loads all models; raises the SluiceError of the first that fails."""
         return [await self.get(model) for model in self._specs]
 
     async def close(self) -> None:
-        """Stops waiting for loads under way."""
+        """Cancels running loads."""
         loading = list(self._loading.values())
         for task in loading:
             task.cancel()

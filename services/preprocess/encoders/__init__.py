@@ -1,1 +1,1 @@
-"""Encoders from text to token ids, with the cache of segments."""
+"""Encoders from text to token ids, with the segment cache."""

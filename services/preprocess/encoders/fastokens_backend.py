@@ -1,4 +1,4 @@
-"""The `fastokens` library, an optional extra: the ids of `tokenizers` and `tiktoken`, ten to fifty times as fast."""
+"""The optional `fastokens` library: returns the ids of `tokenizers` and `tiktoken`, ten to fifty times as fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.preprocess.encoders.backend import Backend
 
 
 class FastokensBackend(Backend):
-    """A `fastokens.Tokenizer`; it packs the ids itself, so no token ever becomes a Python object."""
+    """A `fastokens.Tokenizer`, which packs the ids itself, so that tokens never become Python objects."""
 
     name = "fastokens"
 
@@ -25,14 +25,14 @@ class FastokensBackend(Backend):
 
     @classmethod
     def of_file(cls, path: Path) -> FastokensBackend:
-        """Reads a tokenizer.json; ImportError without the package, ValueError for what it cannot read."""
+        """Reads a tokenizer.json; raises ImportError without the package, ValueError for unsupported content."""
         import fastokens
 
         return cls(fastokens.Tokenizer.from_file(str(path)))
 
     @classmethod
     def of_ranks(cls, ranks: Mapping[bytes, int], pattern: str) -> FastokensBackend:
-        """A byte-level vocabulary, bytes to rank without gaps, whose texts are first split by a pattern."""
+        """Builds a byte-level vocabulary, bytes to contiguous ranks, whose texts are first split by a pattern."""
         import fastokens
 
         with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +41,6 @@ class FastokensBackend(Backend):
             return cls(fastokens.Tokenizer.from_tiktoken(str(file), pattern=pattern, special_tokens={}))
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """See Backend."""
         packed, ends = self._tokenizer.encode_batch_flat(list(texts))
         if len(texts) == 1:
             return [packed]

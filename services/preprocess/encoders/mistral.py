@@ -1,4 +1,4 @@
-"""From text to ids for Mistral's vocabularies; control tokens are not its business."""
+"""Encodes text with Mistral's vocabularies, without control tokens."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from mistral_common.tokens.tokenizers.base import Tokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from services.common.packing import pack_u32, unpack_u32
-from services.preprocess.encoders.backend import Backend, fastest
+from services.preprocess.encoders.backend import Backend, EncoderOptions, fastest
 from services.preprocess.encoders.fastokens_backend import FastokensBackend
-from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.segment_cache import CacheStats, SegmentCache
 
 log = logging.getLogger(__name__)
 
 _RISKY_CHARS = 16 << 10
-# Tried at the first character of a run only: from every character of a shorter run it would take quadratic time.
+# Anchored at the start of a run: matching from every character would take quadratic time.
 _LONG_RUN = re.compile(rf"(?<!\s)\s{{{_RISKY_CHARS}}}")
 
 
 class TiktokenBackend(Backend):
-    """The library that mistral-common itself uses for Tekken."""
+    """The library mistral-common uses for Tekken."""
 
     name = "tiktoken"
 
@@ -35,17 +34,17 @@ class TiktokenBackend(Backend):
         self._offset = tekken.num_special_tokens
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """See Backend; ValueError also for a run of white space that the library cannot split."""
+        """Implements `Backend.encode`; also raises ValueError for a whitespace run the library cannot split."""
         return [_shifted(array("I", self._ids(text)).tobytes(), self._offset) for text in texts]
 
     def _ids(self, text: str) -> list[int]:
-        # The fast way panics, with a trace on standard error, where the other one raises.
+        # On such text encode_ordinary panics, with a trace on standard error, where encode raises.
         risky = len(text) > _RISKY_CHARS and _LONG_RUN.search(text) is not None
         return self._encoding.encode(text, disallowed_special=()) if risky else self._encoding.encode_ordinary(text)
 
 
 class LibraryBackend(Backend):
-    """Whatever mistral-common uses, by its own interface."""
+    """The tokenizer of mistral-common, through its own interface."""
 
     name = "sentencepiece"
 
@@ -53,12 +52,11 @@ class LibraryBackend(Backend):
         self._encode = text.encode
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """See Backend."""
         return [pack_u32(self._encode(text, bos=False, eos=False)) for text in texts]
 
 
 class FastTekken(Backend):
-    """Tekken's vocabulary in a faster library, which counts ids from 0."""
+    """Tekken's vocabulary in fastokens, whose ids start at 0."""
 
     def __init__(self, tekken: Tekkenizer) -> None:
         inner = tekken._model
@@ -67,7 +65,6 @@ class FastTekken(Backend):
         self.name = self._inner.name
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """See Backend."""
         return [_shifted(packed, self._offset) for packed in self._inner.encode(texts)]
 
 
@@ -78,11 +75,11 @@ def _shifted(packed: bytes, offset: int) -> bytes:
 class MistralEncoder:
     """Encodes pieces of text, each by itself.
 
-    Mistral's conversations are pieces between control tokens that no text can spell, so remembering pieces is exact.
+    Mistral's conversations are pieces between control tokens that no text can produce, so caching pieces is exact.
 
     Args:
         text: mistral-common's text tokenizer.
-        speed: what may be used to be fast.
+        encoder_options: which optimizations to use.
     """
 
     def __init__(self, text: Tokenizer, encoder_options: EncoderOptions) -> None:
@@ -103,19 +100,19 @@ class MistralEncoder:
 
     @property
     def cache_stats(self) -> CacheStats | None:
-        """Of the cache; None without one."""
+        """Statistics of the cache; None without one."""
         return self._cache.stats if self._cache is not None else None
 
     def pack(self, texts: Sequence[str]) -> list[bytes]:
-        """Packed u32 ids of each text; ValueError for what cannot be encoded."""
+        """Returns packed uint32 ids of each text; raises ValueError for text that cannot be encoded."""
         return self._backend.encode(texts)
 
     def encode(self, s: str, bos: bool, eos: bool) -> list[int]:
-        """A stand-in for the method of this name in mistral-common, which encodes every piece by it."""
+        """Replaces mistral-common's method of this name, which it calls for every piece."""
         (packed,) = self._backend.encode([s])
         ids = unpack_u32(packed).tolist()
         return [*([self._bos] if bos else ()), *ids, *([self._eos] if eos else ())]
 
     def stand_in(self, text: Any) -> None:
-        """Makes mistral-common's own way of building conversations use this encoder."""
+        """Makes mistral-common's conversation encoding use this encoder."""
         text.encode = self.encode

@@ -1,8 +1,8 @@
-"""A short way to the ids of plain conversations, which are nearly all there are.
+"""A fast path to the ids of plain conversations, which are the vast majority.
 
-mistral-common builds, checks, copies and finally decodes a tree of models for every request. For text-only turns in
-the usual order the ids are the turns' own ids between a few control tokens; this puts them together directly. A
-self-check at load compares with mistral-common and switches the short way off at the first difference.
+mistral-common builds, validates, copies and finally decodes a tree of models for every request. For text-only turns in
+the usual order, the ids are those of the turns between a few control tokens; this module joins them directly. A
+self-check at load compares the results with mistral-common and disables the fast path at the first difference.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _CHECKS: tuple[tuple[tuple[str, str], ...], ...] = (
 
 
 class PlainEncoder:
-    """Ids of conversations of the form ``[system] user (assistant user)*`` with text and nothing else.
+    """Encodes conversations of the form ``[system] user (assistant user)*`` with only text.
 
     Args:
-        pack: texts to packed ids without control tokens.
-        ids: of BOS, EOS, the start and the end of a user's turn.
+        pack: encodes texts to packed ids without control tokens.
+        ids: ids of BOS, EOS, and the start and end of a user turn.
     """
 
     def __init__(self, pack: Callable[[list[str]], list[bytes]], ids: tuple[int, int, int, int]) -> None:
@@ -50,7 +50,7 @@ class PlainEncoder:
         tokenizer: MistralTokenizer[Any, Any, Any, Any, Any],
         pack: Callable[[list[str]], list[bytes]],
     ) -> PlainEncoder | None:
-        """The encoder for a tokenizer, or None where it would not give the same ids."""
+        """Returns the encoder for a tokenizer, or None where its ids would differ."""
         text = tokenizer.instruct_tokenizer.tokenizer
         if not isinstance(text, Tekkenizer):
             return None
@@ -65,7 +65,7 @@ class PlainEncoder:
         )
         if plain._agrees_with(tokenizer):
             return plain
-        log.info("chats take mistral-common's own way: the short one differs for this tokenizer")
+        log.info("the fast path for plain chats is disabled: its ids differ for this tokenizer")
         return None
 
     def _agrees_with(self, tokenizer: MistralTokenizer[Any, Any, Any, Any, Any]) -> bool:
@@ -81,7 +81,7 @@ class PlainEncoder:
         return True
 
     def pack(self, chat: ChatRequest) -> bytes | None:
-        """The packed ids, or None when the chat is not plain; ValueError for a text that cannot be encoded."""
+        """Returns the packed ids, or None when the chat is not plain; raises ValueError for invalid text."""
         if chat.tools or chat.template_kwargs or chat.chat_template or chat.documents or chat.continue_final_message:
             return None
         messages = chat.messages
@@ -109,7 +109,7 @@ def _is_text(message: Message) -> bool:
 
 
 def _alternate(messages: Iterable[Message]) -> bool:
-    """Whether user and assistant take turns, user first and last, with text and nothing else."""
+    """Whether text-only user and assistant turns alternate, with the user first and last."""
     index = -1
     for index, message in enumerate(messages):
         if not _is_text(message):

@@ -1,4 +1,4 @@
-"""Texts on which two ways to tokenize are compared before the faster one is trusted."""
+"""Texts on which two tokenizer implementations are compared before the faster one is used."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _ALPHABET = (
 
 
 def _random_texts() -> tuple[str, ...]:
-    # Seeded: every replica asks the same questions.
+    # Seeded, so that every replica compares the same texts.
     chooser = random.Random(20240911)
     return tuple("".join(chooser.choices(_ALPHABET, k=chooser.randrange(1, 120))) for _ in range(300))
 

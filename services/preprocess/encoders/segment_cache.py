@@ -1,4 +1,4 @@
-"""Remembers the ids of text segments, which conversations repeat turn after turn."""
+"""Caches the ids of text segments, which conversations repeat in every turn."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from threading import Lock
 from services.preprocess.encoders.backend import Backend
 
 ENTRY_OVERHEAD = 200
-"""Bytes that an entry takes beside its text and its ids, as measured; rather too many than too few."""
+"""Bytes per entry beyond its text and ids, measured and rounded up."""
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a cache holds and has done so far; all but `entries` in bytes.
+    """Statistics of a cache; all but `entries` in bytes.
 
     Attributes:
         held: memory in use.
-        limit: most memory that may be in use.
-        entries: segments remembered.
-        hit: text whose ids were remembered.
+        limit: maximum memory.
+        entries: cached segments.
+        hit: text found in the cache.
         missed: text that was encoded.
     """
 
@@ -34,13 +34,13 @@ class CacheStats:
 
 
 class SegmentCache(Backend):
-    """A backend that encodes only what it does not remember. The least recently used is forgotten first.
+    """A backend that encodes only segments not in its LRU cache.
 
-    Exact where the backend is: it gives each text's ids by themselves, whatever stands beside it.
+    Exact if the backend is: each text's ids are independent of the other texts.
 
     Args:
-        backend: encodes.
-        max_bytes: bound of the memory held, texts and ids and what it takes to find them.
+        backend: encodes missing segments.
+        max_bytes: maximum memory for texts, ids and overhead.
     """
 
     def __init__(self, backend: Backend, max_bytes: int) -> None:
@@ -53,39 +53,38 @@ class SegmentCache(Backend):
 
     @property
     def stats(self) -> CacheStats:
-        """What it holds and has done so far."""
+        """The current statistics."""
         with self._lock:
             return CacheStats(self._held, self._max_bytes, len(self._ids), self._hit, self._missed)
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
-        """See Backend."""
-        found = self._remembered(texts)
-        missing = [index for index, ids in enumerate(found) if ids is None]
+        cached = self._look_up(texts)
+        missing = [index for index, ids in enumerate(cached) if ids is None]
         if missing:
-            made = self._backend.encode([texts[index] for index in missing])
-            for index, ids in zip(missing, made, strict=True):
-                found[index] = ids
-            self._remember([(texts[index], ids) for index, ids in zip(missing, made, strict=True)])
-        return [ids for ids in found if ids is not None]
+            encoded = self._backend.encode([texts[index] for index in missing])
+            for index, ids in zip(missing, encoded, strict=True):
+                cached[index] = ids
+            self._store([(texts[index], ids) for index, ids in zip(missing, encoded, strict=True)])
+        return [ids for ids in cached if ids is not None]
 
-    def _remembered(self, texts: Sequence[str]) -> list[bytes | None]:
-        found: list[bytes | None] = []
+    def _look_up(self, texts: Sequence[str]) -> list[bytes | None]:
+        cached: list[bytes | None] = []
         with self._lock:
             for text in texts:
                 ids = self._ids.get(text)
-                found.append(ids)
+                cached.append(ids)
                 if ids is None:
                     self._missed += len(text)
                 else:
                     self._ids.move_to_end(text)
                     self._hit += len(text)
-        return found
+        return cached
 
-    def _remember(self, made: Sequence[tuple[str, bytes]]) -> None:
+    def _store(self, encoded: Sequence[tuple[str, bytes]]) -> None:
         with self._lock:
-            for text, ids in made:
+            for text, ids in encoded:
                 size = _size(text, ids)
-                # One that would push out most of the others is not worth them.
+                # Do not evict most entries for a single large one.
                 if text in self._ids or size > self._max_bytes // 4:
                     continue
                 self._ids[text] = ids

@@ -1,16 +1,16 @@
-"""Where a rendered prompt may be cut so that the parts' ids, put together, are the whole's.
+"""Finds tokens before which a rendered prompt can be split such that the parts' ids concatenate to those of the prompt.
 
 A `tokenizers` pipeline first splits the raw text at added tokens that are not normalized; normalizer, pre-tokenizer and
-model then see each piece by itself. So a text may be cut right before every occurrence of such a token T, provided that
+model then process each piece by itself. So a text may be split right before every occurrence of such a token T if
 
 * T is always found: no other added token contains it, begins with its end or ends with its beginning, and neither does
-  T itself, so that the leftmost-longest search cannot step over an occurrence;
-* nothing at the cut looks across it: T takes no white space from its left, neither it nor a neighbour asks for word
-  boundaries, and it neither begins nor ends with white space that a neighbour could take;
-* every later step works on one piece at a time. Those that treat the text's first piece in a special way still agree,
-  because a part that begins with T has nothing but T at its first place.
+  T itself, so that the leftmost-longest search cannot skip an occurrence;
+* nothing at the split depends on the other side: T does not strip whitespace on its left, neither it nor a neighbour
+  requires word boundaries, and it neither begins nor ends with whitespace that a neighbour could strip;
+* every later step processes one piece at a time. Steps that treat the text's first piece specially still agree, because
+  a part that begins with T has only T as its first piece.
 
-What is not known to keep these rules is refused, with a sentence that says why.
+Tokenizers not known to satisfy these rules are rejected with a reason.
 """
 
 from __future__ import annotations
@@ -54,54 +54,54 @@ _MODELS = frozenset(("BPE", "Unigram", "WordLevel", "WordPiece"))
 
 
 class SplitPoint(NamedTuple):
-    """The token to cut before, or why there is none."""
+    """The token to split before, or the reason why there is none."""
 
     token: str = ""
     refusal: str = ""
 
 
 def find_cut(tokenizer: dict[str, Any], candidates: Iterable[str]) -> SplitPoint:
-    """The first candidate that cuts are exact at.
+    """Returns the first candidate at which splitting is exact.
 
     Args:
         tokenizer: content of a tokenizer.json.
-        candidates: texts of tokens, the best first; those that are no added tokens are passed over.
+        candidates: token strings, the best first; those that are not added tokens are skipped.
     """
-    if refusal := _looks_across_pieces(tokenizer):
+    if refusal := _unsupported_step(tokenizer):
         return SplitPoint(refusal=refusal)
     added = [entry for entry in tokenizer.get("added_tokens") or [] if entry.get("content")]
     if any(entry.get("single_word") for entry in added):
-        return SplitPoint(refusal="an added token asks for word boundaries")
+        return SplitPoint(refusal="an added token requires word boundaries")
     by_text = {entry["content"]: entry for entry in added}
-    reason = "the chat template writes no token of the vocabulary"
+    reason = "the chat template emits no added token"
     for text in candidates:
         entry = by_text.get(text)
         if entry is None:
             continue
-        reason = _not_exact(entry, by_text)
+        reason = _inexact_reason(entry, by_text)
         if not reason:
             return SplitPoint(text)
     return SplitPoint(refusal=reason)
 
 
 def cut_before(text: str, token: str) -> list[str]:
-    """The parts of a text, every one but the first beginning with the token; together they are the text."""
+    """Returns the parts of a text, each but the first starting with the token."""
     first, *rest = text.split(token)
     parts = [token + part for part in rest]
     return [first, *parts] if first else parts
 
 
-def _looks_across_pieces(tokenizer: dict[str, Any]) -> str:
+def _unsupported_step(tokenizer: dict[str, Any]) -> str:
     model = tokenizer.get("model") or {}
-    # Older files leave the type out where the content tells it.
+    # Older files omit the type when the content implies it.
     if (model.get("type") or "BPE") not in _MODELS:
-        return f"the model {model.get('type')} is not known"
+        return f"the model type {model.get('type')} is not supported"
     if model.get("dropout"):
         return "the model drops merges at random"
-    for name, known in (("normalizer", _NORMALIZERS), ("pre_tokenizer", _PRE_TOKENIZERS)):
+    for name, supported in (("normalizer", _NORMALIZERS), ("pre_tokenizer", _PRE_TOKENIZERS)):
         for step in _steps(tokenizer.get(name)):
-            if step not in known:
-                return f"the {name} {step} is not known"
+            if step not in supported:
+                return f"the {name} {step} is not supported"
     return ""
 
 
@@ -115,14 +115,14 @@ def _steps(component: Any) -> Iterable[str]:
         yield str(component.get("type"))
 
 
-def _not_exact(entry: dict[str, Any], added: Iterable[str]) -> str:
+def _inexact_reason(entry: dict[str, Any], added: Iterable[str]) -> str:
     token: str = entry["content"]
     if entry.get("normalized"):
-        return f"{token} is looked for in normalized text"
+        return f"{token} is matched in normalized text"
     if entry.get("lstrip"):
-        return f"{token} takes white space from its left"
+        return f"{token} strips whitespace on its left"
     if token != token.strip():
-        return f"{token!r} begins or ends with white space"
+        return f"{token!r} begins or ends with whitespace"
     for other in added:
         if _overlap(token, other):
             return f"{token} overlaps with {other}"

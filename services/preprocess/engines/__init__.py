@@ -1,12 +1,12 @@
-"""The engines' own tokenizers. Each runs in processes of its own, which may belong to another interpreter.
+"""The engines' tokenizers. Each runs in its own processes, possibly with another interpreter.
 
-What is imported here must not need more than the standard library: the other interpreter may have nothing else of ours.
+Modules imported here may only need the standard library: the other interpreter may lack our dependencies.
 """
 
 from __future__ import annotations
 
 TESTED_VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
-"""Of each engine's package, the version whose ids `make test-engines` proves."""
+"""The version of each engine's package whose ids `make test-engines` verifies."""
 
 NOT_NEEDED = {"sglang": ("torchvision", "torchaudio", "sgl_kernel", "triton")}
-"""Kernels and image libraries that an engine imports at once and that no tokenizer needs; some exist for GPUs only."""
+"""Kernel and image libraries that engines import but tokenizers do not need; some require a GPU."""

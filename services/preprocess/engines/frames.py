@@ -1,4 +1,4 @@
-"""The pipes to an engine's tokenizer: frames of a length and as many bytes, written and read as far as they go."""
+"""Length-prefixed frames over the pipes of an engine's tokenizer process, read and written without blocking."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MAX_FRAME_BYTES = 256 << 20
 
 
 class Child:
-    """A process with a frame protocol on its standard input and output.
+    """A process that exchanges frames on its standard input and output.
 
     Attributes:
-        stdin, stdout: file descriptors of this end.
-        unsent: what is put and not written yet.
+        stdin, stdout: the parent's file descriptors.
+        unsent: the part of the current frame not written yet.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -37,24 +37,24 @@ class Child:
         self._received = bytearray()
 
     def put(self, data: bytes) -> None:
-        """Makes `data` the next frame; nothing may be unsent. Empty data is no frame."""
+        """Sets the next frame to write; the previous one must be sent. Ignores empty data."""
         if data:
             self.unsent = memoryview(LENGTH.pack(len(data)) + data)
 
     def write(self) -> None:
-        """Writes what the pipe takes now; OSError when the process is gone."""
+        """Writes what the pipe accepts now; raises OSError when the process has exited."""
         self.unsent = self.unsent[os.write(self.stdin, self.unsent) :]
 
     def read(self) -> Iterator[bytes]:
-        """Reads what is there and gives the frames that are complete; EOFError when the process is gone."""
-        piece = os.read(self.stdout, READ_BYTES)
-        if not piece:
+        """Reads available data and yields complete frames; raises EOFError when the process has exited."""
+        chunk = os.read(self.stdout, READ_BYTES)
+        if not chunk:
             raise EOFError
-        self._received += piece
+        self._received += chunk
         yield from self._frames()
 
     def receive(self, deadline: float) -> bytes:
-        """The next frame; TimeoutError at the deadline, EOFError when the process is gone."""
+        """Returns the next frame; raises TimeoutError at the deadline, EOFError when the process has exited."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.stdout, selectors.EVENT_READ)
             while selector.select(max(0.0, deadline - monotonic())):
@@ -75,7 +75,7 @@ class Child:
             yield frame
 
     def kill(self) -> None:
-        """Ends the process and whatever it started."""
+        """Kills the process and its descendants."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:

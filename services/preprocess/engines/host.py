@@ -1,7 +1,8 @@
-"""The process that an engine's tokenizer runs in: answers calls from its standard input until that ends.
+"""The process that runs an engine's tokenizer: serves calls from its standard input until that is closed.
 
-A frame is a length (u32, little-endian) and as many bytes of JSON. The first frame it writes is the tokenizer's facts
-or an error. A request frame is a list of [id, verb, argument]; a reply frame a list of [id, result, error], in order.
+A frame is a length (uint32, little-endian) and that many bytes of JSON. The first frame it writes is the tokenizer's
+facts or an error. A request frame is a list of [id, verb, argument]; a reply frame a list of [id, result, error], in
+order.
 """
 
 from __future__ import annotations
@@ -25,22 +26,21 @@ from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error
 
 LENGTH = Struct("<I")
 LOAD_FACTOR = 2
-"""How much more a tokenizer may take while it is loaded than it may take afterwards."""
+"""Memory limit while loading, as a multiple of the limit afterwards."""
 
 
 def main(arguments: list[str]) -> None:
     """Runs the process.
 
     Args:
-        arguments: the engine; the tokenizer's path; seconds after which the process ends itself when a call hangs;
-            MiB it may take beyond what it has once the tokenizer is loaded; a folder for temporary files, which is
-            removed by whoever started the process, because this one may be killed; "foreign" where the files came from
-            a worker.
+        arguments: the engine; the tokenizer's path; seconds after which a hanging call ends the process; MiB it may
+            allocate after loading the tokenizer; a folder for temporary files, which the parent removes because this
+            process may be killed; "foreign" if the files came from a worker.
     """
     engine, path, limit_s, memory_mb = arguments[0], Path(arguments[1]), float(arguments[2]), int(arguments[3])
     tempfile.tempdir, foreign = arguments[4], "foreign" in arguments[5:]
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what libraries print must not get between the replies
+    os.dup2(2, 1)  # output of libraries must not mix with replies
     try:
         tokenizer = _load(engine, path, memory_mb if foreign else 0)
     except Exception as error:
@@ -52,13 +52,15 @@ def main(arguments: list[str]) -> None:
 
 
 def _load(engine: str, path: Path, memory_mb: int) -> EngineTokenizer:
-    """The tokenizer; `memory_mb` bounds what loading it takes beyond the engine's own code, 0 bounds nothing."""
+    """Loads the tokenizer; `memory_mb` limits its memory beyond the engine's own code, 0 for no limit."""
     stand_in_for_absent(*NOT_NEEDED.get(engine, ()))
     module = importlib.import_module(f"services.preprocess.engines.{engine}")
     if memory_mb:
-        taken = _taken()
-        # Only the soft limit: it is set anew once the tokenizer is loaded.
-        resource.setrlimit(resource.RLIMIT_AS, (taken + LOAD_FACTOR * (memory_mb << 20), resource.RLIM_INFINITY))
+        address_space = _address_space()
+        # Only the soft limit: it changes after the tokenizer is loaded.
+        resource.setrlimit(
+            resource.RLIMIT_AS, (address_space + LOAD_FACTOR * (memory_mb << 20), resource.RLIM_INFINITY)
+        )
     tokenizer: EngineTokenizer = module.Tokenizer(path)
     return tokenizer
 
@@ -66,43 +68,43 @@ def _load(engine: str, path: Path, memory_mb: int) -> EngineTokenizer:
 def _load_error(engine: str, error: Exception) -> dict[str, Any]:
     if isinstance(error, ImportError):
         missing = error.name or str(error)
-        said = (
+        message = (
             f"The processor {engine} needs the package {missing.split('.')[0]}: install sluice-llm[{engine}] "
             f"({engine}=={TESTED_VERSIONS.get(engine, '')}), or name an interpreter that has it with --{engine}-python."
         )
-        return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, said, param="model", code="missing_extra"))
+        return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, message, param="model", code="missing_extra"))
     if isinstance(error, SluiceError):
         return error_form(error)
     if isinstance(error, MemoryError):
         error = RuntimeError("it needs too much memory")
     reason = (str(error).strip().split("\n", 1)[0][:200] or type(error).__name__).rstrip(".")
-    said = f"The processor {engine} cannot load this tokenizer: {reason}."
-    return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, said, param="model"))
+    message = f"The processor {engine} failed to load this tokenizer: {reason}."
+    return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, message, param="model"))
 
 
 def _bound_memory(memory_mb: int) -> None:
-    limit = _taken() + (memory_mb << 20)
+    limit = _address_space() + (memory_mb << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _taken() -> int:
-    """Address space of this process, bytes."""
+def _address_space() -> int:
+    """Returns the size of this process's address space, bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _serve(tokenizer: EngineTokenizer, requests: BinaryIO, replies: BinaryIO, limit_s: float) -> None:
     while header := requests.read(LENGTH.size):
         for number, verb, argument in json.loads(requests.read(LENGTH.unpack(header)[0])):
-            # Even if the parent is gone: the alarm's default action ends the process, whatever the engine's code does.
+            # The alarm's default action ends a hanging process even if the parent has exited.
             signal.setitimer(signal.ITIMER_REAL, limit_s)
-            reply = [number, *_answered(tokenizer, verb, argument)]
+            reply = [number, *_call(tokenizer, verb, argument)]
             signal.setitimer(signal.ITIMER_REAL, 0)
-            # Not kept for the next ones: a call that hangs or kills would be taken for the first without an answer.
+            # Reply immediately: the parent blames the first call without a reply for a hang or crash.
             _write(replies, [reply])
 
 
-def _answered(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+def _call(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
     try:
         return answer(tokenizer, verb, argument), None
     except Exception as error:

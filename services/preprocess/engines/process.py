@@ -1,8 +1,8 @@
-"""One process that runs an engine's tokenizer: started, fed, watched, and replaced when it dies.
+"""One process that runs an engine's tokenizer: starts, feeds and monitors it, and restarts it when it exits.
 
-Callers are threads; each waits for its own answer. One thread per process moves the bytes. Calls that are ready
-together travel together. When the process dies its calls are sent again to the next one, so a death costs time and no
-request; the call that was being computed is sent again only so often, because it may be what kills.
+Callers are threads, each waiting for its own result; one thread per process transfers the bytes, batching calls that
+are ready. When the process exits, its calls are sent to the next one, so that no request is lost. The call that was
+being processed is only retried a few times, because it may be the cause.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class _Call:
 
 
 def deadly_prompt() -> SluiceError:
-    """The error of a prompt that ends the processes of a tokenizer that the operator installed."""
-    return SluiceError(ErrorKind.INTERNAL, "The tokenizer's process ends whenever it gets this prompt.")
+    """Returns the error of a prompt that crashes an operator-installed tokenizer."""
+    return SluiceError(ErrorKind.INTERNAL, "This prompt crashes the tokenizer; see the service's log.")
 
 
 class EngineProcess:
-    """A process and the calls on their way to it.
+    """A process and the calls queued for it.
 
     Args:
         command: starts the process, see `engines.host`.
-        limit_s: longest that one call may compute, seconds; one that takes longer is given up and its process killed.
-        wait_s: longest that a caller waits for its answer, queueing and restarts included.
-        start_s: longest that the process may take until it has loaded its tokenizer.
-        max_waiting: calls that may wait; more are shed.
-        deadly: the error of a call that ends every process it is given to.
+        limit_s: maximum duration of one call, seconds; on timeout the call fails and its process is killed.
+        wait_s: maximum wait of a caller, seconds, including queueing and restarts.
+        start_s: maximum time for the process to load its tokenizer, seconds.
+        max_waiting: maximum number of outstanding calls; further ones are rejected.
+        deadly: returns the error of a call that crashes every process that processes it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class EngineProcess:
         self._numbers = count()
         self._lock = Lock()
         self._waiting: deque[_Call] = deque()
-        self._sent: deque[_Call] = deque()  # in the order in which answers come
+        self._sent: deque[_Call] = deque()  # in the order of their replies
         self._head_since = 0.0
         self._closed = False
         self._facts: Future[dict[str, Any]] = Future()
@@ -91,30 +91,32 @@ class EngineProcess:
 
     @property
     def outstanding(self) -> int:
-        """Calls without an answer."""
+        """Number of calls without a reply."""
         return len(self._waiting) + len(self._sent)
 
     @property
     def over(self) -> bool:
-        """Whether no call will ever be taken again: it was closed, or did not come up the first time."""
+        """Whether it accepts no more calls: it was closed, or failed to start the first time."""
         return self._closed
 
     def facts(self) -> dict[str, Any]:
-        """What the process said when it was ready; waits for the first start.
+        """Returns the facts the process reported when ready; waits for the first start.
 
         Raises:
-            SluiceError: what it said instead; UNAVAILABLE when it does not come up in time.
+            SluiceError: the error reported instead; UNAVAILABLE when it does not start in time.
         """
         try:
             return self._facts.result(self._start_s + 1)
         except FutureTimeout:
-            raise unavailable("The tokenizer's process does not start.", code="model_loading") from None
+            raise unavailable(
+                "The tokenizer process did not start in time; retry shortly.", code="model_loading"
+            ) from None
 
     def call(self, verb: str, argument: dict[str, Any]) -> Any:
-        """The answer to one call.
+        """Returns the result of one call.
 
         Raises:
-            SluiceError: what the tokenizer raised; OVERLOADED, DEADLINE_EXCEEDED, or `deadly` for a call that kills.
+            SluiceError: the tokenizer's error; OVERLOADED, DEADLINE_EXCEEDED, or `deadly` for a call that crashes.
         """
         call = _Call(next(self._numbers), b"")
         call.data = as_json([call.number, verb, argument])
@@ -122,7 +124,7 @@ class EngineProcess:
             if self._closed:
                 raise unavailable("The service is stopping.")
             if self.outstanding >= self._max_waiting:
-                raise overloaded("Too many prompts are waiting to be tokenized; try again later.")
+                raise overloaded("Too many prompts are waiting to be tokenized; retry shortly.")
             self._waiting.append(call)
             self._wake()
         try:
@@ -132,7 +134,7 @@ class EngineProcess:
             raise _too_slow(self._wait_s) from None
 
     def close(self) -> None:
-        """Ends the process; callers that still wait hear UNAVAILABLE."""
+        """Ends the process; callers still waiting receive UNAVAILABLE."""
         with self._lock:
             if self._closed:
                 return
@@ -141,10 +143,10 @@ class EngineProcess:
         self._thread.join(5.0)
 
     def _wake(self) -> None:
-        """With the lock, because the pipe is closed with it."""
+        """Wakes the thread; called with the lock held, because the pipe is closed with it held."""
         try:
             os.write(self._wake_write, b"\0")
-        except BlockingIOError:  # full: the thread will wake anyway
+        except BlockingIOError:  # the pipe is full: the thread wakes anyway
             return
 
     # --- the thread ---
@@ -152,7 +154,7 @@ class EngineProcess:
     def _run(self) -> None:
         backoff = BACKOFF_S[0]
         while not self._closed:
-            child = self._started()
+            child = self._start_child()
             if child is not None:
                 backoff = BACKOFF_S[0]
                 self.pid, self.up = child.pid, True
@@ -163,50 +165,50 @@ class EngineProcess:
                     child.kill()
                 if not self._closed:
                     self.restarts += 1
-                    log.warning("a tokenizer's process ended and is started again", extra={"pid": child.pid})
-            elif self._refused():
+                    log.warning("a tokenizer process exited and is being restarted", extra={"pid": child.pid})
+            elif self._failed_to_start():
                 break
             else:
                 self._pause(backoff)
                 backoff = min(backoff * 2, BACKOFF_S[1])
         self._end()
 
-    def _started(self) -> Child | None:
-        """A child that has loaded its tokenizer; None when it did not come up."""
+    def _start_child(self) -> Child | None:
+        """Starts a child and waits until it has loaded its tokenizer; returns None when that fails."""
         try:
             child = Child(self._command)
         except OSError as error:
-            self._never(unavailable(f"The tokenizer's process cannot be started: {error.strerror}."))
+            self._fail_first_start(unavailable(f"The tokenizer process could not be started: {error.strerror}."))
             return None
         try:
             hello = orjson.loads(child.receive(monotonic() + self._start_s))
         except (OSError, EOFError, TimeoutError, orjson.JSONDecodeError) as error:
             child.kill()
-            log.warning("a tokenizer's process did not start", extra={"reason": type(error).__name__})
-            self._never(unavailable("The tokenizer's process ended while it was starting.", code="model_loading"))
+            log.warning("a tokenizer process did not start", extra={"reason": type(error).__name__})
+            self._fail_first_start(unavailable("The tokenizer process exited during startup.", code="model_loading"))
             return None
         if "error" in hello:
             child.kill()
-            self._never(read_error(hello["error"]))
+            self._fail_first_start(read_error(hello["error"]))
             return None
         if not self._facts.done():
             self._facts.set_result(hello["facts"])
         return child
 
-    def _never(self, error: SluiceError) -> None:
-        """A first start that fails is the end: the model's load fails with it. A later one is tried again."""
+    def _fail_first_start(self, error: SluiceError) -> None:
+        """Fails the model's load if this is the first start; later starts are retried."""
         if not self._facts.done():
             self._facts.set_exception(error)
 
-    def _refused(self) -> bool:
+    def _failed_to_start(self) -> bool:
         return self._facts.done() and self._facts.exception() is not None
 
     def _pause(self, seconds: float) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
             deadline = monotonic() + seconds
-            while not self._closed and (left := deadline - monotonic()) > 0:
-                if selector.select(left):
+            while not self._closed and (remaining := deadline - monotonic()) > 0:
+                if selector.select(remaining):
                     self._drain_wake()
 
     def _drain_wake(self) -> None:
@@ -216,7 +218,7 @@ class EngineProcess:
             return
 
     def _serve(self, child: Child) -> None:
-        """Feeds one child until it dies, hangs, or the process is closed."""
+        """Feeds one child until it exits, hangs, or the process is closed."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_read, selectors.EVENT_READ)
             selector.register(child.stdout, selectors.EVENT_READ)
@@ -231,22 +233,22 @@ class EngineProcess:
                             selector.register(child.stdin, selectors.EVENT_WRITE)
                         else:
                             selector.unregister(child.stdin)
-                    for key, _ in selector.select(self._patience()):
+                    for key, _ in selector.select(self._remaining_s()):
                         if key.fd == self._wake_read:
                             self._drain_wake()
                         elif key.fd == child.stdin:
                             child.write()
                         else:
                             for frame in child.read():
-                                self._answer(orjson.loads(frame))
-                    if self._patience() == 0.0:
-                        self._give_up_head()
+                                self._resolve(orjson.loads(frame))
+                    if self._remaining_s() == 0.0:
+                        self._time_out_head()
                         return
             except (OSError, EOFError, orjson.JSONDecodeError):
-                self._lost()
+                self._requeue()
 
     def _take(self) -> bytes:
-        """What waits, as one frame, within the window; empty when nothing does."""
+        """Returns waiting calls as one frame, within the window; empty when there are none."""
         batch: list[bytes] = []
         size = 0
         with self._lock:
@@ -260,19 +262,19 @@ class EngineProcess:
                     size += len(call.data)
         return b"[" + b",".join(batch) + b"]" if batch else b""
 
-    def _patience(self) -> float | None:
-        """How long the call that is being computed may still take; None when none is."""
+    def _remaining_s(self) -> float | None:
+        """Seconds the current call may still take; None when there is none."""
         if not self._sent:
             return None
         return max(0.0, self._head_since + self._limit_s - monotonic())
 
-    def _answer(self, replies: list[tuple[int, Any, dict[str, Any] | None]]) -> None:
+    def _resolve(self, replies: list[tuple[int, Any, dict[str, Any] | None]]) -> None:
         for number, result, error in replies:
             with self._lock:
                 call = self._sent.popleft()
                 self._head_since = monotonic()
             if call.number != number:
-                raise EOFError  # out of step: only a new process can be trusted
+                raise EOFError  # replies are out of order: restart the process
             if not call.future.set_running_or_notify_cancel():
                 continue
             if error is None:
@@ -280,15 +282,15 @@ class EngineProcess:
             else:
                 call.future.set_exception(read_error(error))
 
-    def _give_up_head(self) -> None:
+    def _time_out_head(self) -> None:
         with self._lock:
             head = self._sent.popleft()
             self._waiting.extendleft(reversed(self._sent))
             self._sent.clear()
         _fail(head, _too_slow(self._limit_s))
 
-    def _lost(self) -> None:
-        """The child is gone: everything it had is sent again."""
+    def _requeue(self) -> None:
+        """Requeues the calls of a child that exited."""
         with self._lock:
             head = self._sent[0] if self._sent else None
             if head is not None:
@@ -303,13 +305,13 @@ class EngineProcess:
     def _end(self) -> None:
         with self._lock:
             self._closed = True
-            left = [*self._sent, *self._waiting]
+            remaining = [*self._sent, *self._waiting]
             self._sent.clear()
             self._waiting.clear()
             os.close(self._wake_read)
             os.close(self._wake_write)
-        for call in left:
-            _fail(call, unavailable("The tokenizer's process is gone."))
+        for call in remaining:
+            _fail(call, unavailable("The tokenizer process has ended."))
 
 
 def _fail(call: _Call, error: SluiceError) -> None:
@@ -319,5 +321,7 @@ def _fail(call: _Call, error: SluiceError) -> None:
 
 def _too_slow(limit_s: float) -> SluiceError:
     return SluiceError(
-        ErrorKind.DEADLINE_EXCEEDED, f"The prompt could not be tokenized within {limit_s:g} s.", code="stage_timeout"
+        ErrorKind.DEADLINE_EXCEEDED,
+        f"Tokenizing the prompt took longer than {limit_s:g} s; shorten it or retry.",
+        code="stage_timeout",
     )

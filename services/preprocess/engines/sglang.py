@@ -1,4 +1,4 @@
-"""SGLang's template handling and tokenizer, as its API server uses them. All that is used of it is imported here."""
+"""SGLang's chat templates and tokenizer, as used by its API server; everything used of SGLang is imported here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERSION: str = sglang.__version__
 
 
 class Manager:
-    """Of SGLang's tokenizer manager what its request handlers ask for while they make a prompt."""
+    """The parts of SGLang's tokenizer manager that its request handlers use to build a prompt."""
 
     def __init__(self, folder: Path) -> None:
         self.server_args = ServerArgs(model_path=str(folder), device="cpu", trust_request_chat_template=True)
@@ -40,15 +40,15 @@ class Manager:
         self.request_logger = SimpleNamespace(log_requests=False)
 
     def config_value(self, name: str) -> Any:
-        """The value in effect for one setting of the server."""
+        """Returns the effective value of a server setting."""
         return runtime_context.get_context().config_leaf(name)
 
 
 class Tokenizer:
-    """SGLang's own ids for one model.
+    """SGLang's tokenizer for one model.
 
     Args:
-        path: a model's folder, or a tokenizer's file.
+        path: a model folder or a tokenizer file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,6 @@ class Tokenizer:
         )
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
-        """See TokenizerProtocol."""
         kwargs = dict(chat.template_kwargs)
         if chat.chat_template:
             kwargs["chat_template"] = chat.chat_template
@@ -79,7 +78,7 @@ class Tokenizer:
             kwargs["documents"] = chat.documents
         if (chat.chat_template or chat.documents) and not self._by_template:
             param = "chat_template" if chat.chat_template else "documents"
-            raise invalid(f"This model's tokenizer takes no {param}; leave it out.", param=param)
+            raise invalid(f"This model's tokenizer does not support {param}; omit it.", param=param)
         body: dict[str, Any] = {"messages": chat.messages, "continue_final_message": chat.continue_final_message}
         if chat.tools:
             body["tools"] = chat.tools
@@ -95,15 +94,13 @@ class Tokenizer:
         return [int(token) for token in ids]
 
     def render(self, chat: ChatRequest) -> str:
-        """See TokenizerProtocol; the ids decide, so this spells them out."""
+        """Implements `TokenizerProtocol.render` by decoding the ids, which are authoritative."""
         return self.decode(self.encode_chat(chat))
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """See TokenizerProtocol."""
         special = add_special_tokens is not False
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """See TokenizerProtocol."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text

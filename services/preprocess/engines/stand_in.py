@@ -1,4 +1,4 @@
-"""A folder as an engine wants it: every file under the name it looks for, and a configuration that names a model."""
+"""Prepares a model folder for an engine: files under the names it expects, and a minimal model configuration."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SMALLEST_MODEL: dict[str, Any] = {
 
 
 def engine_folder(path: Path) -> Path:
-    """`path` itself when it is a model's folder; else a temporary folder with links to its files.
+    """Returns `path` if it is a model folder; otherwise a temporary folder with links to its files.
 
-    Engines refuse to look at a tokenizer without a model. Where no model is, the configuration stands for a small one;
-    it has no part in what the ids are.
+    Engines do not load a tokenizer without a model. Without one, the configuration describes a small model; it does not
+    affect the ids.
     """
     if path.is_dir() and read_json(path, "config.json").get("architectures"):
         return path
@@ -35,16 +35,16 @@ def engine_folder(path: Path) -> Path:
             link = folder / _expected_name(path, file)
             link.parent.mkdir(exist_ok=True)
             link.symlink_to(file)
-    own = read_json(path, "config.json") if path.is_dir() else {}
-    kept = {key: value for key, value in own.items() if key not in ("model_type", "architectures")}
+    existing = read_json(path, "config.json") if path.is_dir() else {}
+    retained = {key: value for key, value in existing.items() if key not in ("model_type", "architectures")}
     architecture, model_type = _FAMILIES[detect_processor(path)]
-    config = {"architectures": [architecture], "model_type": model_type, **_SMALLEST_MODEL, **kept}
+    config = {"architectures": [architecture], "model_type": model_type, **_SMALLEST_MODEL, **retained}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return folder
 
 
 def _expected_name(path: Path, file: Path) -> str:
-    """A single file may have any name, such as those that mistral-common ships."""
+    """Returns the name an engine expects; a single file may have any name, such as those of mistral-common."""
     if path.is_dir() or detect_processor(path) == "hf":
         return file_name(path, file)
     if file.suffix == ".json":

@@ -1,4 +1,4 @@
-"""What an engine's module has to offer, and how its answers and errors travel to the service."""
+"""The interface of an engine's tokenizer module, and the JSON form of its calls and errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PARAMS = ("messages", "tools", "documents", "chat_template", "chat_template_kwar
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What the engine knows about a tokenizer.
+    """Facts an engine reports about a tokenizer.
 
     Attributes:
-        version: of the engine's package.
-        vocab_size: ids are below this.
-        eos_ids: end-of-sequence ids of the tokenizer itself.
-        context_length: as the engine reads the model's files; 0 for unknown.
+        version: version of the engine's package.
+        vocab_size: upper bound (exclusive) of ids.
+        eos_ids: the tokenizer's own end-of-sequence ids.
+        context_length: as read by the engine from the model's files; 0 for unknown.
         chat_template: the model's own; empty for none.
-        has_chat_template: chats work without a template of their own.
+        has_chat_template: whether chats work without a template in the request.
     """
 
     version: str
@@ -34,7 +34,7 @@ class EngineFacts:
 
 
 class EngineTokenizer(Protocol):
-    """The class `Tokenizer(path)` of an engine's module; the methods are those of TokenizerProtocol."""
+    """The class `Tokenizer(path)` of an engine's module; its methods are those of TokenizerProtocol."""
 
     facts: EngineFacts
 
@@ -48,7 +48,7 @@ class EngineTokenizer(Protocol):
 
 
 def answer(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> Any:
-    """One call; `argument` is the JSON form of the method's parameters."""
+    """Returns the result of one call; `argument` is the JSON form of the method's parameters."""
     if verb == "encode_chat":
         return tokenizer.encode_chat(ChatRequest(**argument))
     if verb == "render":
@@ -57,11 +57,11 @@ def answer(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> A
         return tokenizer.encode_text(**argument)
     if verb == "decode":
         return _clean(tokenizer.decode(**argument))
-    raise ValueError(f"no verb {verb}")
+    raise ValueError(f"unknown verb {verb}")
 
 
 def chat_argument(chat: ChatRequest) -> dict[str, Any]:
-    """The JSON form of a chat."""
+    """Returns the JSON form of a chat."""
     return dict(vars(chat))
 
 
@@ -70,31 +70,31 @@ def _clean(text: str) -> str:
 
 
 def error_form(error: Exception) -> dict[str, Any]:
-    """The JSON form of an error. What an engine's code raises about a request is the request's fault."""
+    """Returns the JSON form of an error; an engine's exceptions count as errors of the request."""
     if not isinstance(error, SluiceError):
         error = _refusal(error)
     return {"kind": int(error.kind), "message": error.message, "param": error.param, "code": error.code}
 
 
 def read_error(form: dict[str, Any]) -> SluiceError:
-    """The error behind a JSON form."""
+    """Returns the error of a JSON form."""
     return SluiceError(ErrorKind(form["kind"]), form["message"], param=form["param"], code=form["code"])
 
 
 def _refusal(error: Exception) -> SluiceError:
     if isinstance(error, MemoryError):
-        return SluiceError(ErrorKind.INVALID_ARGUMENT, "The prompt needs too much memory.", param="messages")
+        return SluiceError(
+            ErrorKind.INVALID_ARGUMENT, "The prompt requires too much memory; shorten it.", param="messages"
+        )
     if isinstance(error, RecursionError):
-        return SluiceError(ErrorKind.INVALID_ARGUMENT, "The prompt is nested too deeply.", param="messages")
+        return SluiceError(ErrorKind.INVALID_ARGUMENT, "The prompt is nested too deeply; flatten it.", param="messages")
     errors = getattr(error, "errors", None)
     if callable(errors):  # pydantic's
         first = errors()[0]
         field = str(first["loc"][0]) if first["loc"] else ""
-        where = ".".join(str(part) for part in first["loc"])
-        said = f"The engine does not accept this request: {where}: {first['msg']}."
-        return SluiceError(ErrorKind.INVALID_ARGUMENT, said, param=field if field in PARAMS else "messages")
+        where = ".".join(str(step) for step in first["loc"])
+        message = f"The engine rejected this request: {where}: {first['msg']}."
+        return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param=field if field in PARAMS else "messages")
     reason = str(error).strip().split("\n", 1)[0][:300].rstrip(".")
-    said = (
-        f"The engine does not accept this request: {reason}." if reason else "The engine does not accept this request."
-    )
-    return SluiceError(ErrorKind.INVALID_ARGUMENT, said, param="messages")
+    message = f"The engine rejected this request: {reason}." if reason else "The engine rejected this request."
+    return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param="messages")

@@ -1,4 +1,4 @@
-"""vLLM's renderer and tokenizer, as its API server uses them. Everything of vLLM that is used is imported here."""
+"""vLLM's renderer and tokenizer, as used by its API server; everything used of vLLM is imported here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VERSION: str = vllm.__version__
 
 
 class _Request(ChatCompletionRequest):  # type: ignore[misc]
-    """A chat of any length: whether it fits is the gateway's business."""
+    """A chat of any length; the gateway checks the context length."""
 
     def build_tok_params(self, model_config: Any) -> Any:
         return TokenizeParams(
@@ -38,10 +38,10 @@ class _Request(ChatCompletionRequest):  # type: ignore[misc]
 
 
 class Tokenizer:
-    """vLLM's own ids for one model.
+    """vLLM's tokenizer for one model.
 
     Args:
-        path: a model's folder, or a tokenizer's file.
+        path: a model folder or a tokenizer file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class Tokenizer:
         renderer = renderer_from_config(config)
         self._tokenizer = renderer.get_tokenizer()
         self._by_template = mode != "mistral"
-        # As `vllm serve --enable-auto-tool-choice` makes it; nothing else of its flags decides a prompt's ids.
+        # As created by `vllm serve --enable-auto-tool-choice`; no other flag affects a prompt's ids.
         self._renderer = OnlineRenderer(
             model_config=model,
             renderer=renderer,
@@ -76,12 +76,12 @@ class Tokenizer:
             has_chat_template=bool(template) or not self._by_template,
         )
 
-    def _rendered(self, chat: ChatRequest) -> dict[str, Any]:
+    def _render_prompt(self, chat: ChatRequest) -> dict[str, Any]:
         if chat.documents and not self._by_template:
-            raise invalid("This model's tokenizer takes no documents; leave them out.", param="documents")
+            raise invalid("This model's tokenizer does not support documents; omit them.", param="documents")
         body: dict[str, Any] = {"model": "m", "messages": chat.messages}
         if chat.tools:
-            # With "none" vLLM leaves the tools in the prompt; other choices constrain the answer, not the prompt.
+            # With "none" vLLM keeps the tools in the prompt; other choices constrain the output, not the prompt.
             body |= {"tools": chat.tools, "tool_choice": "none" if chat.tool_choice == "none" else "auto"}
         if chat.continue_final_message:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -103,21 +103,17 @@ class Tokenizer:
         return dict(prompt)
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
-        """See TokenizerProtocol."""
-        return [int(token) for token in self._rendered(chat)["prompt_token_ids"]]
+        return [int(token) for token in self._render_prompt(chat)["prompt_token_ids"]]
 
     def render(self, chat: ChatRequest) -> str:
-        """See TokenizerProtocol."""
-        prompt = self._rendered(chat)
+        prompt = self._render_prompt(chat)
         text = prompt.get("prompt")
         return text if isinstance(text, str) else self.decode(prompt["prompt_token_ids"])
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """See TokenizerProtocol."""
         special = add_special_tokens is not False
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """See TokenizerProtocol."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text

@@ -1,1 +1,1 @@
-"""Chat templates, rendered in limited child processes where they come from clients."""
+"""Chat templates; those from clients and workers are rendered in child processes with limits."""

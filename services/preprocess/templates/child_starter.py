@@ -1,4 +1,4 @@
-"""Starts the limited processes of `template_child` and talks to each over a socket of its own."""
+"""Starts the limited processes of `templates.child` and communicates with each over its own socket."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.templates.child import HELLO, REPLY
 
 START_S = 30.0
-"""Longest that the first process may take to load Jinja; a busy machine gives it little."""
+"""Maximum time for the first process to load Jinja; generous, for busy machines."""
 
 
 @dataclass(frozen=True)
 class ChildLimits:
-    """What a template may use up.
+    """Limits of a template.
 
     Attributes:
-        limit_s: longest that one may run, seconds.
-        max_chars: longest result of one.
+        limit_s: maximum run time, seconds.
+        max_chars: maximum length of its output.
         memory_mb: address space of its process, MiB.
     """
 
@@ -39,7 +39,7 @@ class Child(asyncio.Protocol):
     """One limited process.
 
     Args:
-        most: bytes that a reply may have; a process that announces more is lost.
+        most: maximum size of a reply, bytes; a process that announces more is terminated.
 
     Attributes:
         on_reply: called with the kind and the content of each reply.
@@ -49,15 +49,15 @@ class Child(asyncio.Protocol):
     def __init__(self, most: int) -> None:
         self.on_reply: Callable[[int, bytes], None] = lambda kind, content: None
         self.on_lost: Callable[[], None] = lambda: None
-        self._most = most
+        self._max_reply_bytes = most
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
-        self._process: int | None = None  # a descriptor that stands for it, unlike its pid, which may become another's
+        self._process: int | None = None  # a pidfd: unlike its pid, it is never reused
         self._hello: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._over = False
+        self._killed = False
 
     async def ready(self) -> None:
-        """Waits until the process takes requests; OSError when it ends before."""
+        """Waits until the process accepts requests; raises OSError when it ends before."""
         async with asyncio.timeout(START_S):
             await self._hello
 
@@ -67,8 +67,8 @@ class Child(asyncio.Protocol):
         self._transport.write(frames)
 
     def kill(self) -> None:
-        """Ends the process; nothing is called any more."""
-        self._over = True
+        """Kills the process; no callback is called afterwards."""
+        self._killed = True
         if self._transport is not None:
             self._transport.abort()
         if self._process is not None:
@@ -78,16 +78,14 @@ class Child(asyncio.Protocol):
             self._process = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own are no subclass of it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are not a subclass
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         received = self._received
         received += data
-        while len(received) >= REPLY.size and not self._over:
+        while len(received) >= REPLY.size and not self._killed:
             size, kind = REPLY.unpack_from(received)
-            if size > self._most:
+            if size > self._max_reply_bytes:
                 self._lost()
                 return
             if len(received) < REPLY.size + size:
@@ -95,40 +93,38 @@ class Child(asyncio.Protocol):
             content = bytes(received[REPLY.size : REPLY.size + size])
             del received[: REPLY.size + size]
             if self._process is None:
-                self._greeted(kind, content)
+                self._on_hello(kind, content)
             else:
                 self.on_reply(kind, content)
 
-    def _greeted(self, kind: int, content: bytes) -> None:
-        """The first thing that it sends, before it has seen any template."""
+    def _on_hello(self, kind: int, content: bytes) -> None:
+        """Handles the first message, sent before the process has seen any template."""
         if kind != HELLO or not content.isdigit():
             self._lost()
             return
-        with contextlib.suppress(OSError):  # it has ended meanwhile: the connection will say so
+        with contextlib.suppress(OSError):  # it has already ended: connection_lost follows
             self._process = os.pidfd_open(int(content))
         if not self._hello.done():
             self._hello.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._lost()
 
     def _lost(self) -> None:
-        if self._over:
+        if self._killed:
             return
         self.kill()
         if not self._hello.done():
-            self._hello.set_exception(ConnectionResetError("the process ended while it was starting"))
-            self._hello.exception()  # seen here, in case nothing waits any more
+            self._hello.set_exception(ConnectionResetError("the process ended during startup"))
+            self._hello.exception()  # mark as retrieved, in case nothing awaits it
         self.on_lost()
 
 
 class ChildStarter:
-    """The process that has Jinja loaded, of which the others are copies; started when first needed, and again if it
-    ended.
+    """The process with Jinja loaded, from which the others are forked; started on first use, and restarted if it ended.
 
     Args:
-        limits: of each copy.
+        limits: limits of each fork.
     """
 
     def __init__(self, limits: ChildLimits) -> None:
@@ -138,21 +134,23 @@ class ChildStarter:
         self._starting = asyncio.Lock()
 
     async def child(self) -> Child:
-        """One more process; SluiceError(INTERNAL) when none can be started."""
+        """Starts one more process; raises SluiceError(INTERNAL) when that fails."""
         try:
             for attempt in range(2):
-                control = await self._started()
+                control = await self._control_socket()
                 try:
-                    return await self._child(control)
+                    return await self._fork(control)
                 except OSError:
                     await self.close()
                     if attempt:
                         raise
         except (OSError, TimeoutError) as error:
-            raise SluiceError(ErrorKind.INTERNAL, "No process for chat templates can be started.") from error
+            raise SluiceError(
+                ErrorKind.INTERNAL, "No process for chat templates could be started; see the service's log."
+            ) from error
         raise AssertionError("unreachable")
 
-    async def _child(self, control: socket.socket) -> Child:
+    async def _fork(self, control: socket.socket) -> Child:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -171,7 +169,7 @@ class ChildStarter:
             raise
         return child
 
-    async def _started(self) -> socket.socket:
+    async def _control_socket(self) -> socket.socket:
         async with self._starting:
             if self._control is None:
                 ours, theirs = socket.socketpair()
@@ -181,7 +179,7 @@ class ChildStarter:
                         self._process = await asyncio.to_thread(self._start, theirs.fileno())
                         async with asyncio.timeout(START_S):
                             if not await asyncio.get_running_loop().sock_recv(ours, 1):
-                                raise ConnectionResetError("the process ended while it was starting")
+                                raise ConnectionResetError("the process ended during startup")
                     except BaseException:
                         ours.close()
                         await self._end()
@@ -203,7 +201,7 @@ class ChildStarter:
         )
 
     async def close(self) -> None:
-        """Ends the process; copies end with their connections."""
+        """Ends the process; forks end with their connections."""
         if self._control is not None:
             self._control.close()
             self._control = None

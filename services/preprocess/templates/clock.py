@@ -1,7 +1,7 @@
-"""Ends templates that run too long: every turn of a loop and every macro call looks at the clock.
+"""Ends templates that run too long: every loop iteration and macro call checks the clock.
 
-Jinja knows no such limit, and a template that emits nothing gives no other place to look. What takes long inside a
-single expression is not reached; `template_process` is for templates from which that must be expected.
+Jinja has no such limit, and a template that emits nothing offers no other place to check. A single slow expression is
+not interrupted; templates that may contain one run in the processes of `templates.processes`.
 """
 
 from __future__ import annotations
@@ -12,35 +12,34 @@ from typing import cast
 
 from jinja2 import nodes
 
-TICK, KEPT = "sluice_tick", "sluice_kept"
-"""Filters of the environment: one looks at the clock, one at the size of what is assigned. A filter is called
-directly, where any other call would go through the sandbox first."""
+TICK, BOUND_VALUE = "sluice_tick", "sluice_bound_value"
+"""Filters that check the clock and the size of assigned values; unlike other calls, filters bypass the sandbox."""
 
 
 class TemplateTimeout(Exception):
-    """The template has run longer than it may."""
+    """The template exceeded its time limit."""
 
 
 class Clock(local):
-    """When the template that runs on this thread has to end, in `time.monotonic` seconds."""
+    """The deadline of the template running on this thread, in `time.monotonic` seconds."""
 
     deadline = float("inf")
 
     def tick(self) -> None:
-        """Raises Overtime when the time is up."""
+        """Raises TemplateTimeout once the deadline has passed."""
         if monotonic() > self.deadline:
             raise TemplateTimeout
 
 
-def watched(tree: nodes.Template) -> nodes.Template:
-    """The same template with a look at the clock where it could run on, and at what it keeps in variables."""
+def instrumented(tree: nodes.Template) -> nodes.Template:
+    """Returns the template with checks of the clock in loops and macros, and of the size of assigned values."""
     for loop in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         assert isinstance(loop, nodes.For | nodes.Macro | nodes.CallBlock)
         loop.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(None), TICK), lineno=loop.lineno))
     for assign in tree.find_all(nodes.Assign):
-        assign.node = _filtered(assign.node, KEPT)
+        assign.node = _filtered(assign.node, BOUND_VALUE)
     for block in tree.find_all(nodes.AssignBlock):
-        block.filter = _filtered(block.filter, KEPT)
+        block.filter = _filtered(block.filter, BOUND_VALUE)
     return tree
 
 

@@ -1,9 +1,9 @@
-"""What keeps a single step of a template from building something huge out of something small.
+"""Keeps a single step of a template from creating huge values.
 
-Jinja's sandbox bounds `range` and nothing else: `{{ 'a'|center(10 ** 9) }}` is one call in native code, where no clock
-and no check between pieces is reached. These guards look at the arguments of what can multiply, and at what a template
-keeps. They are cheap and meant for every template; what gets around them (sums in one expression, lists that hold
-each other many times) is bounded by the limits of the process that foreign templates run in.
+Jinja's sandbox bounds only `range`: `{{ 'a'|center(10 ** 9) }}` is one native call, during which neither the clock nor
+the output size is checked. These guards check the arguments of operations that can multiply, and the values a template
+assigns. They are cheap and apply to every template; what they miss (sums in one expression, lists that contain each
+other many times) is bounded by the limits of the processes for foreign templates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WIDE_OR_GIVEN = re.compile(rf"%[^a-zA-Z%]*(?:\*|\d{{{MOST_DIGITS_OF_WIDTH + 1}}
 
 
 class _Bound(local):
-    """Most characters or items that a template may keep or make in one step, for the template on this thread."""
+    """Maximum characters or items a template may assign or create in one step, for the template on this thread."""
 
     most = LEAST_MOST
 
@@ -45,14 +45,14 @@ class _Bound(local):
 BOUND = _Bound()
 
 
-def refuse_beyond(size: float, what: str) -> None:
-    """Raises SecurityError when something would be longer than BOUND allows."""
+def refuse_beyond(size: float, subject: str) -> None:
+    """Raises SecurityError when a size exceeds BOUND."""
     if size > BOUND.most:
-        raise SecurityError(f"{what} is too large")
+        raise SecurityError(f"{subject} is too large")
 
 
-def kept(value: Any) -> Any:
-    """Returns the value; SecurityError for a text or a list that is too long to be kept in a variable."""
+def bounded(value: Any) -> Any:
+    """Returns the value; raises SecurityError for a string or a list too long to be assigned."""
     if isinstance(value, str | list | tuple) and len(value) > BOUND.most:
         raise SecurityError("a variable is too large")
     return value
@@ -70,7 +70,7 @@ def _size(value: Any) -> int:
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Raises SecurityError where `**`, `*` or `%` would make something huge."""
+    """Raises SecurityError where `**`, `*` or `%` would create a huge value."""
     if operator == "**" and (_magnitude(left) > _MAX_BASE or _magnitude(right) > _MAX_EXPONENT):
         raise SecurityError("a power is too large")
     if operator == "*" and _magnitude(left) * _magnitude(right) > _most_of_product(left, right):
@@ -92,32 +92,31 @@ def _most_of_product(left: Any, right: Any) -> int:
 def _check_percent(form: str, values: Any) -> None:
     if _WIDE_OR_GIVEN(form):
         raise SecurityError("the width of a format is too large")
-    given = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple) else (values,)
+    values = values.values() if isinstance(values, Mapping) else values if isinstance(values, tuple) else (values,)
     places = form.count("%")
     if places > 1:
-        refuse_beyond(places * max((len(str(value)) for value in given), default=0), "a formatted text")
+        refuse_beyond(places * max((len(str(value)) for value in values), default=0), "a formatted text")
 
 
-class _Bounded:
-    """Formats fields as str.format does, up to BOUND."""
+class _BoundedFormatter:
+    """Formats fields like str.format, up to BOUND."""
 
-    _made = 0
+    _formatted = 0
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """See string.Formatter."""
         if _WIDE(format_spec):
             raise SecurityError("the width of a format is too large")
         text = super().format_field(value, format_spec)  # type: ignore[misc]
-        self._made += len(text)
-        refuse_beyond(self._made, "a formatted text")
+        self._formatted += len(text)
+        refuse_beyond(self._formatted, "a formatted text")
         return text
 
 
-class _PlainFormatter(_Bounded, SandboxedFormatter):
+class _PlainFormatter(_BoundedFormatter, SandboxedFormatter):
     pass
 
 
-class _EscapeFormatter(_Bounded, SandboxedEscapeFormatter):
+class _EscapeFormatter(_BoundedFormatter, SandboxedEscapeFormatter):
     pass
 
 
@@ -136,10 +135,10 @@ def _check_replacement(text: Any, old: Any = "", new: Any = "", count: Any = -1)
     longer = _size(new) - _size(old)
     if longer <= 0:
         return
-    found = text.count(old)
+    occurrences = text.count(old)
     if isinstance(count, int) and count >= 0:
-        found = min(found, count)
-    refuse_beyond(_size(text) + found * longer, "a replacement")
+        occurrences = min(occurrences, count)
+    refuse_beyond(_size(text) + occurrences * longer, "a replacement")
 
 
 def _check_items(separator: Any, items: Any) -> None:
@@ -210,12 +209,12 @@ def _check_round(value: Any, precision: Any = 0, *_: Any, **__: Any) -> None:
 
 
 def _check_urlize(value: Any, *args: Any, **kwargs: Any) -> None:
-    if any(_size(each) > MOST_ATTRIBUTE for each in (*args, *kwargs.values())):
+    if any(_size(value) > MOST_ATTRIBUTE for value in (*args, *kwargs.values())):
         raise SecurityError("an attribute is too large")
 
 
 def check_json(indent: Any, separators: Any) -> None:
-    """Raises SecurityError for arguments of tojson that are written again and again and are long."""
+    """Raises SecurityError for long arguments of tojson that are repeated in its output."""
     if _number(indent) > MOST_INDENT or any(_size(text) > MOST_INDENT for text in (indent, *(separators or ()))):
         raise SecurityError("an indentation is too large")
 
@@ -234,7 +233,7 @@ _FILTERS: dict[str, Callable[..., None]] = {
 
 
 def _guarded(filter_: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """The filter behind its check; both take what the template gives, the filter before it what Jinja passes."""
+    """Returns the filter behind its check; both get the template's arguments, the filter also the one Jinja passes."""
     own = 1 if getattr(filter_, "jinja_pass_arg", None) is not None else 0
 
     @wraps(filter_)
@@ -246,7 +245,7 @@ def _guarded(filter_: Callable[..., Any], check: Callable[..., None]) -> Callabl
 
 
 def _read_once(filter_: Callable[..., Any], check: Callable[[list[Any], Any], None]) -> Callable[..., Any]:
-    """The same for a filter of anything iterable, which can be read only once."""
+    """Returns a guarded filter of an iterable, which can be read only once."""
 
     @wraps(filter_)
     def run(passed: Any, value: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
@@ -257,13 +256,13 @@ def _read_once(filter_: Callable[..., Any], check: Callable[[list[Any], Any], No
     return run
 
 
-def _check_join(items: list[Any], given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    args, kwargs = given
+def _check_join(items: list[Any], values: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    args, kwargs = values
     separator = str(args[0] if args else kwargs.get("d", ""))
     refuse_beyond(sum(map(_size, items)) + len(items) * len(separator), "a joined text")
 
 
-def _check_sum(items: list[Any], given: Any) -> None:
+def _check_sum(items: list[Any], values: Any) -> None:
     refuse_beyond(sum(map(_size, items)), "a sum")
 
 
@@ -274,7 +273,7 @@ def _short_lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) 
 
 
 class GuardedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox in which no single operator, method, filter or macro makes something huge, not even while compiling."""
+    """A sandbox in which no operator, method, filter or macro creates a huge value, not even at compile time."""
 
     intercepted_binops = frozenset(("**", "*", "%"))
 
@@ -286,24 +285,24 @@ class GuardedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["lipsum"] = _short_lipsum
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """See Jinja; SecurityError for what would be huge."""
+        """Applies an operator; raises SecurityError when the result would be huge."""
         check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """See Jinja; SecurityError for what would be huge."""
+        """Calls an object; raises SecurityError when the result would be huge."""
         kind = type(__obj)
         if kind is BuiltinMethodType or kind is MethodType:
             check = _METHODS.get(__obj.__name__)
             if check is not None and isinstance(__obj.__self__, str | bytes | int):
                 if check is _check_items and args:
-                    args = (list(args[0]), *args[1:])  # what can be read only once is read here
+                    args = (list(args[0]), *args[1:])  # iterators can be read only once
                 check(__obj.__self__, *args, **kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
-        return kept(result) if kind is Macro else result
+        return bounded(result) if kind is Macro else result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """See Jinja; the same with formatters that are bounded."""
+        """Returns str.format and str.format_map with bounded formatters."""
         if not isinstance(value, MethodType | BuiltinMethodType) or value.__name__ not in ("format", "format_map"):
             return None
         form = value.__self__

@@ -1,7 +1,7 @@
-"""The templates of one origin, a model or the clients, in one limited process: one after the other, in order.
+"""A lane: the templates of one origin (a model, or the clients), run sequentially in one limited process.
 
-What is ready together travels together, and the process has the next request before it has answered the one before.
-When it has to be killed, the template that ran is to blame; the others are sent again to the next process.
+Calls that are ready are sent together, and the process has the next request before it has answered the previous one.
+When it must be killed, the running template is blamed; the other calls are sent again to the next process.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from services.preprocess.templates.child_starter import START_S, Child
 
 WINDOW = 32
 GRACE_S = 1.0
-KNOWN_AT_MOST = 1024
-ERROR_AT_MOST = 1000
+MAX_KNOWN = 1024
+MAX_ERROR_CHARS = 1000
 KILLS_FORGIVEN = 2
 PAUSE_S = (1.0, 60.0)
 COMPILE_ONLY = b""
@@ -35,43 +35,43 @@ COMPILE_ONLY = b""
 
 @dataclass(eq=False)
 class Call:
-    """One template to be rendered, or compiled where `variables` is COMPILE_ONLY."""
+    """A template to render, or to compile if `variables` is COMPILE_ONLY."""
 
     source: str
     digest: bytes
     variables: bytes
     future: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    again: bool = False
+    retried: bool = False
 
 
 class Home(Protocol):
-    """What starts the processes of lanes."""
+    """Starts the processes of lanes."""
 
     limit_s: float
     wait_s: float
     tasks: TaskOwner
 
     async def open(self, lane: Lane) -> Child:
-        """A process for a lane; waits where too many run."""
+        """Starts a process for a lane; waits while too many run."""
         ...
 
     def ended(self, lane: Lane) -> None:
-        """The lane's process is gone."""
+        """Called when the lane's process has ended."""
         ...
 
     def rests(self, lane: Lane) -> None:
-        """The lane has nothing to do."""
+        """Called when the lane is idle."""
         ...
 
 
 class Lane:
-    """The calls of one origin and the process that they go to. Belongs to one event loop.
+    """The calls of one origin and the process that runs them. Belongs to one event loop.
 
     Args:
         home: starts processes.
-        blame: makes of what happened to a template the error that its callers get.
-        patient: a template that was killed several times in a row is not refused for a while.
-        waiting: bounds the calls that wait.
+        blame: converts a template's error into the one its callers receive.
+        waiting: limits the waiting calls.
+        patient: do not reject calls for a while after templates were killed several times in a row.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Lane:
         self._waiting_budget = waiting
         self._patient = patient
         self._waiting: deque[Call] = deque()
-        self._sent: deque[Call] = deque()  # in the order in which answers come
+        self._sent: deque[Call] = deque()  # in the order of their replies
         self._child: Child | None = None
         self._opening: asyncio.Task[None] | None = None
-        self._known: set[bytes] = set()  # what this process was sent
-        self._answered = 0  # by this process
+        self._known: set[bytes] = set()  # digests of the templates sent to this process
+        self._replies = 0  # of this process
         self._head_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._kills = 0
@@ -96,7 +96,7 @@ class Lane:
 
     @property
     def outstanding(self) -> int:
-        """Calls without an answer."""
+        """Number of calls without a reply."""
         return len(self._waiting) + len(self._sent)
 
     @property
@@ -105,21 +105,21 @@ class Lane:
         return self._child is not None
 
     async def call(self, source: str, variables: bytes) -> str:
-        """The prompt.
+        """Returns the prompt.
 
         Raises:
-            SluiceError: as `templates.render`, or what `blame` makes of it; OVERLOADED when too many calls wait, or
-                when this one was not rendered in time; UNAVAILABLE when the lane was closed.
+            SluiceError: as `templates.render`, or as converted by `blame`; OVERLOADED when too many calls wait or
+                this one was not rendered in time; UNAVAILABLE when the lane was closed.
         """
         if self._closed:
             raise _stopping()
         if asyncio.get_running_loop().time() < self._refused_until:
-            raise self._blame(_too_much())
+            raise self._blame(_exhausted())
         if self.outstanding >= self._waiting_budget.limit:
             raise self._overloaded()
         call = Call(source, _digest(source), variables)
         self._waiting.append(call)
-        self._go_on()
+        self._send_ready()
         try:
             async with asyncio.timeout(self._home.wait_s if self.running else self._home.wait_s + START_S):
                 return await call.future
@@ -128,7 +128,7 @@ class Lane:
 
     def _overloaded(self) -> SluiceError:
         return self._waiting_budget.refuse(
-            "Too many chat templates are running; try again later",
+            "Too many chat templates are running; retry shortly",
             kind=ErrorKind.OVERLOADED,
             code="overloaded",
             retry_after_ms=1000,
@@ -139,7 +139,7 @@ class Lane:
         self._drop()
 
     def close(self) -> None:
-        """Ends the process, and the calls under way with UNAVAILABLE."""
+        """Ends the process, and fails the remaining calls with UNAVAILABLE."""
         self._closed = True
         if self._opening is not None:
             self._opening.cancel()
@@ -148,8 +148,8 @@ class Lane:
 
     # --- one process after the other ---
 
-    def _go_on(self) -> None:
-        """Sends what the window allows."""
+    def _send_ready(self) -> None:
+        """Sends as many calls as the window allows."""
         if self._child is None:
             if self._opening is None and self._waiting:
                 self._opening = self._home.tasks.spawn(self._open(), "template process")
@@ -160,7 +160,7 @@ class Lane:
             if call.future.done():
                 continue
             if not self._sent:
-                self._begins()
+                self._start_timer()
             self._sent.append(call)
             frames.append(self._frame(call))
         if frames:
@@ -172,7 +172,7 @@ class Lane:
     def _frame(self, call: Call) -> bytes:
         source = b""
         if call.digest not in self._known:
-            if len(self._known) >= KNOWN_AT_MOST:
+            if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             self._known.add(call.digest)
             source = call.source.encode("utf-8", "replace")
@@ -188,38 +188,38 @@ class Lane:
             return
         finally:
             self._opening = None
-        child.on_reply, child.on_lost = self._replied, self._lost
-        self._child, self._answered = child, 0
-        self._go_on()
+        child.on_reply, child.on_lost = self._on_reply, self._on_lost
+        self._child, self._replies = child, 0
+        self._send_ready()
 
-    def _begins(self) -> None:
-        """The first of what was sent is being worked on from now."""
+    def _start_timer(self) -> None:
+        """Records that the first sent call starts running now."""
         loop = asyncio.get_running_loop()
         self._head_since = loop.time()
         if self._timer is None:
-            self._timer = loop.call_later(self._home.limit_s + GRACE_S, self._look_at_clock)
+            self._timer = loop.call_later(self._home.limit_s + GRACE_S, self._check_deadline)
 
-    def _look_at_clock(self) -> None:
+    def _check_deadline(self) -> None:
         self._timer = None
         if not self._sent:
             return
         loop = asyncio.get_running_loop()
         end = self._head_since + self._home.limit_s + GRACE_S
         if loop.time() < end:
-            self._timer = loop.call_at(end, self._look_at_clock)
+            self._timer = loop.call_at(end, self._check_deadline)
         else:
-            self._ruined(templates.took_too_long(self._home.limit_s), certain=True)
+            self._abandon(templates.took_too_long(self._home.limit_s), certain=True)
 
-    def _replied(self, kind: int, content: bytes) -> None:
+    def _on_reply(self, kind: int, content: bytes) -> None:
         if not self._sent:
-            self._ruined(_too_much(), certain=True)  # it answers what nothing asked
+            self._abandon(_exhausted(), certain=True)  # an unsolicited reply
             return
         call = self._sent.popleft()
-        self._answered += 1
+        self._replies += 1
         if self._sent:
-            self._begins()
-        if kind == UNKNOWN and not call.again:
-            call.again = True
+            self._start_timer()
+        if kind == UNKNOWN and not call.retried:
+            call.retried = True
             self._known.discard(call.digest)
             self._waiting.appendleft(call)
         elif kind == TEXT:
@@ -229,31 +229,31 @@ class Lane:
             _resolve(call, self._blame(_read_error(content)))
         if kind == ENDS:
             self._drop()
-        self._go_on()
+        self._send_ready()
 
-    def _lost(self) -> None:
+    def _on_lost(self) -> None:
         self._child = None
-        self._ruined(_too_much(), certain=False)
+        self._abandon(_exhausted(), certain=False)
 
-    def _ruined(self, error: SluiceError, certain: bool) -> None:
-        """The process is of no use any more.
+    def _abandon(self, error: SluiceError, certain: bool) -> None:
+        """Ends a process that is unusable.
 
         Args:
-            error: what is said of the template that ran.
-            certain: it was this template; otherwise one before it may have used up the memory, so it gets another
-                try in a process that has seen no other.
+            error: the error of the template that ran.
+            certain: whether this template is at fault; otherwise an earlier one may have used up the memory, and it is
+                retried once in a fresh process.
         """
         head = self._sent.popleft() if self._sent else None
-        tainted = self._answered > 0
+        tainted = self._replies > 0
         self._drop()
         if head is not None:
-            if not certain and tainted and not head.again:
-                head.again = True
+            if not certain and tainted and not head.retried:
+                head.retried = True
                 self._waiting.appendleft(head)
             else:
                 _resolve(head, self._blame(error))
                 self._count_kill(error)
-        self._go_on()
+        self._send_ready()
 
     def _count_kill(self, error: SluiceError) -> None:
         self._kills += 1
@@ -264,7 +264,7 @@ class Lane:
         self._fail_all(lambda: self._blame(error))
 
     def _drop(self) -> None:
-        """Ends the process; what it was sent waits again."""
+        """Ends the process and requeues the calls it was sent."""
         self._waiting.extendleft(reversed(self._sent))
         self._sent.clear()
         self._known.clear()
@@ -277,7 +277,7 @@ class Lane:
         self._home.ended(self)
 
     def _fail_all(self, error: Callable[[], SluiceError]) -> None:
-        """An error for each: one that several raise would hold the frames of all."""
+        """Fails each call with its own error: a shared one would retain the frames of all."""
         while self._waiting:
             _resolve(self._waiting.popleft(), error())
 
@@ -295,8 +295,8 @@ def _stopping() -> SluiceError:
     return unavailable("The service is stopping.")
 
 
-def _too_much() -> SluiceError:
-    return invalid("The chat template needs too much time or memory.", param="chat_template")
+def _exhausted() -> SluiceError:
+    return invalid("The chat template requires too much time or memory.", param="chat_template")
 
 
 def _copy(error: SluiceError) -> SluiceError:
@@ -306,12 +306,12 @@ def _copy(error: SluiceError) -> SluiceError:
 
 
 def _read_error(content: bytes) -> SluiceError:
-    """The error in a reply; a process that a template has taken over may send anything."""
+    """Returns the error in a reply; a process compromised by a template may send anything."""
     try:
         form = orjson.loads(content)
-        message, param, code = (str(form[name])[:ERROR_AT_MOST] for name in ("message", "param", "code"))
+        message, param, code = (str(form[name])[:MAX_ERROR_CHARS] for name in ("message", "param", "code"))
     except (ValueError, KeyError, TypeError):
-        return _too_much()
+        return _exhausted()
     return invalid(message, param="messages" if param == "messages" else "chat_template", code=code)
 
 

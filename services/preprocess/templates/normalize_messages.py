@@ -1,4 +1,4 @@
-"""Messages as the client wrote them → messages as chat templates expect them."""
+"""Converts messages from the client's form to the one chat templates expect."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import orjson
 
 from services.preprocess.protocol import Message
 
-# Clients write one, templates read one or the other.
+# Clients send either name; templates read either.
 _REASONING = (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning"))
 
 
 class ContentFormat(Enum):
-    """The form of messages' content that a template is written for."""
+    """The form of message content that a template expects."""
 
     STRING = "string"
     PARTS = "parts"
@@ -22,31 +22,31 @@ class ContentFormat(Enum):
 
 
 def as_templates_expect(messages: list[Message], content_format: ContentFormat) -> list[Message]:
-    """Copies in which content has the template's form, tool arguments are objects and reasoning has both its names.
+    """Returns copies with content in the template's form, tool arguments as objects and reasoning under both names.
 
     Args:
         messages: checked OpenAI messages.
-        content_format: for strings, the texts of parts are joined by line breaks; for parts, a text becomes one.
+        content_format: for strings, text parts are joined by line breaks; for parts, a string becomes one part.
     """
-    return [_as_template_expects(message, content_format) for message in messages]
+    return [_normalize(message, content_format) for message in messages]
 
 
-def _as_template_expects(message: Message, content_format: ContentFormat) -> Message:
+def _normalize(message: Message, content_format: ContentFormat) -> Message:
     content = message.get("content")
-    changed = dict(message)
+    normalized = dict(message)
     if content is None:
-        changed["content"] = ""
+        normalized["content"] = ""
     elif isinstance(content, str):
         if content_format is ContentFormat.PARTS:
-            changed["content"] = [{"type": "text", "text": content}]
+            normalized["content"] = [{"type": "text", "text": content}]
     elif content_format is ContentFormat.STRING:
-        changed["content"] = "\n".join(text for part in content if (text := part[part["type"]]))
+        normalized["content"] = "\n".join(text for part in content if (text := part[part["type"]]))
     if message["role"] == "assistant":
-        _adapt_answer(changed)
-    return changed
+        _adapt_assistant(normalized)
+    return normalized
 
 
-def _adapt_answer(message: Message) -> None:
+def _adapt_assistant(message: Message) -> None:
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
     for name, other in _REASONING:
@@ -61,5 +61,5 @@ def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
     try:
         parsed = orjson.loads(arguments) if arguments else {}
     except orjson.JSONDecodeError:
-        return function  # what a model once made may be broken; the template then sees the text
+        return function  # a model's output may be invalid JSON; pass it to the template as a string
     return {**function, "arguments": parsed} if isinstance(parsed, dict) else function

@@ -1,9 +1,9 @@
 """Runs templates that the operator did not install in processes that can be killed.
 
-A hostile template can spin, recurse or eat memory inside a single expression, where no check reaches it. So it runs in
-a process with an address-space limit, an empty environment, an alarm of its own, and a parent that kills it. Templates
-of clients share a few such processes; each model that was learned from a worker has one of its own, so that what one
-worker sent neither slows another's model nor sees its chats.
+A hostile template can loop, recurse or exhaust memory inside a single expression, where no check reaches it. So it runs
+in a process with an address-space limit, an empty environment, its own alarm, and a parent that kills it. Templates of
+clients share a few such processes; each model discovered from a worker has its own, so that one worker's template
+neither slows another model nor sees its chats.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from services.preprocess.validation import as_json
 T = TypeVar("T")
 
 MODEL_FAULT = "model_template_failed"
-WAITING_AT_MOST = 1024
+MAX_WAITING = 1024
 CLIENTS_SETTING, MODELS_SETTING = "--template-processes", "--worker-template-processes"
 
 
 class TemplateProcesses(Home):
-    """The processes of foreign templates, each started when it is first needed and replaced when it was killed.
+    """The processes of foreign templates, each started on first use and replaced when killed.
 
     Args:
-        count: processes for templates of clients.
-        limit_s: longest that one template may run, seconds.
-        max_chars: longest result of one.
+        count: number of processes for templates of clients.
+        limit_s: maximum run time of a template, seconds.
+        max_chars: maximum length of its output.
         memory_mb: address space of a process, MiB.
-        models: processes for templates of models; beyond that the one that rests longest ends.
-        wait_s: longest that a caller waits for its turn and its prompt; 0 for a few times the limit.
-        loop: where they are looked after; None for a thread of its own.
+        models: maximum number of processes for templates of models; beyond it, the least recently used idle one ends.
+        wait_s: maximum wait of a caller for its prompt, seconds; 0 for a multiple of the limit.
+        loop: the event loop that manages them; None for a loop on a new thread.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TemplateProcesses(Home):
         self._limits = ChildLimits(limit_s, max_chars, memory_mb)
         self._count = count
         self._slots = BudgetPool("template_processes", models, MODELS_SETTING)
-        self._waiting = Budget("template_processes", WAITING_AT_MOST, CLIENTS_SETTING)
+        self._waiting = Budget("template_processes", MAX_WAITING, CLIENTS_SETTING)
         self._given_loop = loop
         self._own_loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
@@ -69,23 +69,23 @@ class TemplateProcesses(Home):
         self._clients: list[Lane] = []
         self._models: set[Lane] = set()
         self._holding: set[Lane] = set()
-        self._hungry = 0
-        self._nursery: ChildStarter | None = None
+        self._slot_waiters = 0
+        self._starter: ChildStarter | None = None
         self.tasks = TaskOwner()
 
     # --- what callers use ---
 
     @property
     def clients(self) -> TemplateRunner:
-        """Runs templates that clients sent."""
-        return _Clients(self)
+        """Runs templates sent by clients."""
+        return _ClientRunner(self)
 
     def of_model(self, name: str) -> TemplateRunner:
-        """Runs the templates of a model that was learned from a worker, in a process of its own."""
-        return _OfModel(self, name)
+        """Returns the runner for the templates of a model discovered from a worker, in its own process."""
+        return _ModelRunner(self, name)
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """Runs a template of a client; blocks for at most `wait_s`. Never called on the loop that looks after these.
+        """Runs a client's template; blocks for at most `wait_s`. Must not be called on the managing event loop.
 
         Raises:
             SluiceError: as `templates.render`; OVERLOADED when all processes stay busy.
@@ -93,7 +93,7 @@ class TemplateProcesses(Home):
         return self.clients.render(source, variables)
 
     def wait_for(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What `work` returns or raises; runs it on the loop and blocks this thread."""
+        """Runs `work` on the event loop, blocks this thread, and returns or raises its result."""
         if self._closed:
             raise unavailable("The service is stopping.")
         future = asyncio.run_coroutine_threadsafe(work(), self._loop())
@@ -101,10 +101,10 @@ class TemplateProcesses(Home):
             return future.result(self.wait_s + START_S + GRACE_S)
         except FutureTimeout:
             future.cancel()
-            raise overloaded("Too many chat templates are running.") from None
+            raise overloaded("Too many chat templates are running; retry shortly.") from None
 
     def on_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Callable[[], Awaitable[T]]:
-        """`work` for callers on any event loop: it runs on the one that looks after the processes."""
+        """Wraps `work` for callers on any event loop; it runs on the managing one."""
 
         async def run() -> T:
             if self._closed:
@@ -117,7 +117,7 @@ class TemplateProcesses(Home):
         return run
 
     def close(self) -> None:
-        """Ends the processes; for those who have no loop, or whose loop runs on another thread."""
+        """Ends the processes; for callers without a loop, or whose loop runs on another thread."""
         loop = self._given_loop or self._own_loop
         if self._closed or loop is None or not loop.is_running():
             self._closed = True
@@ -131,13 +131,13 @@ class TemplateProcesses(Home):
                 loop.close()
 
     async def aclose(self) -> None:
-        """Ends the processes, on their loop."""
+        """Ends the processes; must run on their loop."""
         self._closed = True
         for lane in (*self._clients, *self._models):
             lane.close()
         await self.tasks.close()
-        if self._nursery is not None:
-            await self._nursery.close()
+        if self._starter is not None:
+            await self._starter.close()
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         if self._given_loop is not None:
@@ -152,14 +152,14 @@ class TemplateProcesses(Home):
     # --- on the loop ---
 
     async def of_client(self, source: str, variables: bytes) -> str:
-        """Renders a client's template in the process that has the least to do."""
+        """Renders a client's template in the least loaded process."""
         while len(self._clients) < self._count:
             self._clients.append(Lane(self, lambda error: error, self._waiting, patient=True))
-        lane = min(self._clients, key=lambda one: one.outstanding)
+        lane = min(self._clients, key=lambda lane: lane.outstanding)
         return await lane.call(source, variables)
 
     def lane(self, model: str) -> Lane:
-        """A lane for a model's templates, to be closed with it."""
+        """Returns a new lane for a model's templates, to be closed with the model."""
         lane = Lane(self, lambda error: _blamed(error, model), self._waiting)
         self._models.add(lane)
         return lane
@@ -170,50 +170,47 @@ class TemplateProcesses(Home):
         lane.close()
 
     async def open(self, lane: Lane) -> Child:
-        """See Home."""
         if lane in self._models:
             await self._take_slot(lane)
         try:
-            self._nursery = self._nursery or ChildStarter(self._limits)
-            return await self._nursery.child()
+            self._starter = self._starter or ChildStarter(self._limits)
+            return await self._starter.child()
         except BaseException:
             self.ended(lane)
             raise
 
     async def _take_slot(self, lane: Lane) -> None:
         if not self._slots.try_take(1):
-            resting = [one for one in self._holding if one.running and not one.outstanding]
-            if resting:
-                min(resting, key=lambda one: one.used_at).end()
-            self._hungry += 1
+            idle = [held for held in self._holding if held.running and not held.outstanding]
+            if idle:
+                min(idle, key=lambda held: held.used_at).end()
+            self._slot_waiters += 1
             try:
                 async with asyncio.timeout(self.wait_s):
                     await self._slots.take(1)
             except TimeoutError:
                 raise self._slots.refuse(
-                    "The templates of too many models are running; try again later",
+                    "The templates of too many models are running; retry shortly",
                     kind=ErrorKind.OVERLOADED,
                     code="overloaded",
                     retry_after_ms=1000,
                 ) from None
             finally:
-                self._hungry -= 1
+                self._slot_waiters -= 1
         self._holding.add(lane)
 
     def ended(self, lane: Lane) -> None:
-        """See Home."""
         if lane in self._holding:
             self._holding.discard(lane)
             self._slots.give_back(1)
 
     def rests(self, lane: Lane) -> None:
-        """See Home."""
-        if self._hungry and lane in self._holding:
+        if self._slot_waiters and lane in self._holding:
             lane.end()
 
 
-class _Clients(TemplateRunner):
-    """See TemplateProcesses.clients."""
+class _ClientRunner(TemplateRunner):
+    """Implements TemplateProcesses.clients."""
 
     apart = True
 
@@ -221,24 +218,21 @@ class _Clients(TemplateRunner):
         self._home = home
 
     def compile(self, source: str) -> None:
-        """See TemplateRunner."""
-        self._home.wait_for(lambda: self._home.of_client(_short(source), COMPILE_ONLY))
+        self._home.wait_for(lambda: self._home.of_client(_check_length(source), COMPILE_ONLY))
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """See TemplateRunner."""
         request = as_json(variables)
-        return self._home.wait_for(lambda: self._home.of_client(_short(source), request))
+        return self._home.wait_for(lambda: self._home.of_client(_check_length(source), request))
 
     def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
-        """See TemplateRunner."""
-        return self._home.on_loop(partial(self._home.of_client, _short(source), as_json(variables)))
+        return self._home.on_loop(partial(self._home.of_client, _check_length(source), as_json(variables)))
 
     def close(self) -> None:
-        """See TemplateRunner; they belong to all models."""
+        """Does nothing: the processes are shared by all models."""
 
 
-class _OfModel(TemplateRunner):
-    """See TemplateProcesses.of_model."""
+class _ModelRunner(TemplateRunner):
+    """Implements TemplateProcesses.of_model."""
 
     apart = True
 
@@ -248,20 +242,17 @@ class _OfModel(TemplateRunner):
         self._lane: Lane | None = None
 
     def compile(self, source: str) -> None:
-        """See TemplateRunner."""
         try:
-            short = _short(source)
+            checked = _check_length(source)
         except SluiceError as error:
             raise _blamed(error, self._name) from None
-        self._home.wait_for(lambda: self._call(short, COMPILE_ONLY))
+        self._home.wait_for(lambda: self._call(checked, COMPILE_ONLY))
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """See TemplateRunner."""
         request = as_json(variables)
         return self._home.wait_for(lambda: self._call(source, request))
 
     def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
-        """See TemplateRunner."""
         return self._home.on_loop(partial(self._call, source, as_json(variables)))
 
     async def _call(self, source: str, variables: bytes) -> str:
@@ -270,8 +261,6 @@ class _OfModel(TemplateRunner):
         return await self._lane.call(source, variables)
 
     def close(self) -> None:
-        """See TemplateRunner."""
-
         async def close() -> None:
             if self._lane is not None:
                 self._home.drop(self._lane)
@@ -281,21 +270,21 @@ class _OfModel(TemplateRunner):
                 self._home.wait_for(close)
 
 
-def _short(source: str) -> str:
-    """The template; SluiceError(INVALID_ARGUMENT) for one that is too long to be sent."""
+def _check_length(source: str) -> str:
+    """Returns the template; raises SluiceError(INVALID_ARGUMENT) when it is too long."""
     if len(source) > templates.MAX_TEMPLATE_CHARS:
         raise templates.too_long_a_template()
     return source
 
 
 def _blamed(error: SluiceError, model: str) -> SluiceError:
-    """What a model's template did wrong is the model's fault; what it says of the messages is the client's."""
+    """Converts a template's error into one of the model, unless it concerns the client's messages."""
     if error.param != "chat_template" or error.code == templates.TOO_LONG:
         return error
     reason = error.message.removeprefix("The chat template ").rstrip(".")
     return SluiceError(
         ErrorKind.FAILED_PRECONDITION,
-        f"The chat template that the workers of model {model} delivered cannot be used: it {reason}.",
+        f"The chat template delivered by the workers of model {model} cannot be used: it {reason}.",
         param="model",
         code=MODEL_FAULT,
     )

@@ -1,4 +1,4 @@
-"""Where chat templates run: in this process, or in one with limits."""
+"""Runs chat templates in this process, or in one with limits."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from services.preprocess.templates import templates
 
 
 class TemplateRunner(Protocol):
-    """Runs the templates of one origin. Called from several threads at once.
+    """Runs the templates of one origin; thread-safe.
 
     Attributes:
-        apart: they run in another process, so that `compile` and `render` wait and must stay off the event loop.
+        apart: whether they run in another process, so `compile` and `render` block and must stay off the event loop.
     """
 
     apart: bool
 
     def compile(self, source: str) -> None:
-        """Checks that a template can be compiled; SluiceError as `templates.compiled`."""
+        """Compiles a template; raises SluiceError as `templates.compiled`."""
         ...
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """Runs a template; SluiceError as `templates.render`."""
+        """Runs a template; raises SluiceError as `templates.render`."""
         ...
 
     def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
-        """`render` for an event loop: what it returns is called and awaited there. Only where templates run apart."""
+        """Returns `render` as a coroutine function, for an event loop. Only where templates run apart."""
         ...
 
     def close(self) -> None:
-        """Ends what it runs in, where that belongs to these templates alone."""
+        """Ends the processes that serve only these templates."""
         ...
 
 
 class InThisProcess(TemplateRunner):
-    """For templates that the operator installed.
+    """Runs templates installed by the operator.
 
     Args:
-        limit_s: longest that one may run, seconds.
-        max_chars: longest result of one.
+        limit_s: maximum run time, seconds.
+        max_chars: maximum length of the output.
     """
 
     apart = False
@@ -49,16 +49,14 @@ class InThisProcess(TemplateRunner):
         self._max_chars = max_chars
 
     def compile(self, source: str) -> None:
-        """See TemplateRunner."""
         templates.compiled(source)
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        """See TemplateRunner."""
         return templates.render(source, variables, self._limit_s, self._max_chars)
 
     def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
-        """See TemplateRunner."""
-        raise NotImplementedError("Templates of this process are rendered at once.")
+        """Raises NotImplementedError: these templates do not run apart."""
+        raise NotImplementedError("Templates in this process have no coroutine form; call render.")
 
     def close(self) -> None:
-        """See TemplateRunner."""
+        """Does nothing."""

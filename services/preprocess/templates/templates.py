@@ -1,4 +1,4 @@
-"""Chat templates: Jinja's sandbox set up the way models' templates expect it."""
+"""Chat templates: Jinja's sandbox, configured as models' templates expect it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from services.common.errors import SluiceError, invalid
-from services.preprocess.templates.clock import KEPT, TICK, Clock, TemplateTimeout, watched
-from services.preprocess.templates.guards import BOUND, LEAST_MOST, MOST_ATTRIBUTE, GuardedEnvironment, check_json, kept
+from services.preprocess.templates.clock import BOUND_VALUE, TICK, Clock, TemplateTimeout, instrumented
+from services.preprocess.templates.guards import (
+    BOUND,
+    LEAST_MOST,
+    MOST_ATTRIBUTE,
+    GuardedEnvironment,
+    bounded,
+    check_json,
+)
 from services.preprocess.templates.normalize_messages import ContentFormat, as_templates_expect
 
-KEPT_TEMPLATES = 64
+CACHED_TEMPLATES = 64
 MAX_TEMPLATE_CHARS = 256 << 10
 OUT_OF_MEMORY, TOO_LONG = "chat_template_memory", "chat_template_output"
 MOST_REASON_CHARS = 300
-"""What an error repeats of a template's own words."""
+"""Maximum characters of a template's own message in an error."""
 
 
 class Refusal(jinja2.TemplateError):
-    """The template called raise_exception: it does not accept these messages."""
+    """The template called raise_exception: it rejects these messages."""
 
 
 class GenerationTag(Extension):
@@ -36,7 +43,7 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - the base class's attribute
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The body in a scope of its own, as templates are written for."""
+        """Returns the body in its own scope, as templates expect."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -59,7 +66,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     if len(form) > MOST_ATTRIBUTE:
-        raise SecurityError("a date's format is too long")
+        raise SecurityError("a date format is too long")
     return datetime.now().strftime(form)
 
 
@@ -71,7 +78,7 @@ def _environment() -> GuardedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.filters[TICK] = pass_context(lambda context, value: _CLOCK.tick())
-    environment.filters[KEPT] = kept
+    environment.filters[BOUND_VALUE] = bounded
     return environment
 
 
@@ -80,48 +87,48 @@ _ENVIRONMENT = _environment()
 
 
 class Compiled(NamedTuple):
-    """A template ready to run, and the form of messages' content it is written for."""
+    """A compiled template and the form of message content it expects."""
 
     template: jinja2.Template
     content: ContentFormat
 
 
-@lru_cache(maxsize=KEPT_TEMPLATES)
+@lru_cache(maxsize=CACHED_TEMPLATES)
 def compiled(source: str) -> Compiled:
-    """The template, compiled once while it is among the last used.
+    """Compiles a template; cached for the most recently used ones.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT, param "chat_template", when it is too long or not Jinja.
+        SluiceError: INVALID_ARGUMENT, param "chat_template", when it is too long or not valid Jinja.
     """
     if len(source) > MAX_TEMPLATE_CHARS:
         raise too_long_a_template()
     try:
         tree = _ENVIRONMENT.parse(source)
         content = content_format(tree)
-        return Compiled(_ENVIRONMENT.from_string(watched(tree)), content)
+        return Compiled(_ENVIRONMENT.from_string(instrumented(tree)), content)
     except jinja2.TemplateSyntaxError as error:
         raise invalid(
-            f"The chat template has a syntax error in line {error.lineno}: {_ended(_cut(error.message))}",
+            f"The chat template has a syntax error in line {error.lineno}: {_with_full_stop(_truncate(error.message))}",
             param="chat_template",
         ) from error
     except (SyntaxError, RecursionError, MemoryError, OverflowError, ValueError) as error:
-        raise invalid("The chat template is nested too deeply to be compiled.", param="chat_template") from error
+        raise invalid("The chat template is nested too deeply to compile.", param="chat_template") from error
 
 
 def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: int) -> str:
     """Runs a template.
 
-    Time is checked in every loop, size between the pieces a template emits. That bounds honest templates; one that may
-    be hostile belongs into `template_process`, because it can spend any time and memory in one expression.
+    Time is checked in every loop, size between the pieces a template emits. This bounds benign templates; potentially
+    hostile ones must run in `templates.processes`, because a single expression can take any time and memory.
 
     Args:
         source: the template.
-        variables: what it sees; "messages" are checked OpenAI messages.
-        limit_s: longest that it may run, seconds.
-        max_chars: longest result.
+        variables: its variables; "messages" are checked OpenAI messages.
+        limit_s: maximum run time, seconds.
+        max_chars: maximum length of the output.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT; param "messages" when the template refuses the messages, else "chat_template".
+        SluiceError: INVALID_ARGUMENT; param "messages" when the template rejects the messages, else "chat_template".
     """
     template, content = compiled(source)
     variables = {**variables, "messages": as_templates_expect(variables["messages"], content)}
@@ -140,51 +147,55 @@ def render(source: str, variables: dict[str, Any], limit_s: float, max_chars: in
         raise
     except TemplateTimeout:
         raise took_too_long(limit_s) from None
-    except Exception as error:  # a template is a program: it can fail in every way
+    except Exception as error:  # a template is a program and can raise anything
         raise _failure(error) from error
 
 
 def too_long_a_template() -> SluiceError:
-    """The template itself has too many characters."""
-    return invalid(f"The chat template is longer than {MAX_TEMPLATE_CHARS:,} characters.", param="chat_template")
+    """Returns the error of a template with too many characters."""
+    return invalid(
+        f"The chat template is longer than {MAX_TEMPLATE_CHARS:,} characters; shorten it.", param="chat_template"
+    )
 
 
 def took_too_long(limit_s: float) -> SluiceError:
-    """The template was given up."""
+    """Returns the error of a template that exceeded its time limit."""
     return invalid(f"The chat template did not finish within {limit_s:g} s.", param="chat_template")
 
 
 def too_much_memory() -> SluiceError:
-    """The template ran into the limit of its process."""
-    return invalid("The chat template needs too much memory.", param="chat_template", code=OUT_OF_MEMORY)
+    """Returns the error of a template that exceeded its process's memory limit."""
+    return invalid("The chat template requires too much memory.", param="chat_template", code=OUT_OF_MEMORY)
 
 
 def _too_long(max_chars: int) -> SluiceError:
-    return invalid(f"The chat template made more than {max_chars:,} characters.", param="chat_template", code=TOO_LONG)
+    return invalid(
+        f"The chat template produced more than {max_chars:,} characters.", param="chat_template", code=TOO_LONG
+    )
 
 
 def _failure(error: Exception) -> SluiceError:
     if isinstance(error, Refusal):
-        return invalid(f"The chat template refuses these messages: {_cut(error.message)}", param="messages")
+        return invalid(f"The chat template rejects these messages: {_truncate(error.message)}", param="messages")
     if isinstance(error, RecursionError):
         return invalid("The chat template recurses too deeply.", param="chat_template")
     if isinstance(error, MemoryError):
         return too_much_memory()
-    reason = _cut(str(error)) or type(error).__name__
-    return invalid(f"The chat template failed on these messages: {_ended(reason)}", param="chat_template")
+    reason = _truncate(str(error)) or type(error).__name__
+    return invalid(f"The chat template failed on these messages: {_with_full_stop(reason)}", param="chat_template")
 
 
-def _cut(words: str | None) -> str:
-    text = (words or "").encode("utf-8", "replace").decode()  # a template can spell what no message can carry
+def _truncate(message: str | None) -> str:
+    text = (message or "").encode("utf-8", "replace").decode()  # a template may produce lone surrogates
     return text if len(text) <= MOST_REASON_CHARS else f"{text[:MOST_REASON_CHARS]}…"
 
 
-def _ended(sentence: str | None) -> str:
+def _with_full_stop(sentence: str | None) -> str:
     return (sentence or "").rstrip(". ") + "."
 
 
 def content_format(tree: nodes.Template) -> ContentFormat:
-    """Parts where a template walks over a message's content, otherwise one string."""
+    """Returns PARTS or EITHER if a template iterates over a message's content, else STRING."""
     names = {
         assign.target.name
         for assign in tree.find_all(nodes.Assign)

@@ -1,1 +1,1 @@
-"""Tokenizers of models: their loading, registry and generation defaults."""
+"""Tokenizers: implementations, loading, registry and generation defaults."""

@@ -1,4 +1,4 @@
-"""Tokenizers of engines behind the boundary of all tokenizers: the calls go to processes, see `engine_process`."""
+"""Tokenizers of engines behind the interface of all tokenizers; calls go to the processes of `engines.process`."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from services.preprocess.templates.processes import MODEL_FAULT
 log = logging.getLogger(__name__)
 
 _SERVICES = Path(__file__).resolve().parents[2]
-# Of this project the process sees only `services`; every package it needs is its own interpreter's.
+# The process imports only `services` from this project; all packages come from its own interpreter.
 _BOOTSTRAP = (
     "import sys, types; services = types.ModuleType('services'); services.__path__ = [sys.argv[1]]; "
     "sys.modules['services'] = services; from services.preprocess.engines.host import main; main(sys.argv[2:])"
 )
 _HANG_FACTOR = 2.0
-_UNSET = 1 << 31  # what files give beyond this is no number of tokens
+_UNSET = 1 << 31  # larger values in files mean "unset"
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the processes of one engine are run.
+    """Options of one engine's processes.
 
     Attributes:
         python: an interpreter that has the engine's package; empty for this one.
-        processes: how many tokenize for one model at once.
-        limit_s: longest that one request may compute, seconds.
-        template_s: the same for a request that brings a chat template.
-        start_s: longest that a process may take to load.
-        memory_mb: MiB that a process may take beyond what it has once it is loaded.
-        foreign: the files came from a worker, so that the limit of memory counts while they are loaded, too.
+        processes: number of processes per model.
+        limit_s: maximum run time of one request, seconds.
+        template_s: maximum run time of a request with its own chat template, seconds.
+        start_s: maximum load time of a process, seconds.
+        memory_mb: memory a process may allocate after loading, MiB.
+        foreign: whether the files came from a worker, so that memory is also limited while loading.
     """
 
     python: str = ""
@@ -57,12 +57,12 @@ class EngineOptions:
 
 
 class EngineTokenizer(TokenizerProtocol):
-    """An engine's own tokenizer.
+    """A tokenizer implemented by an engine.
 
     Args:
         engine: a module of `services.preprocess.engines`.
-        path: the model's folder, or its tokenizer's file.
-        chat_template: to use instead of the one that came with the model; empty for that one.
+        path: the model folder or tokenizer file.
+        chat_template: replaces the model's own; empty to keep that one.
     """
 
     blocks = True
@@ -82,15 +82,15 @@ class EngineTokenizer(TokenizerProtocol):
         deadly = _deadly_model if options.foreign else deadly_prompt
         self._processes = [self._process(options.limit_s, deadly) for _ in range(options.processes)]
         try:
-            (found, *_) = [process.facts() for process in self._processes]
+            (reported, *_) = [process.facts() for process in self._processes]
         except BaseException:
             self.close()
             raise
-        self.facts = _facts(engine, path, {**found, **_own_template(chat_template)})
-        if found["version"].partition("+")[0] != TESTED_VERSIONS[engine]:
+        self.facts = _facts(engine, path, {**reported, **_own_template(chat_template)})
+        if reported["version"].partition("+")[0] != TESTED_VERSIONS[engine]:
             log.warning(
-                "this version of the engine is not the one that is tested",
-                extra={"engine": engine, "version": found["version"], "tested": TESTED_VERSIONS[engine]},
+                "the installed engine version differs from the tested one",
+                extra={"engine": engine, "version": reported["version"], "tested": TESTED_VERSIONS[engine]},
             )
 
     def _process(self, limit_s: float, deadly: Callable[[], SluiceError]) -> EngineProcess:
@@ -99,26 +99,22 @@ class EngineTokenizer(TokenizerProtocol):
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run now."""
+        """The ids of the running processes."""
         return [process.pid for process in self._processes]
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
-        """See TokenizerProtocol."""
-        ids: list[int] = self._of(chat).call("encode_chat", self._argument(chat))
+        ids: list[int] = self._process_for(chat).call("encode_chat", self._argument(chat))
         return ids
 
     def render(self, chat: ChatRequest) -> str:
-        """See TokenizerProtocol."""
-        text: str = self._of(chat).call("render", self._argument(chat))
+        text: str = self._process_for(chat).call("render", self._argument(chat))
         return text
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """See TokenizerProtocol."""
         ids: list[int] = self._call("encode_text", {"text": text, "add_special_tokens": add_special_tokens})
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """See TokenizerProtocol."""
         argument = {"token_ids": list(token_ids), "skip_special_tokens": skip_special_tokens}
         text: str = self._call("decode", argument)
         return text
@@ -129,19 +125,19 @@ class EngineTokenizer(TokenizerProtocol):
         return chat_argument(chat)
 
     def _call(self, verb: str, argument: dict[str, Any]) -> Any:
-        return self._idlest().call(verb, argument)
+        return self._least_loaded().call(verb, argument)
 
-    def _idlest(self) -> EngineProcess:
+    def _least_loaded(self) -> EngineProcess:
         return min(self._processes, key=lambda process: (not process.up, process.outstanding))
 
-    def _of(self, chat: ChatRequest) -> EngineProcess:
-        """A chat that brings a template goes to a process of its own, where a hostile one holds up only its like."""
+    def _process_for(self, chat: ChatRequest) -> EngineProcess:
+        """Returns the process for a chat; chats with a template share one, so hostile ones only delay each other."""
         if not chat.chat_template:
-            return self._idlest()
+            return self._least_loaded()
         with self._lock:
             if self._closed:
                 raise unavailable("The service is stopping.")
-            if self._foreign is None or self._foreign.over:  # what kept the last one from starting may be over, too
+            if self._foreign is None or self._foreign.over:  # a failed start may succeed now
                 self._foreign = self._process(self._options.template_s, _deadly_template)
             return self._foreign
 
@@ -158,32 +154,32 @@ class EngineTokenizer(TokenizerProtocol):
 def _deadly_model() -> SluiceError:
     return SluiceError(
         ErrorKind.FAILED_PRECONDITION,
-        "The tokenizer that the workers of this model delivered ends its process whenever it gets this prompt.",
+        "The tokenizer delivered by the workers of this model crashes on this prompt.",
         param="model",
         code=MODEL_FAULT,
     )
 
 
 def _deadly_template() -> SluiceError:
-    return invalid("The chat template needs too much time or memory.", param="chat_template")
+    return invalid("The chat template requires too much time or memory.", param="chat_template")
 
 
 def _own_template(given: str) -> dict[str, Any]:
     return {"chat_template": given, "has_chat_template": True} if given else {}
 
 
-def _facts(engine: str, path: Path, found: dict[str, Any]) -> TokenizerFacts:
+def _facts(engine: str, path: Path, reported: dict[str, Any]) -> TokenizerFacts:
     generation, model = read_json(path, "generation_config.json"), read_json(path, "config.json")
     listed = generation.get("eos_token_id", model.get("eos_token_id"))
-    template: str = found["chat_template"]
+    template: str = reported["chat_template"]
     size = model.get("vocab_size")
     return TokenizerFacts(
         processor=engine,
         fingerprint=fingerprint(path),
-        vocab_size=max(found["vocab_size"], size if isinstance(size, int) and size < _UNSET else 0),
-        eos_ids=eos_ids(list(found["eos_ids"]), listed),
-        context_length=found["context_length"] if found["context_length"] < _UNSET else 0,
-        has_chat_template=found["has_chat_template"],
+        vocab_size=max(reported["vocab_size"], size if isinstance(size, int) and size < _UNSET else 0),
+        eos_ids=eos_ids(list(reported["eos_ids"]), listed),
+        context_length=reported["context_length"] if reported["context_length"] < _UNSET else 0,
+        has_chat_template=reported["has_chat_template"],
         template_fingerprint=hashlib.sha256(template.encode()).hexdigest() if template else "",
         defaults=generation_defaults(generation),
     )

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from services.common.errors import SluiceError, invalid
 from services.common.models import fingerprint, read_json
 from services.common.packing import unpack_u32
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.encoders.hf import HfEncoder
-from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.limits import Limits
@@ -27,7 +27,7 @@ from services.preprocess.protocol import (
 )
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
 
-_OPEN_END = "\ue000sluice-open-end\ue001 "
+_END_MARK = "\ue000sluice-open-end\ue001 "
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CONTEXT_NAMES = (
     "max_position_embeddings",
@@ -44,7 +44,7 @@ _PROBE: tuple[Message, ...] = (
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 )
-_UNSET_LENGTH = 10**9  # transformers writes a huge number for "not known"
+_UNSET_LENGTH = 10**9  # transformers writes a huge number for an unknown length
 MOST_SPECIAL_CHARS = 1_024
 MOST_TEMPLATES = 64
 
@@ -53,11 +53,11 @@ class HfTokenizer(TokenizerProtocol):
     """A tokenizer.json with the files beside it.
 
     Args:
-        path: a model's folder, or its tokenizer.json.
-        limits: of templates; those of clients run in processes that can be killed.
-        speed: what may be used to be fast.
-        chat_template: to use instead of the one that came with the model; empty for that one.
-        own: runs the model's own templates; None runs them in this process.
+        path: a model folder or a tokenizer.json.
+        limits: limits of templates; clients' templates run in processes that can be killed.
+        encoder_options: which optimizations to use.
+        chat_template: replaces the model's own; empty to keep that one.
+        own: runs the model's own templates; None for this process.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HfTokenizer(TokenizerProtocol):
         self.renders_apart = self._own.apart
         file = path if path.is_file() else path / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(file))
-        # Files may carry the settings of a training run; a prompt is neither cut nor filled up.
+        # Files may contain training settings; a prompt is neither truncated nor padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = read_json(path, "tokenizer_config.json")
@@ -84,7 +84,7 @@ class HfTokenizer(TokenizerProtocol):
         if chat_template:
             self._templates = {"default": chat_template}
         if len(self._templates) > MOST_TEMPLATES:
-            raise invalid(f"The model has more than {MOST_TEMPLATES} chat templates.", param="model")
+            raise invalid(f"The model has more than {MOST_TEMPLATES} chat templates; remove some.", param="model")
         for source in self._templates.values():
             self._own.compile(source)
         self._encoder = HfEncoder(file, self._tokenizer, self._probe(), encoder_options or EncoderOptions())
@@ -106,7 +106,7 @@ class HfTokenizer(TokenizerProtocol):
         return eos_ids(own, generation.get("eos_token_id", model.get("eos_token_id")))
 
     def _probe(self) -> str:
-        """A short conversation as the model's template writes it; the template itself where it takes none."""
+        """Returns a short conversation as rendered by the model's template; the template itself if it rejects that."""
         try:
             return self.render(ChatRequest([dict(message) for message in _PROBE]))
         except SluiceError:
@@ -114,71 +114,64 @@ class HfTokenizer(TokenizerProtocol):
 
     @property
     def cache_stats(self) -> CacheStats | None:
-        """See TokenizerProtocol."""
         return self._encoder.cache_stats
 
     def pack_chat(self, chat: ChatRequest) -> bytes:
-        """See TokenizerProtocol; the template writes its own BOS, so none is added."""
+        """Returns packed ids of a chat; the template emits BOS itself, so none is added."""
         return self.pack_text(self.render(chat), add_special_tokens=False)
 
     def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
-        """See TokenizerProtocol."""
         try:
             return self._encoder.encode(text, add_special_tokens is not False)
         except (TypeError, ValueError) as error:
-            raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.") from error
+            raise invalid("The prompt cannot be tokenized; send valid Unicode.") from error
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
-        """See TokenizerProtocol."""
         return unpack_u32(self.pack_chat(chat)).tolist()
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """See TokenizerProtocol."""
         return unpack_u32(self.pack_text(text, add_special_tokens)).tolist()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """See TokenizerProtocol."""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def render(self, chat: ChatRequest) -> str:
-        """See TokenizerProtocol."""
         runner, source = self._template(chat)
         return _finished(chat, runner.render(source, self._variables(chat)))
 
     def begin_chat(self, chat: ChatRequest) -> PendingPrompt | None:
-        """See TokenizerProtocol."""
         runner, source = self._template(chat)
         if not runner.apart:
             return None
         return PendingPrompt(runner.prepare(source, self._variables(chat)), lambda text: _finished(chat, text))
 
     def close(self) -> None:
-        """Ends the process of the model's templates, where they have one."""
+        """Ends the process of the model's templates, if any."""
         self._own.close()
 
     def _variables(self, chat: ChatRequest) -> dict[str, Any]:
         continued = chat.continue_final_message
-        opening = chat.add_generation_prompt
+        generation_prompt = chat.add_generation_prompt
         messages = chat.messages
         if continued:
-            messages = [*messages[:-1], _left_open(messages[-1])]
+            messages = [*messages[:-1], _with_end_mark(messages[-1])]
         return {
             **self._special,
             **chat.template_kwargs,
             "messages": messages,
             "tools": chat.prompt_tools,
             "documents": chat.documents,
-            "add_generation_prompt": (not continued) if opening is None else opening,
+            "add_generation_prompt": (not continued) if generation_prompt is None else generation_prompt,
         }
 
     def _template(self, chat: ChatRequest) -> tuple[TemplateRunner, str]:
-        """The template for this chat and where it runs."""
+        """Returns the runner and the template for this chat."""
         own = self._own_template(chat)
         return (self._own, own) if own else (self._clients, chat.chat_template)
 
     def _own_template(self, chat: ChatRequest) -> str:
-        """The model's template for this chat; empty when the client brings its own."""
+        """Returns the model's template for this chat; empty when the request has its own."""
         own = self._templates
         if chat.chat_template:
             return own.get(chat.chat_template, "")
@@ -195,7 +188,7 @@ class HfTokenizer(TokenizerProtocol):
 
 
 def no_chat_template() -> SluiceError:
-    """A chat for a model that has no template."""
+    """Returns the error of a chat for a model without a template."""
     return invalid(
         "The model has no chat template; send a plain prompt, or a chat_template with the request.",
         param="messages",
@@ -203,61 +196,61 @@ def no_chat_template() -> SluiceError:
     )
 
 
-def _left_open(message: Message) -> Message:
-    """The message with a mark at its end, behind which the rendered text is cut."""
+def _with_end_mark(message: Message) -> Message:
+    """Returns the message with a mark at its end, at which the rendered text is cut."""
     content = message.get("content") or ""
     if isinstance(content, str):
-        return {**message, "content": content + _OPEN_END}
+        return {**message, "content": content + _END_MARK}
     *before, last = content
     kind = last["type"]
-    return {**message, "content": [*before, {**last, kind: last[kind] + _OPEN_END}]}
+    return {**message, "content": [*before, {**last, kind: last[kind] + _END_MARK}]}
 
 
 def _finished(chat: ChatRequest, text: str) -> str:
-    return _cut_open_end(text) if chat.continue_final_message else text
+    return _cut_at_mark(text) if chat.continue_final_message else text
 
 
-def _cut_open_end(text: str) -> str:
-    at = text.rfind(_OPEN_END.rstrip())
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(_END_MARK.rstrip())
     if at < 0:
         raise invalid(
-            "continue_final_message is set, but the chat template leaves the final message out.",
+            "continue_final_message is set, but the chat template omits the final message; unset it.",
             param="continue_final_message",
         )
-    kept = text[:at]
-    # A template that trims content would have trimmed the message's own trailing space as well.
-    return kept if text.startswith(_OPEN_END, at) else kept.rstrip()
+    prompt = text[:at]
+    # A template that trims content would also have trimmed the message's own trailing space.
+    return prompt if text.startswith(_END_MARK, at) else prompt.rstrip()
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    found = {}
+    tokens = {}
     for name in _SPECIAL_NAMES:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str) and len(text) <= MOST_SPECIAL_CHARS:  # templates get them with every chat
-            found[name] = text
-    return found
+        if isinstance(text, str) and len(text) <= MOST_SPECIAL_CHARS:  # passed to the template of every chat
+            tokens[name] = text
+    return tokens
 
 
 def _own_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Template by name; a single one is "default". Files beat the configuration."""
+    """Returns templates by name, a single one as "default". Template files take precedence over the configuration."""
     declared = config.get("chat_template")
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     if isinstance(declared, str) and declared:
-        found["default"] = declared
+        templates["default"] = declared
     elif isinstance(declared, list):
-        found = {
+        templates = {
             item["name"]: item["template"]
             for item in declared
             if isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
         }
     folder = path.parent if path.is_file() else path
-    for named in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        found[named.stem] = named.read_text("utf-8")
+    for extra in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        templates[extra.stem] = extra.read_text("utf-8")
     file = folder / "chat_template.jinja"
     if file.is_file():
-        found["default"] = file.read_text("utf-8")
-    return found
+        templates["default"] = file.read_text("utf-8")
+    return templates
 
 
 def _digest(own: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""From a model's name to its loaded tokenizer; slow, so never on an event loop."""
+"""Loads the tokenizer of a model; slow, so never called on an event loop."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from pathlib import Path
 from types import MappingProxyType
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.models import ENGINE_PROCESSORS, ModelSpec, detect_processor, resolve
-from services.preprocess.encoders.options import EncoderOptions
+from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec, detect_processor, resolve
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 
 NO_OPTIONS: Mapping[str, EngineOptions] = MappingProxyType({})
-USUAL_SPEED = EncoderOptions()
+DEFAULT_ENCODER_OPTIONS = EncoderOptions()
 
 
 def load_tokenizer(
     spec: ModelSpec,
     limits: Limits,
     engines: Mapping[str, EngineOptions] = NO_OPTIONS,
-    encoder_options: EncoderOptions = USUAL_SPEED,
+    encoder_options: EncoderOptions = DEFAULT_ENCODER_OPTIONS,
     template_file: Path | None = None,
 ) -> TokenizerProtocol:
-    """Finds the model's files, downloading them if need be, and loads the implementation that reads them.
+    """Finds the model's files, downloading them if necessary, and loads the implementation that reads them.
 
     Args:
-        spec: its processor is "hf", "mistral", "vllm", "sglang", or `package.module:Class` of your own, called with the
-            files' path; empty picks by what the files are.
-        limits: of requests to the tokenizer.
-        engines: by engine, how its processes are run; the defaults where it is not there.
-        speed: what "hf" and "mistral" may do to be fast.
-        template_file: chat template to use instead of the spec's and of the one that came with the files; "mistral"
-            takes none.
+        spec: its processor is "hf", "mistral", "vllm", "sglang", or a custom `package.module:Class`, called with the
+            files' path; empty to detect it from the files.
+        limits: limits of requests.
+        engines: options of the processes by engine; the defaults for missing engines.
+        encoder_options: optimizations for "hf" and "mistral".
+        template_file: chat template that replaces those of the spec and the files; not supported by "mistral".
 
     Raises:
         SluiceError: NOT_FOUND when there are no files, FAILED_PRECONDITION when they cannot be loaded.
@@ -45,13 +44,15 @@ def load_tokenizer(
         processor = spec.processor or detect_processor(path)
         template = spec.chat_template if template_file is None else template_file.read_text("utf-8")
         if template and processor not in ("hf", *ENGINE_PROCESSORS):
-            raise invalid(f"The {processor} tokenizer of model {spec.name} takes no chat template.", param="model")
+            raise invalid(
+                f"The {processor} tokenizer of model {spec.name} does not support chat templates.", param="model"
+            )
         return _load(spec, processor, path, limits, engines, encoder_options, template)
     except SluiceError:
         raise
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # native loaders raise whatever they like, panics included
+    except BaseException as error:  # native loaders raise arbitrary types, including Rust panics
         reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
@@ -72,7 +73,7 @@ def _load(
     if processor in ENGINE_PROCESSORS:
         options = replace(engines.get(processor) or EngineOptions(), foreign=spec.learned)
         return EngineTokenizer(processor, path, options, template)
-    # Imported here so that a replica pays only for what it serves.
+    # Imported here so that a replica only loads what it serves.
     if processor == "hf":
         from services.preprocess.tokenizers.hf import HfTokenizer
 
@@ -88,6 +89,7 @@ def _load(
         return MistralTokenizer(path, encoder_options)
     module, _, name = processor.partition(":")
     if not name:
-        raise invalid(f"Processor {processor!r} is unknown.", param="model")
-    made: TokenizerProtocol = getattr(importlib.import_module(module), name)(path)
-    return made
+        known = ", ".join((*PROCESSORS, *ENGINE_PROCESSORS))
+        raise invalid(f"Processor {processor!r} is unknown; use {known} or package.module:Class.", param="model")
+    custom: TokenizerProtocol = getattr(importlib.import_module(module), name)(path)
+    return custom

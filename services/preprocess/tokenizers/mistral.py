@@ -1,8 +1,8 @@
-"""Mistral's tokenizers: mistral-common decides what a conversation looks like; there is no Jinja template.
+"""Mistral's tokenizers: mistral-common defines the conversation format; there is no Jinja template.
 
-As permissive as an engine that serves these models: a conversation that ends with an assistant's message continues it,
-tool call ids of any form are brought to the form the model knows, and reasoning from earlier turns is left out for
-models that know none. What mistral-common refuses after that, the client hears in mistral-common's words.
+As permissive as an engine that serves these models: a conversation that ends with an assistant message continues it,
+tool call ids are converted to the form the model expects, and reasoning from earlier turns is dropped for models that
+do not support it. Anything mistral-common rejects beyond that is reported with its own message.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pydantic import ValidationError
 from services.common.errors import invalid, quoted
 from services.common.models import fingerprint, read_json
 from services.common.packing import pack_u32, unpack_u32
+from services.preprocess.encoders.backend import CACHE_OFF, EncoderOptions
 from services.preprocess.encoders.mistral import MistralEncoder
 from services.preprocess.encoders.mistral_plain import PlainEncoder
-from services.preprocess.encoders.options import CACHE_OFF, EncoderOptions
 from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import generation_defaults
 from services.preprocess.protocol import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
@@ -39,21 +39,21 @@ warnings.filterwarnings("ignore", category=Warning, module=r"mistral_common\..*"
 
 
 class MistralTokenizer(TokenizerProtocol):
-    """A tekken.json or SentencePiece model of Mistral's.
+    """A tekken.json or SentencePiece model of Mistral.
 
     Args:
-        path: the file, or a model's folder that holds one.
-        speed: what may be used to be fast.
+        path: the file, or a model folder that contains one.
+        encoder_options: which optimizations to use.
     """
 
     def __init__(self, path: Path, encoder_options: EncoderOptions | None = None) -> None:
         self._tokenizer: Tokenizer[Any, Any, Any, Any, Any] = Tokenizer.from_file(_tokenizer_file(path))
         self._text = self._tokenizer.instruct_tokenizer.tokenizer
-        self._knows_reasoning = self._text.version >= TokenizerVersion.v13
+        self._supports_reasoning = self._text.version >= TokenizerVersion.v13
         self._short_ids = self._text.version < TokenizerVersion.v13
         self._encoder = MistralEncoder(self._text, encoder_options or EncoderOptions())
         self._plain = PlainEncoder.for_tokenizer(self._tokenizer, self._encoder.pack)
-        # After the short way was compared with mistral-common's own, which must not be this encoder then.
+        # Only after the fast path was compared with mistral-common, which must not use this encoder then.
         self._encoder.stand_in(self._text)
         config = read_json(path, "params.json") | read_json(path, "config.json")
         length = config.get("max_position_embeddings") or config.get("max_seq_len") or 0
@@ -71,11 +71,9 @@ class MistralTokenizer(TokenizerProtocol):
 
     @property
     def cache_stats(self) -> CacheStats | None:
-        """See TokenizerProtocol."""
         return self._encoder.cache_stats
 
     def pack_chat(self, chat: ChatRequest) -> bytes:
-        """See TokenizerProtocol."""
         if self._plain is not None:
             try:
                 ids = self._plain.pack(chat)
@@ -86,15 +84,14 @@ class MistralTokenizer(TokenizerProtocol):
         return pack_u32(self._encode(chat))
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
-        """See TokenizerProtocol."""
         return unpack_u32(self.pack_chat(chat)).tolist()
 
     def render(self, chat: ChatRequest) -> str:
-        """See TokenizerProtocol; the ids decide, so this spells them out."""
+        """Returns the prompt as text by decoding the ids, which are authoritative."""
         return self.decode(self._encode(chat))
 
     def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
-        """See TokenizerProtocol; what is added is the BOS. Text never becomes a control token."""
+        """Returns packed ids of a text, with BOS by default; text never becomes a control token."""
         try:
             (ids,) = self._encoder.pack([text])
         except (TypeError, ValueError) as error:
@@ -102,21 +99,22 @@ class MistralTokenizer(TokenizerProtocol):
         return ids if add_special_tokens is False else pack_u32([self._text.bos_id]) + ids
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """See TokenizerProtocol."""
         return unpack_u32(self.pack_text(text, add_special_tokens)).tolist()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """See TokenizerProtocol."""
         policy = SpecialTokenPolicy.IGNORE if skip_special_tokens else SpecialTokenPolicy.KEEP
         return self._tokenizer.decode(list(token_ids), special_token_policy=policy)
 
     def _encode(self, chat: ChatRequest) -> list[int]:
-        """Ids by mistral-common's own way."""
-        extra = _honoured(chat)
+        """Returns the ids as encoded by mistral-common."""
+        extra = _extra_arguments(chat)
         messages = [self._adapted(message, index) for index, message in enumerate(chat.messages)]
         continued = messages[-1]["role"] == "assistant"
         if chat.continue_final_message and not continued:
-            raise invalid("Only an assistant's message can be continued.", param="continue_final_message")
+            raise invalid(
+                "Only an assistant message can be continued; unset continue_final_message.",
+                param="continue_final_message",
+            )
         try:
             request = ChatCompletionRequest.from_openai(
                 messages=messages, tools=chat.prompt_tools, continue_final_message=continued, **extra
@@ -126,19 +124,15 @@ class MistralTokenizer(TokenizerProtocol):
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(str(part) for part in first["loc"])
             param = f"chat_template_kwargs.{where}" if where in extra else "messages"
-            raise invalid(f"The model does not accept this chat: {where}: {first['msg']}.", param=param) from error
+            raise invalid(f"The model rejects this chat: {where}: {first['msg']}.", param=param) from error
         except (InvalidToolException, InvalidToolSchemaException) as error:
-            raise invalid(
-                f"The model does not accept these tools: {_sentence(error.message)}", param="tools"
-            ) from error
+            raise invalid(f"The model rejects these tools: {_sentence(error.message)}", param="tools") from error
         except MistralCommonException as error:
-            raise invalid(
-                f"The model does not accept this chat: {_sentence(error.message)}", param="messages"
-            ) from error
+            raise invalid(f"The model rejects this chat: {_sentence(error.message)}", param="messages") from error
         except ValueError as error:
             if "Regex error" in str(error):
                 _refuse_text(error, "messages")
-            raise invalid(f"The model does not accept this chat: {_sentence(str(error))}", param="messages") from error
+            raise invalid(f"The model rejects this chat: {_sentence(str(error))}", param="messages") from error
         except RecursionError as error:
             raise invalid(
                 "The chat is nested too deeply for the model's tokenizer.", param="tools" if chat.tools else "messages"
@@ -151,10 +145,10 @@ class MistralTokenizer(TokenizerProtocol):
         adapted = dict(message)
         if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
             raise invalid(
-                f"messages[{index}].tool_call_id is missing; it names the call this is the result of.",
+                f"messages[{index}].tool_call_id is missing; set it to the id of the tool call.",
                 param=f"messages[{index}].tool_call_id",
             )
-        if not self._knows_reasoning:
+        if not self._supports_reasoning:
             adapted.pop("reasoning_content", None)
             adapted.pop("reasoning", None)
         if isinstance(content := message.get("content"), list):
@@ -169,25 +163,25 @@ class MistralTokenizer(TokenizerProtocol):
         return adapted
 
 
-def _honoured(chat: ChatRequest) -> dict[str, Any]:
-    """Extra arguments for mistral-common; refuses what it has no place for."""
+def _extra_arguments(chat: ChatRequest) -> dict[str, Any]:
+    """Returns extra arguments for mistral-common; rejects those it does not support."""
     if chat.chat_template:
-        raise invalid("This model's tokenizer takes no chat template; leave it out.", param="chat_template")
+        raise invalid("This model's tokenizer does not support chat templates; omit it.", param="chat_template")
     if chat.documents:
-        raise invalid("This model's tokenizer takes no documents; leave them out.", param="documents")
+        raise invalid("This model's tokenizer does not support documents; omit them.", param="documents")
     for name in chat.template_kwargs:
         if name != "reasoning_effort":
             raise invalid(
-                f"This model's tokenizer does not know {quoted(name)}; leave it out.",
+                f"This model's tokenizer does not support {quoted(name)}; omit it.",
                 param=f"chat_template_kwargs.{name}",
             )
     return chat.template_kwargs
 
 
 def _short_id(call_id: str) -> str:
-    """The 9 letters and digits that stand for a tool call's id; equal ids stay equal.
+    """Returns the 9 letters and digits for a tool call id; equal ids stay equal.
 
-    Engines keep the last 9 characters; where those are too few or no letters and digits, a digest takes their place.
+    Engines keep the last 9 characters; if those are too few or not alphanumeric, a digest is used.
     """
     tail = call_id[-_TOOL_CALL_ID_CHARS:]
     if len(tail) == _TOOL_CALL_ID_CHARS and tail.isascii() and tail.isalnum():
@@ -202,9 +196,9 @@ def _sentence(text: str) -> str:
 
 def _refuse_text(error: Exception, param: str) -> NoReturn:
     if isinstance(error, UnicodeError | TypeError):
-        raise invalid("The prompt's text cannot be tokenized; it is no valid Unicode.", param=param) from error
+        raise invalid("The prompt cannot be tokenized; send valid Unicode.", param=param) from error
     raise invalid(
-        "The prompt holds a run of white space that is too long to be tokenized; shorten it.", param=param
+        "The prompt contains a run of whitespace that is too long to tokenize; shorten it.", param=param
     ) from error
 
 
@@ -214,4 +208,4 @@ def _tokenizer_file(path: Path) -> Path:
     for pattern in _PATTERNS:
         if files := sorted(path.glob(pattern)):
             return files[-1]
-    raise invalid(f"{path} holds no tokenizer of Mistral's.", param="model")
+    raise invalid(f"{path} contains no Mistral tokenizer; add tekken.json.", param="model")

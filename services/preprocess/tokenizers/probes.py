@@ -1,4 +1,4 @@
-"""A fixed set of chats that shows whether two tokenizers make the same prompts."""
+"""A fixed set of chats that shows whether two tokenizers produce the same prompts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PROBES: dict[str, ChatRequest] = {
 
 
 def prompt_fingerprint(tokenizer: TokenizerProtocol) -> str:
-    """Of each probe's ids the beginning of a sha-256 in hex, or "-" where the chat is refused, joined by commas."""
+    """Returns a prefix of the SHA-256 of each probe's ids in hex, or "-" where rejected, joined by commas."""
     return ",".join(_digest(tokenizer, chat) for chat in PROBES.values())
 
 
@@ -65,7 +65,7 @@ def _digest(tokenizer: TokenizerProtocol, chat: ChatRequest) -> str:
         ids = tokenizer.encode_chat(chat)
     except SluiceError:
         return REFUSED
-    except Exception:  # a user's class may fail in every way; requests will be told
-        log.warning("a tokenizer fails at a chat of the fixed set", exc_info=True)
+    except Exception:  # a custom class may raise anything; requests report it
+        log.warning("a tokenizer failed on a probe chat", exc_info=True)
         return REFUSED
     return hashlib.sha256(pack_u32(ids)).hexdigest()[:DIGEST_CHARS]

@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 class ModelRegistry:
     """Tokenizers by served name.
 
-    Args:
-        specs: the models.
-        load: makes a tokenizer; runs in a thread, once per model however many requests wait for it. A failed load is
-            tried again by the next request.
-        wait_s: longest that one caller waits for a load, seconds.
-
     A tokenizer that is replaced or removed is closed once the requests that use it have ended, see `using`.
 
+    Args:
+        specs: the models.
+        load: loads a tokenizer; runs in a thread, once per model however many requests wait for it. The next request
+            retries a failed load.
+        wait_s: maximum wait of one caller for a load, seconds.
+
     Attributes:
-        learn: waits, at most so many seconds, for a model that may become known by `add`; False when it will not.
+        learn: waits, at most the given seconds, for a model to be added with `add`; returns False when it will not be.
     """
 
     learn: Callable[[str, float], Awaitable[bool]] | None = None
@@ -44,18 +44,18 @@ class ModelRegistry:
         self._wait_s = wait_s
         self._loaded: dict[str, TokenizerProtocol] = {}
         self._loading: dict[str, asyncio.Future[TokenizerProtocol]] = {}
-        self._uses: dict[int, int] = {}  # by identity: a user's class need not be hashable
+        self._uses: dict[int, int] = {}  # by identity: a custom class need not be hashable
         self._retired: dict[int, TokenizerProtocol] = {}
         self._tasks = TaskOwner()
-        # Not the loop's own threads, for which the end of the process would wait.
+        # Not the loop's default executor, which would delay the exit of the process.
         self._threads = ThreadPoolExecutor(thread_name_prefix="load")
 
     def __iter__(self) -> Iterator[tuple[ModelSpec, TokenizerProtocol | None]]:
-        """All models by name, with their tokenizer where it is loaded."""
+        """Iterates over all models by name, with their tokenizer if loaded."""
         return ((spec, self._loaded.get(name)) for name, spec in self._specs.items())
 
     def spec(self, name: str) -> ModelSpec:
-        """What a name stands for; SluiceError(NOT_FOUND) lists the models that exist."""
+        """Returns the spec of a served name; raises SluiceError(NOT_FOUND) with the models that exist."""
         spec = self._specs.get(name)
         if spec is None:
             raise not_found(
@@ -66,32 +66,33 @@ class ModelRegistry:
         return spec
 
     async def get(self, name: str) -> TokenizerProtocol:
-        """The tokenizer, loading it if need be.
+        """Returns the tokenizer, loading it if necessary.
 
         Raises:
-            SluiceError: NOT_FOUND for an unknown model; UNAVAILABLE while the load takes longer than `wait_s`; what the
-                load raised.
+            SluiceError: NOT_FOUND for an unknown model; UNAVAILABLE when the load exceeds `wait_s`; the load's error.
         """
         if name not in self._specs and self.learn is not None:
             await self.learn(name, self._wait_s)
         tokenizer = self._loaded.pop(name, None)
         if tokenizer is not None:
-            self._loaded[name] = tokenizer  # as the last, see by_use
+            self._loaded[name] = tokenizer  # reinserted as the most recently used, see by_use
             return tokenizer
-        task = self._task(self.spec(name))
+        task = self._load_task(self.spec(name))
         try:
-            # One caller that gives up must not end the load for the others.
+            # Shielded: a caller that times out must not cancel the load for others.
             return await asyncio.wait_for(asyncio.shield(task), self._wait_s)
         except TimeoutError:
-            raise unavailable(f"The tokenizer of model {name} is still loading.", code="model_loading") from None
+            raise unavailable(
+                f"The tokenizer of model {name} is still loading; retry shortly.", code="model_loading"
+            ) from None
 
     def by_use(self) -> Sequence[str]:
-        """Names of the models that are loaded, the least recently used first."""
+        """Returns the names of the loaded models, least recently used first."""
         return tuple(self._loaded)
 
     async def add(self, spec: ModelSpec) -> None:
-        """Serves one more model, or a known one with other files, once it is loaded; raises what the load raised."""
-        tokenizer = await self._load_aside(spec)
+        """Adds a model, or replaces one with new files, once it is loaded; raises any error of the load."""
+        tokenizer = await self._load_in_thread(spec)
         before = self._loaded.get(spec.name)
         self._specs = dict(sorted({**self._specs, spec.name: spec}.items()))
         self._loaded[spec.name] = tokenizer
@@ -99,7 +100,7 @@ class ModelRegistry:
             self._retire(before)
 
     def remove(self, name: str) -> None:
-        """Serves a learned model no longer; unknown ones and those that the operator named are left alone."""
+        """Removes a discovered model; ignores unknown and configured ones."""
         spec = self._specs.get(name)
         if spec is None or not spec.learned:
             return
@@ -110,7 +111,7 @@ class ModelRegistry:
 
     @contextmanager
     def using(self, tokenizer: TokenizerProtocol) -> Iterator[TokenizerProtocol]:
-        """Keeps a tokenizer from being closed; to be entered where `get` returns, before anything is awaited."""
+        """Keeps a tokenizer from being closed; enter it right after `get` returns, before awaiting anything."""
         key = id(tokenizer)
         self._uses[key] = self._uses.get(key, 0) + 1
         try:
@@ -129,21 +130,21 @@ class ModelRegistry:
 
     def _close_later(self, tokenizer: TokenizerProtocol) -> None:
         del self._retired[id(tokenizer)]
-        self._tasks.spawn(_end(tokenizer), "end tokenizer")
+        self._tasks.spawn(_close(tokenizer), "end tokenizer")
 
     async def preload(self) -> None:
-        """Loads all models, however long it takes; raises what the first failing load raised."""
-        await asyncio.gather(*(self._task(spec) for spec in self._specs.values()))
+        """Loads all models, however long it takes; raises the error of the first load that fails."""
+        await asyncio.gather(*(self._load_task(spec) for spec in self._specs.values()))
 
-    def _load_aside(self, spec: ModelSpec) -> asyncio.Future[TokenizerProtocol]:
+    def _load_in_thread(self, spec: ModelSpec) -> asyncio.Future[TokenizerProtocol]:
         return asyncio.get_running_loop().run_in_executor(self._threads, self._timed_load, spec)
 
-    def _task(self, spec: ModelSpec) -> asyncio.Future[TokenizerProtocol]:
-        """The load that is under way, or a new one."""
+    def _load_task(self, spec: ModelSpec) -> asyncio.Future[TokenizerProtocol]:
+        """Returns the running load of a model, or starts one."""
         task = self._loading.get(spec.name)
         if task is None:
-            task = self._loading[spec.name] = self._load_aside(spec)
-            task.add_done_callback(lambda done: self._ended(spec, done))
+            task = self._loading[spec.name] = self._load_in_thread(spec)
+            task.add_done_callback(lambda done: self._on_loaded(spec, done))
         return task
 
     def _timed_load(self, spec: ModelSpec) -> TokenizerProtocol:
@@ -154,7 +155,7 @@ class ModelRegistry:
         log.info("tokenizer is loaded", extra={**fields, "seconds": round(perf_counter() - started, 2)})
         return tokenizer
 
-    def _ended(self, spec: ModelSpec, task: asyncio.Future[TokenizerProtocol]) -> None:
+    def _on_loaded(self, spec: ModelSpec, task: asyncio.Future[TokenizerProtocol]) -> None:
         del self._loading[spec.name]
         if task.cancelled():
             return
@@ -162,29 +163,29 @@ class ModelRegistry:
         if error is None:
             if self._specs.get(spec.name) is spec:
                 self._loaded[spec.name] = task.result()
-            else:  # other files took its place meanwhile, or it was removed
+            else:  # it was replaced or removed meanwhile
                 self._retire(task.result())
             return
         reason = error.message if isinstance(error, SluiceError) else type(error).__name__
-        log.warning("tokenizer cannot be loaded", extra={"model": spec.name, "reason": reason})
+        log.warning("tokenizer failed to load", extra={"model": spec.name, "reason": reason})
 
     async def close(self) -> None:
-        """Gives up what is still loading, whose thread ends with the process, and ends tokenizers that have an end."""
+        """Cancels running loads, whose threads end with the process, and closes the tokenizers."""
         tasks = list(self._loading.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for tokenizer in (*self._loaded.values(), *self._retired.values()):
-            await _end(tokenizer)
+            await _close(tokenizer)
         await self._tasks.close()
 
 
-async def _end(tokenizer: TokenizerProtocol | None) -> None:
-    """Closes a tokenizer that can be closed; an error of its own is logged."""
+async def _close(tokenizer: TokenizerProtocol | None) -> None:
+    """Closes a tokenizer if it supports that; logs its errors."""
     end = getattr(tokenizer, "close", None)
     if end is None:
         return
     try:
         await asyncio.to_thread(end)
-    except Exception:  # a user's class may fail in every way
-        log.exception("a tokenizer fails when it is closed")
+    except Exception:  # a custom class may raise anything
+        log.exception("closing a tokenizer failed")

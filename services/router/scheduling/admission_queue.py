@@ -182,7 +182,7 @@ class AdmissionQueues(Generic[T]):
         finally:
             del self._queues[model]
             for waiter in queue.waiters:  # only when this router stops
-                _fail(waiter, unavailable("This router replica is stopping; use another one.", code="stopping"))
+                _fail(waiter, unavailable("This router replica is stopping; retry on another one.", code="stopping"))
 
     async def _round(self, model: str, queue: _AdmissionQueue[T]) -> None:
         """Tries each waiting request once; of equal scopes, stops at the first failure."""

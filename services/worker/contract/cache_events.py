@@ -1,4 +1,4 @@
-"""What happens to an engine's prefix cache, told in block hashes all services agree on."""
+"""Changes of an engine's prefix cache, in the block hashes shared by all services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class CacheTier(IntEnum):
-    """Where a cached block lies; the numbers of `sluice.v1.CacheTier`."""
+    """The storage tier of a cached block; the values of `sluice.v1.CacheTier`."""
 
     DEVICE = 1
     HOST = 2
@@ -18,7 +18,7 @@ class CacheTier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Blocks that can be reused from now on; `hashes` is array("Q") of chained block hashes."""
+    """Blocks that have become reusable; `hashes` is an array("Q") of chained block hashes."""
 
     hashes: array[int]
     tier: CacheTier = CacheTier.DEVICE
@@ -26,7 +26,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks that cannot be reused any more."""
+    """Blocks that are no longer reusable."""
 
     hashes: array[int]
     tier: CacheTier = CacheTier.DEVICE
@@ -34,7 +34,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class CacheCleared:
-    """Every block on every tier is gone."""
+    """The removal of all blocks on all tiers."""
 
 
 KvEvent = BlocksStored | BlocksRemoved | CacheCleared
@@ -42,17 +42,17 @@ KvListener = Callable[[Sequence[KvEvent]], None]
 
 
 class KvEventSource:
-    """The events of one data-parallel rank; an engine publishes once per step, in order."""
+    """Publishes the cache events of one data-parallel rank, once per engine step, in order."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self._listeners: list[KvListener] = []
 
     def subscribe(self, listener: KvListener) -> None:
-        """Calls `listener` with the events of each step; it must neither raise nor block."""
+        """Registers a listener that is called with the events of each step; it must neither raise nor block."""
         self._listeners.append(listener)
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Tells every listener."""
+        """Passes events to every listener."""
         for listener in self._listeners:
             listener(events)

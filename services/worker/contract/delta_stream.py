@@ -1,4 +1,4 @@
-"""A sink that is read as a stream: the bridge from pushed tokens to an async iterator."""
+"""A sink that bridges pushed tokens to an async iterator of deltas."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class DeltaStream(Sink):
-    """Collects what one request says; tokens that arrive while the reader is busy come as one delta.
+    """Collects the output of one request; tokens pushed while the reader is busy are merged into one delta.
 
-    Bounded by the request: an engine never pushes more tokens than the context holds.
+    Memory is bounded by the context length: an engine pushes no more tokens than that.
 
     Attributes:
-        prompt_token_ids: told with the first tokens.
+        prompt_token_ids: included in the next delta.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class DeltaStream(Sink):
     ) -> None:
         self.end(Delta(finish_reason=reason, usage=usage, stop_token_id=stop_token_id, error=error, handoff=handoff))
 
-    def say(self, text: TextDelta) -> None:
-        """What tokens became."""
+    def push_text(self, text: TextDelta) -> None:
+        """Adds text produced from the tokens."""
         if self._text is None:
             self._text = text
         else:
@@ -63,12 +63,12 @@ class DeltaStream(Sink):
         self._ready.set()
 
     def end(self, terminal: Delta) -> None:
-        """Ends the stream with this delta."""
+        """Ends the stream with this terminal delta."""
         self._terminal = terminal
         self._ready.set()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Tokens as they come, then the terminal delta by itself."""
+        """Yields tokens and text as they arrive, then the terminal delta by itself."""
         while True:
             await self._ready.wait()
             self._ready.clear()

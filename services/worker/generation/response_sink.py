@@ -1,4 +1,4 @@
-"""One live request as the worker sees it, between the engine that computes it and the caller who reads it."""
+"""The sink of one running request, between the engine that generates its tokens and the caller that receives them."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ ANY_ID = 1 << 32
 
 
 class ContractViolation(Exception):
-    """An engine did what the contract forbids; raised into the engine in tests, where it must not be overlooked."""
+    """An engine broke its contract; raised into the engine in strict mode, for tests."""
 
 
 @dataclass(slots=True)
 class SinkParams:
-    """What the worker holds an engine to, and what it hears of a request.
+    """Callbacks and limits under which a sink accepts a request.
 
     Attributes:
-        vocab_size: token ids must be below it.
-        strict: raise what is wrong into the engine.
         on_end: called once, after the terminal delta.
-        on_broken: called with the rule that the engine broke; the request is to be failed.
-        seal: puts an engine's handoff into its envelope.
+        on_violation: called with the contract rule that the engine broke; must fail the request.
+        pack_handoff: wraps an engine's handoff and the span's traceparent into the handoff envelope.
+        vocab_size: exclusive upper bound of token ids.
+        strict: raise contract violations into the engine.
     """
 
     on_end: Callable[[ResponseSink, FinishReason, Usage], None]
-    on_broken: Callable[[ResponseSink, str], None]
-    seal: Callable[[bytes, str], bytes] = lambda payload, traceparent: payload
+    on_violation: Callable[[ResponseSink, str], None]
+    pack_handoff: Callable[[bytes, str], bytes] = lambda payload, traceparent: payload
     vocab_size: int = ANY_ID
     strict: bool = False
 
 
 class ResponseSink(Sink):
-    """A sink that holds an engine to its word: begin, pushes, exactly one finish, nothing after it.
+    """A sink that enforces the contract's call order: `begin`, any number of `push`, exactly one `finish`.
 
     Attributes:
-        context: set by the worker when it takes the request.
-        first_token_s: when the engine began to answer, monotonic seconds; None before.
-        delivered: tokens the caller got.
-        made_prompt: ids of a prompt that the worker made; the caller hears them with the first tokens.
+        context: set when the worker accepts the request.
+        first_token_s: when the engine called `begin`, monotonic seconds; None before.
+        delivered: number of tokens delivered to the caller.
+        prepared_prompt: ids of a prompt that the worker tokenized; the caller receives them with the first tokens.
     """
 
     def __init__(self) -> None:
@@ -62,45 +62,45 @@ class ResponseSink(Sink):
         self.started_s = time.monotonic()
         self.first_token_s: float | None = None
         self.delivered = 0
-        self.made_prompt: Sequence[int] = ()
+        self.prepared_prompt: Sequence[int] = ()
         self._state = WAITING
-        self._overruled = False  # the worker ended it; the engine may not know yet
+        self._overruled = False  # ended by the worker; the engine may still push until it handles the abort
         self._vocab_size = ANY_ID
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._traced = False
         self._span: GenerationSpan | None = None
-        self._terms: SinkParams | None = None
+        self._params: SinkParams | None = None
 
     @property
     def ended(self) -> bool:
-        """The terminal delta was delivered; whatever the engine still says is dropped."""
+        """Whether the terminal delta was delivered; later output of the engine is dropped."""
         return self._state == ENDED
 
     @property
     def overruled(self) -> bool:
-        """The worker ended it, not the engine."""
+        """Whether the worker ended the request instead of the engine."""
         return self._overruled
 
     def accept(
-        self, context: GenerateContext, prompt_tokens: int, terms: SinkParams, span: GenerationSpan | None
+        self, context: GenerateContext, prompt_tokens: int, params: SinkParams, span: GenerationSpan | None
     ) -> None:
-        """The worker takes the request; again, with more known, once it has made its prompt."""
+        """Binds the sink to an accepted request; called again once the worker has prepared its prompt."""
         self.context = context
         self._prompt_tokens = prompt_tokens
-        self._terms = terms
-        self._vocab_size = terms.vocab_size or ANY_ID
+        self._params = params
+        self._vocab_size = params.vocab_size or ANY_ID
         self._span = span
         self._traced = span is not None
 
     def refuse(self, error: SluiceError) -> None:
-        """The engine did not take the request; the caller hears it another way."""
+        """Ends the request without a terminal delta; the caller receives `error` by other means."""
         self._state = ENDED
         if self._span is not None:
             self._span.end(FinishReason.ERROR, Usage(), error, cancelled=False)
 
     def fail(self, error: SluiceError) -> None:
-        """The worker ends the request; what the engine says from now on does not matter."""
+        """Ends the request with `error` on behalf of the worker; later output of the engine is dropped."""
         self.context.cancelled = True
         if not self.ended:
             self._overruled = True
@@ -108,7 +108,7 @@ class ResponseSink(Sink):
             self._end(Delta(finish_reason=FinishReason.ERROR, usage=usage, error=error))
 
     def withdraw(self) -> None:
-        """The worker ends it as cancelled; the engine never had it."""
+        """Ends the request as cancelled before the engine received it."""
         self.context.cancelled = True
         if not self.ended:
             self._overruled = True
@@ -121,20 +121,20 @@ class ResponseSink(Sink):
             self._cached_tokens = cached_tokens
             self.deliver_first(cached_tokens, prompt_logprobs)
         elif not self._overruled:
-            self._broken("begins once" if self._state == BEGUN else "is silent after the end")
+            self._violation("begins once" if self._state == BEGUN else "is silent after the end")
 
     def admits(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> bool:
-        """Checks a push; False: drop it. Sinks call it for every push but the plainest kind."""
+        """Validates a push; returns False when it must be dropped. Subclasses may skip it for single plain tokens."""
         if self._overruled or not token_ids:
             return False
         if self._state == ENDED:
-            return self._broken("is silent after the end")
+            return self._violation("is silent after the end")
         if self._state == WAITING:
-            return self._broken("begins before it pushes")
+            return self._violation("begins before it pushes")
         if max(token_ids) >= self._vocab_size or min(token_ids) < 0:
-            return self._broken("gives ids of the vocabulary")
+            return self._violation("gives ids of the vocabulary")
         if logprobs and len(logprobs) != len(token_ids):
-            return self._broken("gives log-probabilities for every token of a push or for none")
+            return self._violation("gives log-probabilities for every token of a push or for none")
         if self._span is not None:
             self._span.tokens(len(token_ids))
         return True
@@ -150,10 +150,10 @@ class ResponseSink(Sink):
     ) -> None:
         if self._state == ENDED:
             if not self._overruled:
-                self._broken("ends a request once, not twice")
+                self._violation("ends a request once, not twice")
             return
-        if handoff and self._terms is not None:
-            handoff = self._terms.seal(handoff, self._span.traceparent if self._span is not None else "")
+        if handoff and self._params is not None:
+            handoff = self._params.pack_handoff(handoff, self._span.traceparent if self._span is not None else "")
         if reason is FinishReason.ERROR and error is None:
             error = internal("The engine failed on this request.")
         self._end(Delta((), reason, usage, stop_token_id=stop_token_id, error=error, handoff=handoff))
@@ -165,32 +165,32 @@ class ResponseSink(Sink):
         self.deliver_terminal(terminal)
         if self._span is not None:
             self._span.end(terminal.finish_reason, terminal.usage, terminal.error, self.context.cancelled)
-        if self._terms is not None:
-            self._terms.on_end(self, terminal.finish_reason, terminal.usage)
+        if self._params is not None:
+            self._params.on_end(self, terminal.finish_reason, terminal.usage)
 
-    def _broken(self, rule: str) -> bool:
-        log.error("the engine broke its contract: an engine %s", rule, extra={"request": self.context.request_id})
-        if self._terms is not None:
-            self._terms.on_broken(self, rule)
-            if self._terms.strict:
+    def _violation(self, rule: str) -> bool:
+        log.error("engine broke its contract: an engine %s", rule, extra={"request": self.context.request_id})
+        if self._params is not None:
+            self._params.on_violation(self, rule)
+            if self._params.strict:
                 raise ContractViolation(f"An engine {rule}.")
         return False
 
     @abstractmethod
     def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
-        """What comes with the first tokens."""
+        """Delivers what accompanies the first tokens."""
 
     @abstractmethod
     def deliver_text(self, text: TextDelta) -> None:
-        """What tokens became; before the terminal delta."""
+        """Delivers text produced from the tokens; never after the terminal delta."""
 
     @abstractmethod
     def deliver_terminal(self, delta: Delta) -> None:
-        """The last thing the caller hears."""
+        """Delivers the terminal delta, the last output of the request."""
 
 
 class StreamResponseSink(ResponseSink):
-    """A delivery that is read as a stream by one caller."""
+    """A sink that one caller reads as a stream of deltas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class StreamResponseSink(ResponseSink):
 
     def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
         self._stream.begin(cached_tokens, prompt_logprobs)
-        self._stream.prompt_token_ids = self.made_prompt
+        self._stream.prompt_token_ids = self.prepared_prompt
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
         if self.admits(token_ids, logprobs):
@@ -207,7 +207,7 @@ class StreamResponseSink(ResponseSink):
             self._stream.push(token_ids, logprobs)
 
     def deliver_text(self, text: TextDelta) -> None:
-        self._stream.say(text)
+        self._stream.push_text(text)
 
     def deliver_terminal(self, delta: Delta) -> None:
         self._stream.end(delta)

@@ -1,4 +1,4 @@
-"""What tokens became, on its way to the caller."""
+"""Text, reasoning and tool calls produced from tokens, on the way to the caller."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from services.postprocess.streams.output_batch import Batch
 
 @dataclass(slots=True)
 class TextDelta:
-    """The next part of one request's text.
+    """A part of one request's text.
 
     Attributes:
         events: text, reasoning and tool calls, in order.
-        tokens: what each token stands for, where the caller asked for it.
-        finish: how the text ended; on the last part.
+        tokens: the text of each token, if requested.
+        finish: how the text ended; None except in the last part.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -25,7 +25,7 @@ class TextDelta:
     finish: Finish | None = None
 
     def add(self, later: TextDelta) -> None:
-        """Appends the part that comes after this one."""
+        """Appends the following part."""
         self.events += later.events
         self.finish = later.finish or self.finish
         if self.tokens is None:
@@ -37,18 +37,18 @@ class TextDelta:
 
 
 def by_slot(batch: Batch | None) -> dict[int, TextDelta]:
-    """What a session said, by slot; nothing for None."""
-    said: dict[int, TextDelta] = {}
+    """Groups the output of a postprocess session by slot; empty for None."""
+    deltas: dict[int, TextDelta] = {}
     if batch is None:
-        return said
+        return deltas
     end = 0
     for slot, length in zip(batch.slots, batch.text_lengths, strict=True):
         start, end = end, end + length
-        said[slot] = TextDelta([Content(batch.text[start:end])])
+        deltas[slot] = TextDelta([Content(batch.text[start:end])])
     for slot, events in batch.events:
-        said.setdefault(slot, TextDelta()).events += events
+        deltas.setdefault(slot, TextDelta()).events += events
     for slot, tokens in batch.tokens:
-        said.setdefault(slot, TextDelta()).add(TextDelta(tokens=tokens))
+        deltas.setdefault(slot, TextDelta()).add(TextDelta(tokens=tokens))
     for slot, finish in batch.finishes:
-        said.setdefault(slot, TextDelta()).finish = finish
-    return said
+        deltas.setdefault(slot, TextDelta()).finish = finish
+    return deltas

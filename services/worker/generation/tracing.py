@@ -1,4 +1,4 @@
-"""The span of one generation: what the engine was asked, how fast it answered, and what it continues."""
+"""The trace span of one generation: its request, token pace, and links to earlier parts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from services.common.observability import telemetry
 from services.worker.contract.generation import FinishReason, GenerateRequest, Role, Usage
 
 LINK = "link"
-"""Key of a trace carrier: the traceparent of an earlier part of the same request."""
+"""Key of a trace carrier that holds the traceparent of an earlier part of the same request."""
 
 
 class GenerationSpan:
-    """`engine.generate`, from acceptance to the terminal delta; made only while tracing is on."""
+    """The `engine.generate` span, from acceptance to the terminal delta; created only while tracing is enabled."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -29,20 +29,20 @@ class GenerationSpan:
 
     @property
     def traceparent(self) -> str:
-        """W3C header value that others can link to."""
+        """The W3C traceparent header value, for links from other spans."""
         return self.carrier.get("traceparent", "")
 
     @property
     def carrier(self) -> dict[str, str]:
-        """W3C headers with which others become its children."""
+        """The W3C headers that make other spans children of this one."""
         return telemetry.headers(self._span)
 
     def active(self) -> AbstractContextManager[None]:
-        """Returns a block in which it is the current span, also of tasks that are created in the block."""
+        """Returns a context manager that makes this the current span, also for tasks created inside."""
         return telemetry.activate(self._span)
 
     def tokens(self, count: int) -> None:
-        """Tokens came together."""
+        """Records that `count` tokens arrived together."""
         now = time.monotonic()
         if not self._first_s:
             self._first_s = now
@@ -51,7 +51,7 @@ class GenerationSpan:
         self._last_s = now
 
     def end(self, reason: FinishReason, usage: Usage, error: SluiceError | None, cancelled: bool) -> None:
-        """The terminal delta is out."""
+        """Ends the span with the outcome of the generation."""
         span = self._span
         span.set_attributes(
             {
@@ -60,7 +60,7 @@ class GenerationSpan:
                 "input_tokens": usage.prompt_tokens,
                 "cached_tokens": usage.cached_tokens,
                 "output_tokens": usage.completion_tokens,
-                **self._pace(),
+                **self._latencies(),
             }
         )
         if error is not None:
@@ -68,32 +68,32 @@ class GenerationSpan:
             telemetry.fail_span(span, error.message)
         span.end()
 
-    def _pace(self) -> dict[str, float]:
-        pace = {"ttft_ms": (self._first_s - self._started_s) * 1e3} if self._first_s else {}
+    def _latencies(self) -> dict[str, float]:
+        latencies = {"ttft_ms": (self._first_s - self._started_s) * 1e3} if self._first_s else {}
         if self._gaps_ms:
             gaps = sorted(self._gaps_ms)
-            pace["inter_token_ms_avg"] = sum(gaps) / len(gaps)
-            pace["inter_token_ms_p50"] = gaps[len(gaps) // 2]
-            pace["inter_token_ms_p99"] = gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)]
-            pace["inter_token_ms_max"] = gaps[-1]
-        return pace
+            latencies["inter_token_ms_avg"] = sum(gaps) / len(gaps)
+            latencies["inter_token_ms_p50"] = gaps[len(gaps) // 2]
+            latencies["inter_token_ms_p99"] = gaps[min(int(len(gaps) * 0.99), len(gaps) - 1)]
+            latencies["inter_token_ms_max"] = gaps[-1]
+        return latencies
 
 
 def open_span(
-    request: GenerateRequest, role: Role, trace: Mapping[str, str], handed_over_by: str = ""
+    request: GenerateRequest, role: Role, trace: Mapping[str, str], prefill_traceparent: str = ""
 ) -> GenerationSpan | None:
-    """The span of a request; None while tracing is off.
+    """Starts the span of a request; returns None while tracing is disabled.
 
     Args:
-        trace: carrier of the caller's span; under `LINK` the traceparent of an earlier part, after a migration.
-        handed_over_by: traceparent of the prefill.
+        trace: carrier of the caller's span; after a migration, `LINK` holds the traceparent of the earlier part.
+        prefill_traceparent: traceparent of the prefill span, for a decode request.
     """
     if not telemetry.tracing():
         return None
     span = telemetry.start_span(
         "engine.generate",
         {key: value for key, value in trace.items() if key != LINK},
-        links=[link for link in (handed_over_by, trace.get(LINK, "")) if link],
+        links=[link for link in (prefill_traceparent, trace.get(LINK, "")) if link],
         request_id=request.request_id,
         model=request.model,
         role=role.name.lower(),

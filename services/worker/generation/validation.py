@@ -1,4 +1,4 @@
-"""Refuses requests that can never work, before an engine sees them."""
+"""Rejects invalid and unsupported requests before they reach the engine."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 def validate(request: GenerateRequest, config: EngineConfig) -> None:
-    """Raises SluiceError naming the field at fault when this worker cannot run the request."""
+    """Raises SluiceError with the offending field when this worker cannot run the request."""
     if not request.request_id:
-        raise invalid("request_id is empty; it must be unique among all requests alive.", param="request_id")
+        raise invalid("request_id is empty; set one that is unique among all running requests.", param="request_id")
     _validate_model(request.model, request.lora, config)
     _validate_prompt(request, config)
     _validate_stop(request)
@@ -47,11 +47,7 @@ def validate(request: GenerateRequest, config: EngineConfig) -> None:
 
 
 def validate_grammar_size(guided: StructuredOutput, budget: Budget) -> None:
-    """Refuses a constraint that is too long, before it is parsed.
-
-    Raises:
-        SluiceError: INVALID_ARGUMENT.
-    """
+    """Raises SluiceError (INVALID_ARGUMENT) when a grammar exceeds the budget; call it before parsing the grammar."""
     texts = [guided.grammar] if isinstance(guided.grammar, str) else guided.grammar
     if sum(map(len, texts)) > budget.limit:
         raise budget.refuse(
@@ -62,14 +58,14 @@ def validate_grammar_size(guided: StructuredOutput, budget: Budget) -> None:
 def validate_embedding(
     model: str, lora: str, inputs: Sequence[array[int]], dimensions: int, config: EngineConfig
 ) -> None:
-    """The same for token sequences to embed."""
+    """Raises SluiceError with the offending field when this worker cannot embed the inputs."""
     _validate_model(model, lora, config)
     require(Capability.EMBEDDINGS, config, "model")
     if lora:
         require(Capability.LORA, config, "lora")
     if not 1 <= len(inputs) <= MOST_EMBEDDED:
         raise invalid(
-            f"Between 1 and {MOST_EMBEDDED} inputs can be embedded at once, not {len(inputs)}.", param="input"
+            f"The request has {len(inputs)} inputs to embed; send between 1 and {MOST_EMBEDDED}.", param="input"
         )
     for token_ids in inputs:
         _validate_tokens(token_ids, config, "input")
@@ -85,12 +81,16 @@ def _validate_model(model: str, lora: str, config: EngineConfig) -> None:
             code="model_not_found",
         )
     if lora and lora not in config.adapters:
-        raise not_found(f"LoRA adapter {lora!r} is not loaded.", param="lora", code="adapter_not_found")
+        raise not_found(
+            f"LoRA adapter {lora!r} is not loaded; load it, or choose another one.",
+            param="lora",
+            code="adapter_not_found",
+        )
 
 
 def _validate_prompt(request: GenerateRequest, config: EngineConfig) -> None:
     if request.text is not None or request.messages_json is not None:
-        _validate_unmade(request)  # the ids are made later, and the capability for that is asked for below
+        _validate_untokenized(request)  # tokenized later; the capability for that is checked below
         return
     if request.embeds is not None:
         _validate_embeds(request.embeds, config)
@@ -98,19 +98,19 @@ def _validate_prompt(request: GenerateRequest, config: EngineConfig) -> None:
     _validate_tokens(request.token_ids, config, "prompt")
     _validate_fits(len(request.token_ids), config, "prompt", room=1)
     if request.resumed_tokens >= len(request.token_ids):
-        raise invalid("resumed_tokens must leave at least one token of the prompt.", param="resumed_tokens")
+        raise invalid("resumed_tokens must be less than the number of prompt tokens.", param="resumed_tokens")
 
 
-def validate_made_prompt(token_ids: array[int], config: EngineConfig, param: str) -> None:
-    """Raises SluiceError naming the field when ids that the worker made of it cannot be run."""
+def validate_prepared_prompt(token_ids: array[int], config: EngineConfig, param: str) -> None:
+    """Raises SluiceError for `param` when the engine cannot run the token ids that the worker produced from it."""
     _validate_tokens(token_ids, config, param)
     _validate_fits(len(token_ids), config, param, room=1)
 
 
-def _validate_unmade(request: GenerateRequest) -> None:
+def _validate_untokenized(request: GenerateRequest) -> None:
     if request.resumed_tokens:
         raise invalid(
-            "resumed_tokens needs a prompt of token ids: those of the first delta and what was generated since.",
+            "resumed_tokens requires a prompt of token ids: the prompt's from the first delta, then those generated.",
             param="resumed_tokens",
         )
 
@@ -130,9 +130,9 @@ def _validate_tokens(token_ids: array[int], config: EngineConfig, param: str) ->
 
 def _validate_fits(length: int, config: EngineConfig, param: str, room: int) -> None:
     if config.context_length and length + room > config.context_length:
-        more = "; with at least one token to generate it does" if room else ", which does"
+        needed = ", and at least one must be generated" if room else ""
         raise invalid(
-            f"The {param} has {length} tokens{more} not fit into the context of {config.context_length}.",
+            f"The {param} has {length} tokens{needed}; the context length is {config.context_length}. Shorten it.",
             param=param,
             code="context_length_exceeded",
         )
@@ -145,7 +145,7 @@ def _validate_stop(request: GenerateRequest) -> None:
     if stop.max_tokens < 1:
         raise invalid("max_tokens must be at least 1.", param="max_tokens")
     if stop.min_tokens > stop.max_tokens:
-        raise invalid("min_tokens must not be above max_tokens.", param="min_tokens")
+        raise invalid("min_tokens must be at most max_tokens.", param="min_tokens")
 
 
 def _validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
@@ -158,26 +158,26 @@ def _validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         if getattr(sampling, name) == 0:
             raise invalid(f"{name} must be above 0.", param=name)
     if sampling.top_k is not None and sampling.top_k < -1:
-        raise invalid("top_k must be at least 1; 0 or -1 for no limit.", param="top_k")
+        raise invalid("top_k must be at least 1, or 0 or -1 for no limit.", param="top_k")
     if any(not -100 <= bias <= 100 for bias in sampling.logit_bias.values()):
         raise invalid("logit_bias values must be between -100 and 100.", param="logit_bias")
     _validate_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
     _validate_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
     for word in sampling.bad_words:
         if not word:
-            raise invalid("bad_words has an empty word.", param="bad_words")
+            raise invalid("bad_words must not contain an empty word.", param="bad_words")
         _validate_ids(word, vocab_size, "bad_words")
 
 
 def _validate_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
     if vocab_size and any(token_id >= vocab_size for token_id in token_ids):
-        raise invalid(f"{name} names token ids outside the vocabulary of {vocab_size}.", param=name)
+        raise invalid(f"{name} has token ids outside the vocabulary; ids are below {vocab_size}.", param=name)
 
 
 def _validate_output(request: GenerateRequest) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(request, name) or 0) > MOST_LOGPROBS:
-            raise invalid(f"{name} can be {MOST_LOGPROBS} at most.", param=name)
+            raise invalid(f"{name} must be at most {MOST_LOGPROBS}.", param=name)
     if request.guided is not None:
         _validate_guided(request.guided)
 
@@ -186,7 +186,7 @@ def _validate_placement(request: GenerateRequest, config: EngineConfig) -> None:
     rank = request.data_parallel_rank
     if rank is not None and rank >= config.data_parallel_size:
         raise invalid(
-            f"data_parallel_rank {rank} does not exist; this worker has {config.data_parallel_size}.",
+            f"data_parallel_rank {rank} does not exist; ranks are below {config.data_parallel_size}.",
             param="data_parallel_rank",
         )
     _validate_role(request, config)
@@ -194,12 +194,12 @@ def _validate_placement(request: GenerateRequest, config: EngineConfig) -> None:
 
 def _validate_role(request: GenerateRequest, config: EngineConfig) -> None:
     role = Role.AGGREGATED if request.disaggregation is None else request.disaggregation.role
-    alone = config.role is Role.AGGREGATED or Capability.LOCAL_PREFILL in config.capabilities
-    if role is not config.role and not (role is Role.AGGREGATED and alone):
+    can_aggregate = config.role is Role.AGGREGATED or Capability.LOCAL_PREFILL in config.capabilities
+    if role is not config.role and not (role is Role.AGGREGATED and can_aggregate):
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"This worker plays the {config.role.name.lower()} part only, and the request asks for the "
-            f"{role.name.lower()} one.",
+            f"This worker has the {config.role.name.lower()} role and cannot run a {role.name.lower()} request; send "
+            "it to another worker.",
             param="disaggregation",
             code="wrong_role",
         )
@@ -208,9 +208,9 @@ def _validate_role(request: GenerateRequest, config: EngineConfig) -> None:
 def _validate_guided(guided: StructuredOutput) -> None:
     if guided.kind == "choice":
         if not guided.grammar or not all(guided.grammar):
-            raise invalid("A choice needs at least one text, and no empty one.", param="response_format")
+            raise invalid("A choice needs at least one text, and none may be empty.", param="response_format")
     elif guided.kind != "json_object" and not guided.grammar:
-        raise invalid(f"The {guided.kind} of guided decoding is empty.", param="response_format")
+        raise invalid(f"The {guided.kind} of response_format is empty.", param="response_format")
     if guided.kind in ("json_schema", "structural_tag"):
         _validate_json(guided)
 
@@ -219,7 +219,7 @@ def _validate_json(guided: StructuredOutput) -> None:
     try:
         document = json.loads(str(guided.grammar))
     except (ValueError, RecursionError) as error:
-        raise invalid(f"The {guided.kind} is not JSON.", param="response_format") from error
+        raise invalid(f"The {guided.kind} is not valid JSON.", param="response_format") from error
     if not isinstance(document, dict | bool):
         raise invalid(f"The {guided.kind} must be a JSON object.", param="response_format")
 
@@ -231,12 +231,12 @@ def _validate_capabilities(request: GenerateRequest, config: EngineConfig) -> No
 
 
 def require(capability: str, config: EngineConfig, param: str) -> None:
-    """Raises SluiceError(FAILED_PRECONDITION) naming the field when the engine does not have the capability."""
+    """Raises SluiceError (FAILED_PRECONDITION) for `param` when the engine lacks the capability."""
     if capability not in config.capabilities:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"The {config.engine or 'hosted'} engine does not have the capability '{capability}'; leave out {param} "
-            "or use another engine.",
+            f"The {config.engine or 'custom'} engine does not support the capability '{capability}'; omit {param} or "
+            "use another engine.",
             param=param,
             code="unsupported_by_engine",
         )

@@ -1,1 +1,1 @@
-"""KV events of real engines: decoded, put in order, and told again in block hashes all services agree on."""
+"""KV-cache events of engines: decoding, ordering, and translation to the block hashes shared by all services."""

@@ -1,4 +1,4 @@
-"""What is known about the engine's blocks: their hashes in everyone's scheme, and on which tiers they lie."""
+"""The engine's blocks: the Sluice block hashes they correspond to, and the tiers that hold them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BlockKey = tuple[int, EngineHash]
 
 
 class BlockRun:
-    """Blocks of ours that are there as long as all of some engine blocks are.
+    """Sluice blocks that are cached while all of the engine blocks they consist of are.
 
-    One engine block makes one or several of ours, or, where the engine's blocks are smaller, several make one.
+    One engine block corresponds to one or several Sluice blocks; smaller engine blocks share one.
     """
 
     __slots__ = ("hashes", "members")
@@ -27,8 +27,8 @@ class BlockRun:
         self.hashes = hashes
         self.members = members
 
-    def lies_on(self, tier: CacheTier) -> bool:
-        """Whether every engine block it needs is on a tier."""
+    def is_on(self, tier: CacheTier) -> bool:
+        """Whether every engine block of the run is on a tier."""
         return all(member.copies[tier] for member in self.members)
 
 
@@ -37,14 +37,15 @@ class Block:
 
     Attributes:
         seed_names: adapter and salt of its sequence.
-        tail: hash of the last whole block of ours up to here; None before the first.
-        rest: packed ids after that one.
-        hashable: False when its content is more than tokens; neither are blocks after it.
-        copies: how many there are on each tier.
-        spans: those it is a member of.
+        tail: hash of the last complete Sluice block up to here; None before the first.
+        rest: packed token ids after that block.
+        hashable: whether its content, and that of all its predecessors, consists of tokens only.
+        unfinished: engine blocks that hold the ids in `rest`.
+        copies: number of copies on each tier.
+        runs: the block runs it is a member of.
     """
 
-    __slots__ = ("copies", "hashable", "key", "parent", "rest", "seed_names", "spans", "tail", "unfinished")
+    __slots__ = ("copies", "hashable", "key", "parent", "rest", "runs", "seed_names", "tail", "unfinished")
 
     def __init__(self, key: BlockKey, parent: Block | None, seed_names: tuple[str, str], hashable: bool) -> None:
         self.key = key
@@ -55,18 +56,18 @@ class Block:
         self.rest: bytes = parent.rest if parent else b""
         self.unfinished: tuple[Block, ...] = parent.unfinished if parent else ()
         self.copies: Counter[CacheTier] = Counter()
-        self.spans: list[BlockRun] = []
+        self.runs: list[BlockRun] = []
 
     def fill(self, token_ids: array[int], block_size: int) -> None:
-        """Works out which blocks of ours end within these tokens, which follow those of the parent."""
+        """Computes the Sluice blocks that end within these tokens, which follow the parent's."""
         packed = self.rest + pack_u32(token_ids)
         hashes = block_hashes(packed, block_size, *self.seed_names, parent=self.tail)
         members = (*self.unfinished, self)
         if hashes:
             self.tail = hashes[-1]
-            span = BlockRun(hashes, members)
+            run = BlockRun(hashes, members)
             for member in members:
-                member.spans.append(span)
+                member.runs.append(run)
         self.rest = packed[len(hashes) * block_size * 4 :]
         if not self.rest:
             self.unfinished = ()
@@ -74,62 +75,59 @@ class Block:
             self.unfinished = (self,) if hashes else members
 
     def unlink(self) -> None:
-        """Forgets the spans it is part of, for it will never be there again."""
-        for span in self.spans:
-            for member in span.members:
+        """Removes its runs from all members, because the block will never be cached again."""
+        for run in self.runs:
+            for member in run.members:
                 if member is not self:
-                    member.spans.remove(span)
-        self.spans = []
+                    member.runs.remove(run)
+        self.runs = []
 
 
 class BlockTable:
-    """Every block that lies somewhere, and the latest ones that do not any more.
+    """Holds every cached block and the most recently removed ones.
 
-    An offloaded copy may be reported after its original is gone, and without its tokens; and a block may return.
+    Removed blocks are retained because an offloaded copy may be reported after its original was removed, and without
+    its tokens, and because a block may be stored again.
 
     Args:
-        keep_gone: how many blocks that lie nowhere are remembered.
+        keep_gone: number of removed blocks to retain.
     """
 
     def __init__(self, keep_gone: int) -> None:
-        self._keep_gone = keep_gone
-        self._present: dict[BlockKey, Block] = {}
-        self._gone: OrderedDict[BlockKey, Block] = OrderedDict()
+        self._keep_removed = keep_gone
+        self._cached: dict[BlockKey, Block] = {}
+        self._removed: OrderedDict[BlockKey, Block] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._present)
+        return len(self._cached)
 
     def __iter__(self) -> Iterator[Block]:
-        return iter(self._present.values())
+        return iter(self._cached.values())
 
     def find(self, key: BlockKey) -> Block | None:
-        """A block that is remembered, wherever it lies."""
-        return self._present.get(key) or self._gone.get(key)
+        """Returns a cached or retained block; None if unknown."""
+        return self._cached.get(key) or self._removed.get(key)
 
-    def is_present(self, key: BlockKey) -> bool:
-        """Whether the block lies on some tier."""
-        return key in self._present
-
-    def settle(self, block: Block) -> None:
-        """Files a block by whether it lies anywhere."""
+    def update(self, block: Block) -> None:
+        """Classifies a block as cached or removed after its copies have changed."""
         if block.copies.total():
-            self._gone.pop(block.key, None)
-            self._present[block.key] = block
+            self._removed.pop(block.key, None)
+            self._cached[block.key] = block
             return
-        self._present.pop(block.key, None)
-        self._gone[block.key] = block
-        self._gone.move_to_end(block.key)
-        while len(self._gone) > self._keep_gone:
-            _, oldest = self._gone.popitem(last=False)
+        self._cached.pop(block.key, None)
+        self._removed[block.key] = block
+        self._removed.move_to_end(block.key)
+        while len(self._removed) > self._keep_removed:
+            _, oldest = self._removed.popitem(last=False)
             oldest.unlink()
 
-    def forget_copies(self) -> None:
-        """Nothing lies anywhere any more; what blocks mean stays known."""
-        for block in list(self._present.values()):
+    def remove_copies(self) -> None:
+        """Marks every block as removed; retains their hashes."""
+        for block in list(self._cached.values()):
             block.copies.clear()
-            self.settle(block)
+            self.update(block)
 
     def clear(self) -> None:
-        """Forgets everything."""
-        self._present.clear()
-        self._gone.clear()
+        """Removes all blocks, including the retained ones."""
+        self._cached.clear()
+        self._removed.clear()

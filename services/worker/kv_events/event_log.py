@@ -1,4 +1,4 @@
-"""The worker's own account of one rank's cache: what is in it now, and the numbered batches that led there."""
+"""The log of one rank's cache: its current blocks, and the numbered event batches that led to them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ BATCH_HASHES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class NumberedBatch:
-    """Events that travel together; numbers start at 1 in an epoch and have no holes."""
+    """Events sent together; sequence numbers start at 1 in each epoch and have no gaps."""
 
     sequence: int
     events: Sequence[KvEvent]
 
 
 class KvEventLog:
-    """Follows one event source for the life of the process.
+    """Records the events of one source.
 
-    Events collect in an open batch until someone takes it, so that engine steps faster than the connection share a
-    message. Memory is bounded by the cache itself (the mirror) and by the backlog.
+    Events accumulate in an open batch until it is read, so that engine steps faster than the connection share a
+    message. Memory is bounded by the size of the cache and of the backlog.
 
     Attributes:
         rank: data-parallel rank.
-        sequence: of the last closed batch; 0 before the first.
+        sequence: number of the last closed batch; 0 before the first.
         on_change: called after events were recorded.
     """
 
@@ -37,13 +37,13 @@ class KvEventLog:
         self.rank = rank
         self.sequence = 0
         self.on_change: Callable[[], None] = lambda: None
-        self._mirror: dict[CacheTier, set[int]] = {}
+        self._blocks: dict[CacheTier, set[int]] = {}
         self._backlog: deque[NumberedBatch] = deque(maxlen=BACKLOG_BATCHES)
         self._open: list[KvEvent] = []
         self._open_hashes = 0
 
     def record(self, events: Sequence[KvEvent]) -> None:
-        """Takes the events of one engine step."""
+        """Records the events of one engine step."""
         for event in events:
             self._apply(event)
             self._append(event)
@@ -52,7 +52,7 @@ class KvEventLog:
         self.on_change()
 
     def batches_after(self, sequence: int) -> list[NumberedBatch] | None:
-        """Every batch after a sequence number, oldest first; None when it cannot be told from the backlog."""
+        """Returns all batches after a sequence number, oldest first; None when the backlog lacks some of them."""
         self._close_batch()
         if sequence == self.sequence:
             return []
@@ -61,22 +61,22 @@ class KvEventLog:
         return [batch for batch in self._backlog if batch.sequence > sequence]
 
     def snapshot(self) -> dict[CacheTier, array[int]]:
-        """Block hashes by tier, exactly as after `sequence`; tiers without blocks are left out."""
+        """Returns the block hashes by tier as of `sequence`; tiers without blocks are omitted."""
         self._close_batch()
-        return {tier: array("Q", hashes) for tier, hashes in self._mirror.items() if hashes}
+        return {tier: array("Q", hashes) for tier, hashes in self._blocks.items() if hashes}
 
     def _apply(self, event: KvEvent) -> None:
         if isinstance(event, BlocksStored):
-            self._mirror.setdefault(event.tier, set()).update(event.hashes)
+            self._blocks.setdefault(event.tier, set()).update(event.hashes)
         elif isinstance(event, BlocksRemoved):
-            self._mirror.setdefault(event.tier, set()).difference_update(event.hashes)
+            self._blocks.setdefault(event.tier, set()).difference_update(event.hashes)
         else:
-            self._mirror.clear()
+            self._blocks.clear()
 
     def _append(self, event: KvEvent) -> None:
         last = self._open[-1] if self._open else None
         if isinstance(event, CacheCleared):
-            self._open[:] = [event]  # what came before is gone with it
+            self._open[:] = [event]  # supersedes all earlier events
             self._open_hashes = 0
             return
         self._open_hashes += len(event.hashes)
@@ -93,6 +93,6 @@ class KvEventLog:
 
 
 def chunks(hashes: array[int], size: int) -> Iterator[array[int]]:
-    """Pieces of at most `size` hashes; one empty piece when there are none."""
+    """Yields pieces of at most `size` hashes; one empty piece for no hashes."""
     for start in range(0, max(len(hashes), 1), size):
         yield hashes[start : start + size]

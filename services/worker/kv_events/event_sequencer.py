@@ -1,4 +1,4 @@
-"""Puts an engine's numbered batches in order: finds gaps, asks for replays, and never lets a replay overtake."""
+"""Orders an engine's numbered event batches, detects gaps, and merges replayed batches with live ones."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ from services.worker.metrics import EVENT_GAPS, EVENT_LOSSES, EVENT_ORPHANS
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 16_384
-REMEMBERED = 16_384
+MAX_HELD = 16_384
+MAX_TIMES = 16_384
 REBUILD_EVERY = 1_000
 
 
 @cache
 def _counters() -> tuple[Counter, Counter, Counter]:
-    """Shared by the followers of all ranks."""
+    """Returns the counters, which the sequencers of all ranks share."""
     return Counter(EVENT_GAPS), Counter(EVENT_LOSSES), Counter(EVENT_ORPHANS)
 
 
 class EventSequencer:
-    """The order of one rank's batches, without any input or output of its own.
+    """Orders the batches of one rank; performs no I/O.
 
-    Whoever reads the engine calls `live`; when `replay_from` is set, asks the engine for everything from that number
-    on and calls `replayed` for each batch and `replay_ended`. Live batches wait meanwhile.
+    The reader of the engine's events calls `live` for each batch. While `replay_from` is set, it must request all
+    batches from that number on, call `replayed` for each of them, and then `replay_ended`; live batches are held
+    meanwhile.
 
     Args:
-        translator: of the same rank.
-        publish: takes what the batches mean.
-        can_replay: the engine can be asked; otherwise a gap is a loss at once.
+        translator: translator of the same rank.
+        publish: called with the translated events.
+        can_replay: whether the engine can replay batches; otherwise a gap is a loss.
 
     Attributes:
         expected: number of the next batch.
-        replay_from: what to ask the engine for; None: nothing is missing.
-        losses: gaps that could not be filled; the mirror has holes since the last one.
+        replay_from: first batch to request from the engine; None: none is missing.
+        losses: number of gaps that could not be filled; after one, the known cache may be incomplete.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class EventSequencer:
         self._translator = translator
         self._publish = publish
         self._can_replay = can_replay
-        self._waiting: deque[tuple[int, EngineBatch]] = deque(maxlen=MOST_WAITING)
+        self._held: deque[tuple[int, EngineBatch]] = deque(maxlen=MAX_HELD)
         self._times: OrderedDict[int, float] = OrderedDict()
         self._rebuilds = False
         self._joins = False
@@ -61,17 +62,17 @@ class EventSequencer:
         self._gaps, self._lost, self._orphaned = _counters()
 
     def live(self, sequence: int, batch: EngineBatch) -> None:
-        """A batch as the engine published it.
+        """Accepts a batch that the engine has published.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when the engine's block size does not go together with ours from the start;
-                so do `replayed` and `replay_ended`.
+            SluiceError: INVALID_ARGUMENT when the engine's block size is incompatible with the configured one from the
+                start; `replayed` and `replay_ended` raise it as well.
         """
         if self._joins:
             self._joins = False
             self.expected = sequence
         if self.replay_from is not None:
-            self._waiting.append((sequence, batch))
+            self._held.append((sequence, batch))
         elif sequence == self.expected:
             self._apply(sequence, batch)
         elif sequence > self.expected:
@@ -80,70 +81,70 @@ class EventSequencer:
             self._restart(sequence, batch)
 
     def check(self) -> None:
-        """Asks for what may have been missed at the end, when nothing was heard for a while."""
+        """Requests a replay from `expected`, to detect batches lost before an idle period."""
         if self._can_replay and self.replay_from is None:
             self.replay_from = self.expected
 
     def replayed(self, sequence: int, batch: EngineBatch) -> None:
-        """A batch that was asked for."""
+        """Accepts a replayed batch."""
         if self._rebuilds:
             self._rebuilds = False
             if sequence == 0:
-                self._begin_again()
+                self._reset()
         if sequence < self.expected:
             return
         if sequence > self.expected:
-            self._lose(f"the engine remembers nothing before batch {sequence}")
+            self._lose(f"the engine has no batches before {sequence}")
             self.expected = sequence
         self._apply(sequence, batch)
 
     def replay_ended(self) -> None:
-        """The engine has said everything it was asked for, or has not answered."""
-        asked, self.replay_from, self._rebuilds = self.replay_from, None, False
-        waiting, self._waiting = self._waiting, deque(maxlen=MOST_WAITING)
-        if waiting and asked == self.expected < waiting[0][0]:
-            self._lose("the engine does not replay them")
-            self.expected = waiting[0][0]
-        for sequence, batch in waiting:
+        """Ends a replay, whether it was complete or failed, and processes the held live batches."""
+        requested, self.replay_from, self._rebuilds = self.replay_from, None, False
+        held, self._held = self._held, deque(maxlen=MAX_HELD)
+        if held and requested == self.expected < held[0][0]:
+            self._lose("the engine did not replay them")
+            self.expected = held[0][0]
+        for sequence, batch in held:
             self.live(sequence, batch)
 
     def begin_at(self, sequence: int) -> None:
-        """A snapshot follows that starts with this number: nothing of before counts any more."""
-        self._begin_again()
+        """Discards all state before a snapshot that starts with this batch."""
+        self._reset()
         self.expected = sequence
 
     def join(self) -> None:
-        """The next batch is the first one that can be had, whatever its number; nothing was claimed before."""
+        """Continues with the next batch, whatever its number, on the first connection to the engine."""
         self._translator.heal()
         self._joins = True
 
     def interrupted(self) -> None:
-        """The engine goes on where it is now, and nobody knows what was missed before."""
-        self._lose("the engine does not say what happened meanwhile")
+        """Continues with the next batch, whatever its number, after a lost connection to the engine."""
+        self._lose("the connection to the engine was interrupted")
         self._joins = True
 
     def unreadable(self, sequence: int) -> None:
-        """A batch that says nothing we understand."""
-        self._lose(f"batch {sequence} cannot be read")
+        """Skips a batch that cannot be decoded."""
+        self._lose(f"batch {sequence} cannot be decoded")
         self.expected = max(self.expected, sequence + 1)
 
     def _gap(self, sequence: int, batch: EngineBatch) -> None:
         self._gaps.add(1)
         if self._can_replay:
-            log.info("KV events are missing", extra={"from": self.expected, "to": sequence})
+            log.info("gap in KV events", extra={"from": self.expected, "to": sequence})
             self.replay_from = self.expected
-            self._waiting.append((sequence, batch))
+            self._held.append((sequence, batch))
             return
         self._lose("this engine cannot replay them")
         self.expected = sequence
         self._apply(sequence, batch)
 
     def _restart(self, sequence: int, batch: EngineBatch) -> None:
-        log.warning("the engine counts its KV events anew", extra={"expected": self.expected, "found": sequence})
-        self._begin_again()
+        log.warning("engine restarted its KV event sequence", extra={"expected": self.expected, "found": sequence})
+        self._reset()
         self.live(sequence, batch)
 
-    def _begin_again(self) -> None:
+    def _reset(self) -> None:
         self.expected = 0
         self._times.clear()
         self._publish(self._translator.reset())
@@ -151,7 +152,7 @@ class EventSequencer:
     def _lose(self, why: str) -> None:
         self.losses += 1
         self._lost.add(1)
-        log.warning("KV events are lost: %s", why)
+        log.warning("KV events were lost: %s", why)
         self._publish(self._translator.lose())
 
     def _apply(self, sequence: int, batch: EngineBatch) -> None:
@@ -159,7 +160,7 @@ class EventSequencer:
         events = self._translated(sequence, batch)
         self.expected = sequence + 1
         self._times[sequence] = batch.time
-        if len(self._times) > REMEMBERED:
+        if len(self._times) > MAX_TIMES:
             self._times.popitem(last=False)
         if events:
             self._publish(events)
@@ -169,7 +170,7 @@ class EventSequencer:
             self._consider_rebuild()
 
     def _translated(self, sequence: int, batch: EngineBatch) -> Sequence[KvEvent]:
-        """What a batch means; one that makes no sense is lost, because a worker outlives a strange event."""
+        """Translates a batch; one that cannot be translated is lost and does not end the worker."""
         try:
             return self._translator.apply(batch.events)
         except SluiceError:
@@ -177,14 +178,14 @@ class EventSequencer:
         except MalformedEvents as error:
             log.warning("%s", error)
         except Exception:
-            log.exception("a batch of KV events cannot be translated")
+            log.exception("batch of KV events cannot be translated")
         self.unreadable(sequence)
         return ()
 
     def _consider_rebuild(self) -> None:
-        """What came before is unknown: the whole story again, if the engine still has it; now and then at most."""
+        """Requests a replay of all batches to recover unknown parent blocks, at most once per REBUILD_EVERY batches."""
         if self._can_replay and self.replay_from is None and self._since_rebuild >= REBUILD_EVERY:
-            log.info("blocks follow others that were never reported; asking for every KV event again")
+            log.info("blocks have unknown parents; requesting a replay of all KV events")
             self._since_rebuild = 0
             self._rebuilds = True
             self.replay_from = 0

@@ -1,4 +1,4 @@
-"""What an engine says about its own cache, in the engine's own block hashes."""
+"""Cache events as engines report them, in the engine's own block hashes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from services.worker.contract.cache_events import CacheTier
 
 EngineHash = int | bytes
-"""Opaque; unsigned 64-bit, or bytes where the engine was told to publish whole digests."""
+"""An opaque block hash: an unsigned 64-bit integer, or bytes where the engine publishes complete digests."""
 
 _TIERS = {
     "": CacheTier.DEVICE,
@@ -18,25 +18,29 @@ _TIERS = {
     "CPU_PINNED": CacheTier.HOST,
 }
 PREFIX_KINDS = frozenset({"", "full_attention", "mla_attention", "sink_full_attention"})
-"""Kinds of caches whose blocks stay as long as the prefix can be reused; others forget what left their window."""
+"""Kinds of caches whose blocks stay reusable as a prefix; sliding-window and similar caches drop older blocks."""
 
 
 class MalformedEvents(ValueError):
-    """An engine's message cannot be read; says what is wrong with it."""
+    """An engine's message is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStored:
-    """Full blocks that follow each other.
+    """Consecutive full blocks that were stored.
 
     Attributes:
-        token_ids: block_size for each hash, or none: then the hashes are known from an earlier event.
-        parent: block before the first one; None at the start of a sequence.
-        salt: tenant salt of the sequence, as far as this event says it.
-        opaque_from: index of the first hash into which more went than tokens, adapter and salt, such as an image; what
-            follows it is as opaque. None: all are plain.
-        group: cache group of a hybrid model; None where the engine has only one.
-        kind: what the group's cache is, in vLLM's words; empty: not said.
+        hashes: the blocks' hashes.
+        parent: the block before the first; None at the start of a sequence.
+        token_ids: `block_size` ids per hash; empty when the hashes are known from an earlier event.
+        block_size: tokens per engine block.
+        tier: the tier on which the blocks were stored.
+        lora: name of the adapter; empty: none.
+        salt: tenant salt of the sequence, if this event contains it.
+        opaque_from: index of the first hash computed from more than tokens, adapter and salt, such as an image; all
+            later hashes are opaque as well. None: none is.
+        group: cache group of a hybrid model; None for an engine with a single group.
+        kind: kind of the group's cache, in vLLM's terms; empty: not reported.
     """
 
     hashes: Sequence[EngineHash]
@@ -53,7 +57,7 @@ class EngineStored:
 
 @dataclass(frozen=True, slots=True)
 class EngineRemoved:
-    """Blocks of one tier that are gone."""
+    """Blocks that were removed from one tier."""
 
     hashes: Sequence[EngineHash]
     tier: CacheTier = CacheTier.DEVICE
@@ -62,7 +66,7 @@ class EngineRemoved:
 
 @dataclass(frozen=True, slots=True)
 class EngineCleared:
-    """Every block is gone."""
+    """The removal of all blocks."""
 
 
 EngineEvent = EngineStored | EngineRemoved | EngineCleared
@@ -70,7 +74,7 @@ EngineEvent = EngineStored | EngineRemoved | EngineCleared
 
 @dataclass(frozen=True, slots=True)
 class EngineBatch:
-    """The events of one scheduler step; `time` is the engine's clock, Unix seconds."""
+    """The events of one scheduler step; `time` is the engine's time in Unix seconds."""
 
     events: Sequence[EngineEvent]
     time: float = 0.0
@@ -78,12 +82,12 @@ class EngineBatch:
 
 
 def tier_of(medium: str | None) -> CacheTier:
-    """The tier behind an engine's word for it; words we do not know are storage, the slowest."""
+    """Returns the tier of an engine's storage medium; unknown media count as disk, the slowest."""
     return _TIERS.get(medium or "", CacheTier.DISK)
 
 
 def plain_hash(value: object) -> EngineHash:
-    """An engine's hash as it is kept: signed ones become unsigned; MalformedEvents for anything that is no hash."""
+    """Normalizes an engine's hash to unsigned; raises MalformedEvents for a value that is not a hash."""
     if isinstance(value, bool) or not isinstance(value, int | bytes):
-        raise MalformedEvents(f"a block hash is {type(value).__name__}")
+        raise MalformedEvents(f"a block hash is a {type(value).__name__}, expected an integer or bytes")
     return value & 0xFFFF_FFFF_FFFF_FFFF if isinstance(value, int) else value

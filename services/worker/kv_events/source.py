@@ -1,4 +1,4 @@
-"""One rank's cache as the worker tells it: what an engine publishes, in order and in everyone's block hashes."""
+"""The cache event source of one rank of an engine that publishes KV events."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from services.worker.kv_events.translation import Translator
 
 
 class EngineCacheSource(KvEventSource):
-    """The source of one data-parallel rank of a real engine.
+    """Publishes an engine's events, ordered and translated.
 
-    A listener hears what is already there first: an engine may have been at work before anybody listened.
+    A new listener first receives the current cache, because the engine may have cached blocks before.
 
     Args:
         rank: data-parallel rank.
-        block_size: tokens in a block, as on the model card.
+        block_size: tokens per block, as on the model card.
         counts_copies: as in `Translator`.
         can_replay: as in `EventSequencer`.
 
     Attributes:
-        follower: gets the engine's batches.
-        translator: holds the mirror.
+        sequencer: receives the engine's batches.
+        translator: holds the current cache.
     """
 
     def __init__(self, rank: int, block_size: int, *, counts_copies: bool, can_replay: bool) -> None:
@@ -30,12 +30,12 @@ class EngineCacheSource(KvEventSource):
 
     def subscribe(self, listener: KvListener) -> None:
         super().subscribe(listener)
-        if known := self.translator.snapshot():
-            listener(known)
+        if current := self.translator.snapshot():
+            listener(current)
 
     @property
     def degraded(self) -> str:
-        """Why the mirror may lack blocks; empty: it does not."""
+        """Reason why the known cache may lack blocks; empty: it is complete."""
         if self.sequencer.losses:
             return "kv_events_lost"
         return "kv_events_unknown_parent" if self.translator.orphans else ""

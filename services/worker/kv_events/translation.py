@@ -1,4 +1,4 @@
-"""Engine events in, cache events in everyone's block hashes out; keeps the mirror of what the engine holds."""
+"""Translates engine events to cache events in Sluice block hashes, and tracks the blocks that the engine holds."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ KEEP_GONE = 65_536
 
 
 class Translator:
-    """Follows one engine's cache.
+    """Tracks the cache of one engine rank.
 
     Args:
-        block_size: tokens in a block of ours; the engine's must be a multiple of it, or divide it.
-        counts_copies: the engine reports every copy of a block that it stores and removes, as vLLM does. Otherwise a
-            block is there or not, however often it was stored.
-        keep_gone: blocks that are remembered after they are gone.
+        block_size: tokens per Sluice block; the engine's block size must be a multiple or a divisor of it.
+        counts_copies: whether the engine reports every copy of a block that it stores or removes, as vLLM does;
+            otherwise repeated stores of a block count once.
+        keep_gone: number of removed blocks to retain.
 
     Attributes:
-        orphans: blocks that could not be told because the block before them was never heard of.
+        orphans: number of blocks that could not be translated because their parent is unknown.
     """
 
     def __init__(self, block_size: int, *, counts_copies: bool, keep_gone: int = KEEP_GONE) -> None:
@@ -42,16 +42,17 @@ class Translator:
         self._held: dict[CacheTier, Counter[int]] = {}
         self._group: int | None = None
         self._heals = False
-        self._has_fitted = False
+        self._size_matched = False
         self._out: list[KvEvent] = []
         self.orphans = 0
 
     def apply(self, events: Sequence[EngineEvent]) -> list[KvEvent]:
-        """What these events mean.
+        """Returns the translated events.
 
         Raises:
-            MalformedEvents: an event's block size makes no sense, while those of others before it did.
-            SluiceError: INVALID_ARGUMENT when the engine's block size does not go together with ours from the start.
+            MalformedEvents: an event's block size is invalid, although those of earlier events were valid.
+            SluiceError: INVALID_ARGUMENT when the engine's block size is incompatible with the configured one from the
+                start.
         """
         for event in events:
             if isinstance(event, EngineStored):
@@ -59,48 +60,48 @@ class Translator:
             elif isinstance(event, EngineRemoved):
                 self._remove(event)
             elif isinstance(event, EngineCleared):
-                self._forget()
+                self._drop_all()
         return self._take()
 
     def forget(self) -> list[KvEvent]:
-        """The engine has dropped every block."""
-        self._forget()
+        """Removes all blocks, because the engine has dropped its cache."""
+        self._drop_all()
         return self._take()
 
     def lose(self) -> list[KvEvent]:
-        """Events are missing for good: what lies where is unknown from now on, what blocks mean is not.
+        """Removes all blocks after events were lost, because the cache is unknown; retains the blocks' hashes.
 
-        A block that is stored later proves that those before it are there, so the mirror heals as the engine works.
+        A block that is stored later implies that its predecessors are cached, so the cache becomes known again.
         """
-        self._forget()
+        self._drop_all()
         self.heal()
         return self._take()
 
     def heal(self) -> None:
-        """From now on a stored block counts as proof of those before it."""
+        """Treats every block stored from now on as evidence that its predecessors are cached."""
         self._heals = True
 
     def reset(self) -> list[KvEvent]:
-        """It is another engine from now on."""
-        self._forget()
+        """Discards all state, because the engine has restarted."""
+        self._drop_all()
         self._table.clear()
         self._group, self._heals = None, False
         return self._take()
 
     def snapshot(self) -> list[KvEvent]:
-        """The whole mirror as events, to begin with."""
+        """Returns the current cache as events."""
         return [BlocksStored(array("Q", held), tier) for tier, held in self._held.items() if held]
 
     def held(self, tier: CacheTier = CacheTier.DEVICE) -> int:
-        """Blocks of ours on one tier."""
+        """Returns the number of Sluice blocks on a tier."""
         return len(self._held.get(tier, ()))
 
     def _take(self) -> list[KvEvent]:
         events, self._out = self._out, []
         return events
 
-    def _forget(self) -> None:
-        self._table.forget_copies()
+    def _drop_all(self) -> None:
+        self._table.remove_copies()
         self._held.clear()
         self._out = [CacheCleared()]
 
@@ -123,10 +124,10 @@ class Translator:
             key = self._key(event.group, engine_hash)
             block = self._table.find(key)
             if block is None:
-                block = _follow(key, parent, event, index)
+                block = _new_block(key, parent, event, index)
                 if block.hashable:
                     block.fill(event.token_ids[index * size : (index + 1) * size], self._block_size)
-            self._place(block, event.tier)
+            self._add_copy(block, event.tier)
             parent = block
 
     def _store_known(self, event: EngineStored) -> None:
@@ -135,17 +136,17 @@ class Translator:
             if block is None:
                 self.orphans += 1
             else:
-                self._place(block, event.tier)
+                self._add_copy(block, event.tier)
 
-    def _place(self, block: Block, tier: CacheTier) -> None:
+    def _add_copy(self, block: Block, tier: CacheTier) -> None:
         if not self._counts_copies and block.copies[tier]:
             return
         self._change(block, tier, +1)
         if self._heals and tier is CacheTier.DEVICE:
             ancestor = block.parent
-            while ancestor is not None and not (known := self._table.find(ancestor.key) or ancestor).copies[tier]:
-                self._change(known, tier, +1)
-                ancestor = known.parent
+            while ancestor is not None and not (current := self._table.find(ancestor.key) or ancestor).copies[tier]:
+                self._change(current, tier, +1)
+                ancestor = current.parent
 
     def _remove(self, event: EngineRemoved) -> None:
         for engine_hash in event.hashes:
@@ -157,45 +158,45 @@ class Translator:
         before = block.copies[tier]
         block.copies[tier] += copies
         if before == 0:
-            self._table.settle(block)
-            for span in block.spans:
-                if span.lies_on(tier):
-                    self._tell_stored(span, tier)
+            self._table.update(block)
+            for run in block.runs:
+                if run.is_on(tier):
+                    self._publish_stored(run, tier)
         elif block.copies[tier] == 0:
-            for span in block.spans:
-                # It was complete until just now if all the others are there.
-                if all(member is block or member.copies[tier] for member in span.members):
-                    self._tell_removed(span, tier)
-            self._table.settle(block)
+            for run in block.runs:
+                # The run was complete until this change if all other members are on the tier.
+                if all(member is block or member.copies[tier] for member in run.members):
+                    self._publish_removed(run, tier)
+            self._table.update(block)
 
-    def _tell_stored(self, span: BlockRun, tier: CacheTier) -> None:
+    def _publish_stored(self, run: BlockRun, tier: CacheTier) -> None:
         held = self._held.setdefault(tier, Counter())
-        fresh = [block_hash for block_hash in span.hashes if not held[block_hash]]
-        held.update(span.hashes)
-        if not fresh:
+        added = [block_hash for block_hash in run.hashes if not held[block_hash]]
+        held.update(run.hashes)
+        if not added:
             return
         last = self._out[-1] if self._out else None
         if isinstance(last, BlocksStored) and last.tier is tier:
-            last.hashes.extend(fresh)
+            last.hashes.extend(added)
         else:
-            self._out.append(BlocksStored(array("Q", fresh), tier))
+            self._out.append(BlocksStored(array("Q", added), tier))
 
-    def _tell_removed(self, span: BlockRun, tier: CacheTier) -> None:
+    def _publish_removed(self, run: BlockRun, tier: CacheTier) -> None:
         held = self._held[tier]
-        held.subtract(span.hashes)
-        gone = [block_hash for block_hash in span.hashes if not held[block_hash]]
-        for block_hash in gone:
+        held.subtract(run.hashes)
+        removed = [block_hash for block_hash in run.hashes if not held[block_hash]]
+        for block_hash in removed:
             del held[block_hash]
-        if not gone:
+        if not removed:
             return
         last = self._out[-1] if self._out else None
         if isinstance(last, BlocksRemoved) and last.tier is tier:
-            last.hashes.extend(gone)
+            last.hashes.extend(removed)
         else:
-            self._out.append(BlocksRemoved(array("Q", gone), tier))
+            self._out.append(BlocksRemoved(array("Q", removed), tier))
 
     def _belongs(self, group: int | None, kind: str) -> bool:
-        """Whether a group is the one that decides what can be reused: the first whose cache forgets nothing."""
+        """Whether a group determines which prefixes are reusable: the first group that keeps all of its blocks."""
         if kind not in PREFIX_KINDS:
             return False
         if self._group is None:
@@ -206,22 +207,24 @@ class Translator:
         return (self._group or 0) if group is None else group, engine_hash
 
     def _check(self, engine_block_size: int) -> None:
-        ours = self._block_size
+        block_size = self._block_size
         if engine_block_size < 1:
-            raise MalformedEvents(f"blocks of {engine_block_size} tokens were stored")
-        if not engine_block_size % ours or not ours % engine_block_size:
-            self._has_fitted = True
-        elif self._has_fitted:  # the settings are right, so the event is wrong
-            raise MalformedEvents(f"blocks of {engine_block_size} tokens were stored, which do not fit those of {ours}")
+            raise MalformedEvents(f"an event has a block size of {engine_block_size}")
+        if not engine_block_size % block_size or not block_size % engine_block_size:
+            self._size_matched = True
+        elif self._size_matched:  # earlier events were compatible, so this one is malformed
+            raise MalformedEvents(
+                f"an event has a block size of {engine_block_size}, incompatible with the configured {block_size}"
+            )
         else:
             raise invalid(
-                f"The engine's blocks have {engine_block_size} tokens and the index's {ours}; one must be a multiple "
-                "of the other. Set block-size to the engine's.",
+                f"The engine's block size is {engine_block_size} and the configured one is {block_size}; one must be a "
+                "multiple of the other. Set --block-size to the engine's.",
                 param="block_size",
             )
 
 
-def _follow(key: BlockKey, parent: Block | None, event: EngineStored, index: int) -> Block:
+def _new_block(key: BlockKey, parent: Block | None, event: EngineStored, index: int) -> Block:
     plain = event.opaque_from is None or index < event.opaque_from
     if parent is None:
         return Block(key, None, (event.lora, event.salt), plain)

@@ -1,4 +1,4 @@
-"""The msgpack bytes that vLLM and SGLang publish: tagged maps or positional arrays, signed or unsigned hashes."""
+"""Decodes the msgpack events of vLLM and SGLang: tagged maps or positional arrays, signed or unsigned hashes."""
 
 from __future__ import annotations
 
@@ -38,12 +38,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def decode(payload: bytes) -> EngineBatch:
-    """Reads one batch.
-
-    Events of kinds that are not known, and of caches that are not the engine's own, are left out.
+    """Decodes one batch; events of unknown kinds and of remote caches are omitted.
 
     Raises:
-        MalformedEvents: the bytes are no batch.
+        MalformedEvents: the bytes are not a batch.
     """
     import msgspec
 
@@ -54,12 +52,12 @@ def decode(payload: bytes) -> EngineBatch:
         return EngineBatch(events, float(batch.get("ts") or 0.0), None if rank is None else int(rank))
     except MalformedEvents:
         raise
-    except Exception as error:  # the bytes are another's: whatever they do to the decoder, they are no batch
-        raise MalformedEvents(f"a batch of KV events cannot be read: {error}") from error
+    except Exception as error:  # untrusted bytes may raise any exception in the decoder
+        raise MalformedEvents(f"a batch of KV events cannot be decoded: {error}") from error
 
 
 def _named(raw: object, fields: Sequence[str]) -> Mapping[str, Any]:
-    """A map as it is, an array by the names of its positions; more positions than names are from a newer engine."""
+    """Returns a map unchanged and names the positions of an array; extra positions of newer engines are dropped."""
     if isinstance(raw, Mapping):
         return raw
     if isinstance(raw, list):
@@ -89,12 +87,12 @@ def _stored(fields: Mapping[str, Any]) -> EngineStored:
     parent = fields.get("parent_block_hash")
     lora = fields.get("lora_name") or ""
     if fields.get("lora_id") is not None and not lora:
-        lora = f"lora-{fields['lora_id']}"  # an engine that tells no names; never the base model's key space
+        lora = f"lora-{fields['lora_id']}"  # the engine reports no name; the hashes must differ from the base model's
     token_ids, are_plain = _token_ids(fields.get("token_ids") or ())
     salt, opaque_from = read_extra_keys(fields.get("extra_keys") or (), lora)
     if not are_plain or fields.get("lookahead_token_ids"):
         opaque_from = 0
-    # SGLang says None where blocks have no salt; vLLM puts it among the keys of the first block.
+    # SGLang has a field, None for blocks without salt; vLLM puts the salt among the extra keys of the first block.
     salt = str(fields.get("cache_salt") or salt)
     return EngineStored(
         hashes=hashes,
@@ -111,10 +109,10 @@ def _stored(fields: Mapping[str, Any]) -> EngineStored:
 
 
 def read_extra_keys(extra_keys: Sequence[Sequence[object] | None], lora: str) -> tuple[str, int | None]:
-    """What else went into the hashes of some blocks.
+    """Reads the additional inputs of block hashes.
 
     Returns:
-        The salt, and the index of the first block that has more than adapter and salt; None: there is none.
+        The salt, and the index of the first block with more than adapter and salt; None if there is no such block.
     """
     salt = ""
     for index, keys in enumerate(extra_keys):
@@ -134,7 +132,7 @@ def _hashes(raw: Sequence[object]) -> list[EngineHash]:
 
 
 def _token_ids(raw: Sequence[Any]) -> tuple[array[int], bool]:
-    """Ids, and whether they are plain ones: the caches of some speculative decoders hold pairs of them."""
+    """Returns the ids, and whether they are plain: the caches of some speculative decoders have pairs of ids."""
     if raw and not isinstance(raw[0], int):
         return array("I"), False
     return array("I", raw), True

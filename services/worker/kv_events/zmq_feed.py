@@ -1,4 +1,4 @@
-"""KV events over ZMQ: vLLM's and SGLang's publisher, read on the event loop."""
+"""Receives KV events from the ZMQ publishers of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ log = logging.getLogger(__name__)
 
 END_OF_REPLAY = b"\xff" * 8
 QUEUED_MESSAGES = 100_000
-MESSAGES_A_TURN = 64
-QUIET_S = 10.0
-REPLAY_SILENCE_S = 5.0
+MESSAGES_PER_TURN = 64
+IDLE_S = 10.0
+REPLAY_TIMEOUT_S = 5.0
 
 
 class ZmqFeed:
-    """Reads one rank's publisher and keeps its follower complete.
+    """Passes one rank's events to its sequencer and requests the replays it needs.
 
-    What is published while a replay runs waits in the socket, so a replay never overtakes it.
+    Events published during a replay wait in the socket, so they are processed after it.
 
     Args:
-        follower: of the same rank; `can_replay` when there is a replay endpoint.
-        endpoint: of the publisher, such as ``ipc:///run/kv-events`` or ``tcp://127.0.0.1:5557``.
-        replay_endpoint: where missing batches can be asked for; empty: nowhere.
-        topic: prefix of the topics to read.
-        binds: this side opens the endpoint, because the publisher connects to it.
+        sequencer: sequencer of the same rank; has `can_replay` if there is a replay endpoint.
+        endpoint: address of the publisher, such as ``ipc:///run/kv-events`` or ``tcp://127.0.0.1:5557``.
+        replay_endpoint: address for requesting missing batches; empty: the engine has none.
+        topic: prefix of the topics to subscribe to.
+        binds: bind the endpoint instead of connecting to it, because the publisher connects.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when ZMQ is not installed.
+        SluiceError: FAILED_PRECONDITION when pyzmq is not installed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ZmqFeed:
         self._socket: Socket | None = None
 
     def open(self) -> None:
-        """Subscribes; from now on nothing is missed that the publisher sends to a subscriber.
+        """Subscribes to the publisher; events are queued until `run`.
 
         Raises:
             SluiceError: INVALID_ARGUMENT when the endpoint cannot be opened.
@@ -75,22 +75,22 @@ class ZmqFeed:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise SluiceError(
-                ErrorKind.INVALID_ARGUMENT, f"KV events cannot be read from {self._endpoint}: {error}."
+                ErrorKind.INVALID_ARGUMENT, f"The worker cannot receive KV events from {self._endpoint}: {error}."
             ) from error
         self._socket = socket
 
     def close(self) -> None:
-        """Closes the sockets; may be called twice."""
+        """Closes the socket; idempotent."""
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close(linger=0)
 
     async def run(self) -> None:
-        """Reads until cancelled."""
+        """Receives events until cancelled."""
         if self._socket is None:
             self.open()
         try:
-            self._sequencer.check()  # an engine that was here first has things to tell
+            self._sequencer.check()  # the engine may have published events before
             while True:
                 if self._sequencer.replay_from is not None:
                     await self._replay(self._sequencer.replay_from)
@@ -101,10 +101,10 @@ class ZmqFeed:
     async def _read_some(self) -> None:
         socket = self._socket
         assert socket is not None
-        if not await socket.poll(int(QUIET_S * 1000)):
+        if not await socket.poll(int(IDLE_S * 1000)):
             self._sequencer.check()
             return
-        for _ in range(MESSAGES_A_TURN):
+        for _ in range(MESSAGES_PER_TURN):
             self._take(await socket.recv_multipart())
             if self._sequencer.replay_from is not None or not await socket.poll(0):
                 return
@@ -112,14 +112,14 @@ class ZmqFeed:
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:
-            log.warning("a message that is no KV event was ignored", extra={"frames": len(frames)})
+            log.warning("ignored a message that is not a batch of KV events", extra={"frames": len(frames)})
             return
         sequence = int.from_bytes(frames[1], "big")
-        batch = self._decoded(sequence, frames[2])
+        batch = self._decode(sequence, frames[2])
         if batch is not None:
             self._sequencer.live(sequence, batch)
 
-    def _decoded(self, sequence: int, payload: bytes) -> EngineBatch | None:
+    def _decode(self, sequence: int, payload: bytes) -> EngineBatch | None:
         try:
             return decode(payload)
         except MalformedEvents as error:
@@ -131,21 +131,21 @@ class ZmqFeed:
         import zmq
 
         try:
-            await self._ask_again(start)
+            await self._request_replay(start)
         except (TimeoutError, zmq.ZMQError) as error:
-            log.warning("the engine did not replay its KV events", extra={"reason": str(error) or "timeout"})
+            log.warning("engine did not replay its KV events", extra={"reason": str(error) or "timeout"})
         finally:
             self._sequencer.replay_ended()
 
-    async def _ask_again(self, start: int) -> None:
-        """Asks on a socket of its own, so that an answer that comes too late meets nobody."""
+    async def _request_replay(self, start: int) -> None:
+        """Requests batches from `start` on, over a new socket, so that late responses to earlier ones are dropped."""
         import zmq
 
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.set(zmq.RCVHWM, QUEUED_MESSAGES)
             socket.connect(self._replay_endpoint)
-            async with asyncio.timeout(REPLAY_SILENCE_S):
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 await socket.send_multipart([b"", start.to_bytes(8, "big")])
             while await self._take_replayed(socket):
                 pass
@@ -153,15 +153,15 @@ class ZmqFeed:
             socket.close(linger=0)
 
     async def _take_replayed(self, socket: Socket) -> bool:
-        """One message of the answer; False when it was the last one."""
-        async with asyncio.timeout(REPLAY_SILENCE_S):
+        """Receives one replayed message; returns False at the end of the replay."""
+        async with asyncio.timeout(REPLAY_TIMEOUT_S):
             frames: list[bytes] = await socket.recv_multipart()
         if len(frames) < 2 or len(frames[-2]) != 8:
             return True
         if frames[-2] == END_OF_REPLAY:
             return False
         sequence = int.from_bytes(frames[-2], "big")
-        batch = self._decoded(sequence, frames[-1])
+        batch = self._decode(sequence, frames[-1])
         if batch is not None:
             self._sequencer.replayed(sequence, batch)
         return True
@@ -172,13 +172,13 @@ def _context() -> Any:
         import zmq.asyncio
     except ImportError as error:
         raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION, "KV events over ZMQ need pyzmq: install sluice-llm[zmq]."
+            ErrorKind.FAILED_PRECONDITION, "KV events over ZMQ require pyzmq; install sluice-llm[zmq]."
         ) from error
     return zmq.asyncio.Context.instance()
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
-    """Where a rank publishes when rank 0 does so at `endpoint`: TCP ports count up, other names get a suffix."""
+    """Returns the endpoint of a rank, given rank 0's: TCP ports are incremented, other addresses get a suffix."""
     if rank == 0 or not endpoint:
         return endpoint
     if endpoint.startswith("tcp://"):

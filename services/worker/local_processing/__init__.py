@@ -1,1 +1,1 @@
-"""What stands before and after an engine that knows token ids only: prompts are made, and text."""
+"""Tokenization and detokenization in the worker process, for engines that accept and return token ids only."""

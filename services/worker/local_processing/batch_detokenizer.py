@@ -1,4 +1,4 @@
-"""Makes the text of all requests that ask for it, once per engine step and for all of them together."""
+"""Detokenizes and parses the output of all requests in one batch per engine step."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NO_TRACE: Mapping[str, str] = {}
 
 
 class BatchDetokenizer:
-    """The texts of one worker.
+    """Produces the text of one worker's requests.
 
-    Tokens collect while an engine steps and are turned into text in the event loop's next round. None of it waits for
-    callers who read slowly, so a stop string ends its request in the step after it.
+    Tokens accumulate during an engine step and are converted in the next iteration of the event loop. This does not
+    depend on how fast callers read, so a stop string ends its request in the following step.
 
     Args:
-        session: makes a session of the postprocess code, given what to call when it has something to say.
-        model: served name, under which the session knows it.
+        session: creates a postprocess session from a callback that is called when output is available.
+        model: served name under which the session has the model.
     """
 
     def __init__(self, session: Callable[[Callable[[], None]], PostSession], model: str) -> None:
@@ -46,69 +46,69 @@ class BatchDetokenizer:
         self._step = StepTokens()
         self._ended: list[TextSink] = []
         self._early: list[tuple[TextSink, Finish]] = []
-        self._lagging = PendingParses(lambda slot: self._session.behind(slot))
+        self._pending = PendingParses(lambda slot: self._session.behind(slot))
         self._due: asyncio.Handle | None = None
 
     def __len__(self) -> int:
-        """Texts that have not ended."""
+        """Number of requests whose text has not ended."""
         return len(self._sinks)
 
     def open(
-        self, request: GenerateRequest, target: ResponseSink, terms: SinkParams, stop: Callable[[], None]
+        self, request: GenerateRequest, target: ResponseSink, params: SinkParams, stop: Callable[[], None]
     ) -> TextSink:
-        """Begins a request's text; where it goes on from resumed tokens, their own text is not said again.
+        """Starts the text of a request; the text of resumed tokens is not delivered again.
 
         Args:
-            target: hears the tokens, up to where the text ends, and the text beside them.
-            terms: what the engine is held to.
-            stop: ends the request in the engine.
+            target: receives the text, and the tokens up to the end of the text.
+            params: limits that the engine is held to.
+            stop: aborts the request in the engine.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT naming what is wrong with the options.
+            SluiceError: INVALID_ARGUMENT with the invalid option.
         """
         options = request.text_out
         assert options is not None
         if options.model not in ("", self._model, request.model, request.lora):
             raise invalid(
-                f"The text is asked for model {options.model!r}, the tokens for {request.model!r}; leave it out.",
+                f"postprocess.model is {options.model!r} but the request's model is {request.model!r}; omit it.",
                 param="postprocess.model",
             )
         self._last_slot = slot = (self._last_slot + 1) % MOST_SLOTS
         sink = TextSink(slot, target, stop, request.resumed_tokens, self._put, self._end)
-        sink.accept(target.context, len(request.token_ids), _passed_on(terms, target), None)
-        self._settle()
+        sink.accept(target.context, len(request.token_ids), _engine_params(params, target), None)
+        self._process_step()
         self._sinks[slot], self._slots[request.request_id] = sink, slot
         self._session.open(slot, request.request_id, replace(options, model=self._model), NO_TRACE)
-        if sink.before:
-            self._session.feed(array("I", [slot]), array("I", [sink.before]), request.token_ids[-sink.before :])
-        self._opened(request.request_id, sink)
+        if resumed := sink.resumed_tokens:
+            self._session.feed(array("I", [slot]), array("I", [resumed]), request.token_ids[-resumed:])
+        self._deliver_initial(request.request_id, sink)
         return sink
 
-    def _opened(self, request_id: str, sink: TextSink) -> None:
-        """What the session says before the first token."""
+    def _deliver_initial(self, request_id: str, sink: TextSink) -> None:
+        """Delivers what the session produced before the first new token."""
         text = by_slot(self._session.drain()).get(sink.slot)
         if self._session.lags(sink.slot):
-            self._lagging.add(sink.slot, bool(sink.before))
+            self._pending.add(sink.slot, bool(sink.resumed_tokens))
         if text is None:
             return
         if text.finish is not None and text.finish.error is not None:
             self.forget(request_id)
             raise text.finish.error
-        if not sink.before:
+        if not sink.resumed_tokens:
             sink.target.deliver_text(text)
         elif text.finish is not None:
             self._early.append((sink, text.finish))
             self._wake()
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits for this text any more; unknown ones are ignored."""
+        """Drops the text of a request; unknown ids are ignored."""
         slot = self._slots.pop(request_id, None)
         if slot is not None and self._sinks.pop(slot, None) is not None:
-            self._lagging.forget(slot)
+            self._pending.forget(slot)
             self._session.close([slot])
 
     async def close(self) -> None:
-        """Forgets everything."""
+        """Drops all requests and closes the session."""
         if self._due is not None:
             self._due.cancel()
         self._sinks.clear()
@@ -126,49 +126,49 @@ class BatchDetokenizer:
 
     def _wake(self) -> None:
         if self._due is None:
-            self._due = asyncio.get_running_loop().call_soon(self._settle)
+            self._due = asyncio.get_running_loop().call_soon(self._process_step)
 
-    def _settle(self) -> None:
-        """Turns everything that has collected into text and passes both on."""
+    def _process_step(self) -> None:
+        """Detokenizes everything accumulated so far and delivers tokens and text."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
         step, ended, early = self._step, self._ended, self._early
         self._step, self._ended, self._early = StepTokens(), [], []
         try:
-            if self._lagging:
-                step = self._lagging.due(step)
-                self._ended, ended = _parted(ended, self._lagging.busy)
-                self._pass_answers()
-            said = self._said(step, ended)
+            if self._pending:
+                step = self._pending.due(step)
+                self._ended, ended = _partition(ended, self._pending.is_busy)
+                self._deliver_parsed()
+            texts = self._detokenize(step, ended)
         except Exception:
-            log.exception("the text of a step could not be made")
+            log.exception("detokenization of a step failed")
             self._fail_all()
             return
         for sink, finish in early:
-            said.setdefault(sink.slot, TextDelta()).finish = finish
-        if self._lagging:
-            given, step = step.parted(self._lagging.busy)
-            self._lagging.given(given)
-        self._pass_tokens(step, said)
-        self._pass_texts(said)
+            texts.setdefault(sink.slot, TextDelta()).finish = finish
+        if self._pending:
+            unparsed, step = step.partition(self._pending.is_busy)
+            self._pending.add_tokens(unparsed)
+        self._deliver_tokens(step, texts)
+        self._deliver_texts(texts)
 
-    def _pass_texts(self, said: Mapping[int, TextDelta]) -> None:
-        for slot, text in said.items():
-            if (found := self._sinks.get(slot)) is not None:
-                found.target.deliver_text(text)
+    def _deliver_texts(self, texts: Mapping[int, TextDelta]) -> None:
+        for slot, text in texts.items():
+            if (sink := self._sinks.get(slot)) is not None:
+                sink.target.deliver_text(text)
                 if text.finish is not None:
-                    self._finish(found, text.finish)
+                    self._finish(sink, text.finish)
 
-    def _pass_answers(self) -> None:
-        """What parsers in other processes have answered, with the tokens it is about."""
+    def _deliver_parsed(self) -> None:
+        """Delivers what parsers in other processes have returned, with the tokens it was parsed from."""
         for slot, text in by_slot(self._session.drain()).items():
-            self._lagging.hear(slot, text)
-        for slot, tokens, text in self._lagging.answered():
-            self._pass_tokens(tokens, {slot: text})
-            self._pass_texts({slot: text})
+            self._pending.add_text(slot, text)
+        for slot, tokens, text in self._pending.take_completed():
+            self._deliver_tokens(tokens, {slot: text})
+            self._deliver_texts({slot: text})
 
-    def _said(self, step: StepTokens, ended: Iterable[TextSink]) -> dict[int, TextDelta]:
+    def _detokenize(self, step: StepTokens, ended: Iterable[TextSink]) -> dict[int, TextDelta]:
         if step.rows:
             self._session.feed(array("I", [sink.slot for sink, _ in step.rows]), step.counts, step.token_ids)
         for sink in ended:
@@ -177,24 +177,24 @@ class BatchDetokenizer:
                 self._session.end(sink.slot, TextReason(terminal.finish_reason), terminal.stop_token_id)
         return by_slot(self._session.drain())
 
-    def _pass_tokens(self, step: StepTokens, said: Mapping[int, TextDelta]) -> None:
-        """The tokens go on, but none after the end of their text."""
+    def _deliver_tokens(self, step: StepTokens, texts: Mapping[int, TextDelta]) -> None:
+        """Delivers tokens up to the end of their text."""
         end, token_ids = 0, step.token_ids
         for (sink, logprobs), count in zip(step.rows, step.counts, strict=True):
             start, end = end, end + count
             if sink.slot not in self._sinks:
                 continue
-            text = said.get(sink.slot)
+            text = texts.get(sink.slot)
             if text is not None and text.finish is not None:
-                count = min(count, max(text.finish.tokens_seen - sink.before - sink.target.delivered, 0))
+                count = min(count, max(text.finish.tokens_seen - sink.resumed_tokens - sink.target.delivered, 0))
             if count:
                 sink.target.push(token_ids[start : start + count], logprobs[:count])
 
     def _finish(self, sink: TextSink, finish: Finish) -> None:
-        """Ends a request whose text has ended, and the engine's part of it if that still runs."""
+        """Ends a request whose text has ended, and aborts it in the engine if it is still running there."""
         self._slots.pop(sink.context.request_id, None)
         self._sinks.pop(sink.slot, None)
-        self._lagging.forget(sink.slot)
+        self._pending.forget(sink.slot)
         target, terminal, usage = sink.target, sink.terminal, sink.usage()
         if finish.error is not None:
             target.finish(FinishReason.ERROR, usage, error=finish.error)
@@ -216,26 +216,28 @@ class BatchDetokenizer:
         self._session.close(list(self._sinks))
         self._session = self._make_session(self._wake)
         for sink in sinks:
-            self._finish(sink, Finish(TextReason.ERROR, 0, error=internal("The text could not be made.")))
+            error = internal("The worker failed to detokenize the output; see its log.")
+            self._finish(sink, Finish(TextReason.ERROR, 0, error=error))
 
 
-def _passed_on(terms: SinkParams, target: ResponseSink) -> SinkParams:
-    """What the engine is held to, for a sink before the delivery of which the worker hears everything else."""
+def _engine_params(params: SinkParams, target: ResponseSink) -> SinkParams:
+    """Returns the parameters of a sink between the engine and `target`, which reports the end of the request itself."""
     return SinkParams(
         lambda sink, reason, usage: None,
-        lambda sink, rule: terms.on_broken(target, rule),
-        vocab_size=terms.vocab_size,
-        strict=terms.strict,
+        lambda sink, rule: params.on_violation(target, rule),
+        vocab_size=params.vocab_size,
+        strict=params.strict,
     )
 
 
-def _parted(sinks: Iterable[TextSink], apart: Callable[[int], bool]) -> tuple[list[TextSink], list[TextSink]]:
-    found: tuple[list[TextSink], list[TextSink]] = [], []
+def _partition(sinks: Iterable[TextSink], matches: Callable[[int], bool]) -> tuple[list[TextSink], list[TextSink]]:
+    """Returns the sinks whose slot matches, and the others."""
+    groups: tuple[list[TextSink], list[TextSink]] = [], []
     for sink in sinks:
-        found[not apart(sink.slot)].append(sink)
-    return found
+        groups[not matches(sink.slot)].append(sink)
+    return groups
 
 
 def _ends_before(finish: Finish, reason: FinishReason) -> bool:
-    """The text found an end that the engine did not see."""
+    """Whether the text ended at a stop condition that the engine did not detect."""
     return bool(finish.stop_string) or (finish.stop_token_id is not None and reason is not FinishReason.STOP)

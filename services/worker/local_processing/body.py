@@ -1,4 +1,4 @@
-"""An OpenAI chat body, as far as it decides the prompt; how tokens are chosen comes in the request beside it."""
+"""The fields of an OpenAI chat body that determine the prompt; sampling fields come with the request itself."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """A chat, and whether the model may call more than one tool at once."""
+    """A chat, and whether the model may make several tool calls in parallel."""
 
     chat: ChatRequest
     parallel_tool_calls: bool = True
 
 
 def read_body(document: bytes) -> ChatBody:
-    """Reads and checks a body; fields that do not decide the prompt are not looked at.
+    """Parses and validates a body; fields that do not determine the prompt are ignored.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT naming the field.
+        SluiceError: INVALID_ARGUMENT with the invalid field.
     """
     try:
         body = orjson.loads(document)
     except orjson.JSONDecodeError as error:
         raise invalid(
-            f"messages_json is no valid JSON: {error.msg} at position {error.pos}.", param="messages_json"
+            f"messages_json is not valid JSON: {error.msg} at position {error.pos}.", param="messages_json"
         ) from None
     if not isinstance(body, dict):
-        raise invalid("messages_json must be an object with messages, as a chat request has it.", param="messages_json")
+        raise invalid(
+            'messages_json must be an object with "messages", like the body of a chat request.', param="messages_json"
+        )
     chat = checked_chat(
         body.get("messages"),
         body.get("tools"),
@@ -50,15 +52,15 @@ def read_body(document: bytes) -> ChatBody:
 
 
 def _template_kwargs(body: dict[str, Any]) -> Any:
-    """Templates know the reasoning effort as one of their variables."""
+    """Returns the template variables, which include the reasoning effort."""
     kwargs, effort = body.get("chat_template_kwargs"), _field(body, "reasoning_effort", str, "a string")
     if effort is None or not isinstance(kwargs, dict | None):
         return kwargs
     return {"reasoning_effort": effort, **(kwargs or {})}
 
 
-def _field(body: dict[str, Any], name: str, kind: type[T], words: str) -> T | None:
+def _field(body: dict[str, Any], name: str, kind: type[T], expected: str) -> T | None:
     value = body.get(name)
     if value is None or isinstance(value, kind):
         return value
-    raise invalid(f"{name} must be {words}.", param=name)
+    raise invalid(f"{name} must be {expected}.", param=name)

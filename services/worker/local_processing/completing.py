@@ -1,4 +1,4 @@
-"""A request whose prompt was made here, completed with what its caller could not know."""
+"""Completes a request whose prompt was tokenized in the worker with the defaults of the model's files."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ PROMPT_TAIL_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class MadePrompt:
-    """Ids, and the chat they were made of; None for text."""
+class TokenizedPrompt:
+    """Token ids, and the chat they were rendered from; None for a text prompt."""
 
     token_ids: array[int]
     body: ChatBody | None = None
 
 
 def completed(
-    request: GenerateRequest, made: MadePrompt, facts: TokenizerFacts, context_length: int
+    request: GenerateRequest, prompt: TokenizedPrompt, facts: TokenizerFacts, context_length: int
 ) -> GenerateRequest:
-    """The same request with token ids; what it leaves unset is as the model's files say, as in `TokenizeResponse`.
+    """Returns the request with token ids; unset fields take the model's defaults, as in `TokenizeResponse`.
 
     Args:
-        context_length: most tokens of prompt and output; 0: unknown.
+        context_length: maximum number of prompt and output tokens; 0: unknown.
     """
     stop = _stop(request.stop, facts)
     if stop.max_tokens is None and facts.defaults.max_tokens is not None:
-        room = context_length - len(made.token_ids) if context_length else facts.defaults.max_tokens
+        room = context_length - len(prompt.token_ids) if context_length else facts.defaults.max_tokens
         stop = replace(stop, max_tokens=max(min(room, facts.defaults.max_tokens), 1))
     text_out = request.text_out
     return replace(
         request,
-        token_ids=made.token_ids,
+        token_ids=prompt.token_ids,
         text=None,
         messages_json=None,
         sampling=_sampling(request.sampling, facts.defaults),
         stop=stop,
-        text_out=None if text_out is None else _options(text_out, made, stop),
+        text_out=None if text_out is None else _options(text_out, prompt, stop),
     )
 
 
@@ -56,24 +56,24 @@ def _sampling(given: SamplingParams, defaults: GenerationDefaults) -> SamplingPa
 
 
 def _stop(given: Stop, facts: TokenizerFacts) -> Stop:
-    also = frozenset() if given.ignore_eos else frozenset(facts.stop_ids)
+    model_stops = frozenset() if given.ignore_eos else frozenset(facts.stop_ids)
     return replace(
-        given, stop_token_ids=given.stop_token_ids | also, eos_token_ids=given.eos_token_ids or facts.eos_ids
+        given, stop_token_ids=given.stop_token_ids | model_stops, eos_token_ids=given.eos_token_ids or facts.eos_ids
     )
 
 
-def _options(given: StreamOptions, made: MadePrompt, stop: Stop) -> StreamOptions:
-    ends: dict[str, Any] = {
-        "prompt_tail": given.prompt_tail or made.token_ids[-PROMPT_TAIL_TOKENS:],
+def _options(given: StreamOptions, prompt: TokenizedPrompt, stop: Stop) -> StreamOptions:
+    options: dict[str, Any] = {
+        "prompt_tail": given.prompt_tail or prompt.token_ids[-PROMPT_TAIL_TOKENS:],
         "stop_token_ids": given.stop_token_ids or stop.stop_token_ids,
         "eos_token_ids": given.eos_token_ids or frozenset(stop.eos_token_ids),
         "min_tokens": given.min_tokens or stop.min_tokens,
         "ignore_eos": given.ignore_eos or stop.ignore_eos,
     }
-    return replace(given, **ends, **({} if made.body is None else _of_chat(given, made.body)))
+    return replace(given, **options, **({} if prompt.body is None else _chat_options(given, prompt.body)))
 
 
-def _of_chat(given: StreamOptions, body: ChatBody) -> dict[str, Any]:
+def _chat_options(given: StreamOptions, body: ChatBody) -> dict[str, Any]:
     chat = body.chat
     return {
         "tools_json": given.tools_json or _dump(chat.tools),

@@ -1,4 +1,4 @@
-"""Loads what makes prompts and texts, off the event loop."""
+"""Loads tokenizers and detokenizers outside the event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.postprocess.parsers.engines import engine_of
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
-from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.templates.processes import TemplateProcesses
@@ -32,17 +32,17 @@ LOAD_S = 300.0
 
 
 def spec_for(spec: ModelSpec, engine: str) -> ModelSpec:
-    """The model with the processor that makes its prompts here: the engine's own code where it has some."""
+    """Returns the model with the processor for its prompts: the engine's own where it has one."""
     return replace(spec, processor=engine) if engine in ENGINE_PROCESSORS else spec
 
 
 def template_limits(max_prompt_bytes: int) -> Limits:
-    """What chat templates may use up; its `foreign_templates` are to be closed."""
+    """Returns the resource limits of chat templates; the caller must close `foreign_templates`."""
     return Limits(max_prompt_bytes, TEMPLATE_S, TemplateProcesses(1, TEMPLATE_S, max_prompt_bytes, TEMPLATE_MB))
 
 
 def load_prompts(spec: ModelSpec, limits: Limits, cache_bytes: int) -> TokenizerProtocol:
-    """A model's tokenizer with its prompt fingerprint among its facts; takes seconds, so never on an event loop.
+    """Loads a model's tokenizer and adds the prompt fingerprint to its facts; blocks for seconds.
 
     Raises:
         SluiceError: as `load_tokenizer`.
@@ -53,22 +53,22 @@ def load_prompts(spec: ModelSpec, limits: Limits, cache_bytes: int) -> Tokenizer
 
 
 async def off_loop(load: Callable[[], TokenizerProtocol]) -> TokenizerProtocol:
-    """What `load` returns or raises; a tokenizer whose caller has gone meanwhile is ended."""
+    """Runs `load` in a thread; if the caller is cancelled meanwhile, closes the tokenizer once it is loaded."""
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     try:
         return await asyncio.shield(loading)
     except asyncio.CancelledError:
-        loading.add_done_callback(_end_late)
+        loading.add_done_callback(_close_unused)
         raise
 
 
-def _end_late(loading: asyncio.Future[TokenizerProtocol]) -> None:
+def _close_unused(loading: asyncio.Future[TokenizerProtocol]) -> None:
     if not loading.cancelled() and loading.exception() is None:
-        threading.Thread(target=_end, args=(loading.result(),), name="end-tokenizer", daemon=True).start()
+        threading.Thread(target=_close, args=(loading.result(),), name="close-tokenizer", daemon=True).start()
 
 
-def _end(tokenizer: TokenizerProtocol) -> None:
-    """Gives back what a tokenizer holds, such as its processes; blocks for a while."""
+def _close(tokenizer: TokenizerProtocol) -> None:
+    """Releases the tokenizer's resources, such as child processes; may block for seconds."""
     close = getattr(tokenizer, "close", None)
     if close is not None:
         close()
@@ -77,29 +77,30 @@ def _end(tokenizer: TokenizerProtocol) -> None:
 async def load_texts(
     spec: ModelSpec, parsers: ParserNames, on_death: Callable[[str, BaseException], None]
 ) -> tuple[BatchDetokenizer, StreamFactory]:
-    """What makes a model's texts; the opener is to be closed after the desk.
+    """Loads a model's detokenizer and the stream factory it uses; close the factory after the detokenizer.
 
     Args:
-        parsers: what `auto` means; empty ones as the model's template tells. An engine's own run in a process.
-        on_death: a background task failed.
+        parsers: parsers that `auto` selects; empty: detected from the chat template. An engine's parsers run in a
+            child process.
+        on_death: called when a background task has failed.
 
     Raises:
-        SluiceError: the vocabulary cannot be read, or there is no such parser.
+        SluiceError: the vocabulary cannot be read, or a parser does not exist.
     """
     limits = SessionLimits(max_row_tokens=ROW_TOKENS)
-    library = VocabularyRegistry([spec], LOAD_S, parsers={spec.name: parsers})
+    vocabularies = VocabularyRegistry([spec], LOAD_S, parsers={spec.name: parsers})
     engines = {engine: "" for engine in map(engine_of, (parsers.tool, parsers.reasoning)) if engine}
-    opener = StreamFactory(limits.stream, CustomParsers(engines=engines), on_death)
+    factory = StreamFactory(limits.stream, CustomParsers(engines=engines), on_death)
     try:
-        vocabulary = await library.get(spec.name)
-        await opener.start()
-        await opener.prepare_for(vocabulary)
+        vocabulary = await vocabularies.get(spec.name)
+        await factory.start()
+        await factory.prepare_for(vocabulary)
     except BaseException:
-        await asyncio.shield(opener.close())
+        await asyncio.shield(factory.close())
         raise
     metrics = Metrics()
 
     def session(wake: Callable[[], None]) -> PostSession:
-        return PostSession(library, limits, metrics, wake, on_death, opener)
+        return PostSession(vocabularies, limits, metrics, wake, on_death, factory)
 
-    return BatchDetokenizer(session, spec.name), opener
+    return BatchDetokenizer(session, spec.name), factory

@@ -1,4 +1,4 @@
-"""The requests whose prompts are being made: each can be given up at any moment."""
+"""Cancellable preparation of requests whose prompts the worker tokenizes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class PromptPreparation:
-    """Runs one task a request, from its arrival to the moment it has ids.
+    """Runs one task per request, from its arrival until it has token ids.
 
     Args:
-        prepare: makes a request with ids of one with text or a chat.
+        prepare: replaces the text or chat of a request by token ids.
         tasks: owner of the tasks.
     """
 
@@ -27,26 +27,26 @@ class PromptPreparation:
         self._running: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
-        """Requests that have no ids yet."""
+        """Number of requests without token ids."""
         return len(self._running)
 
     def start(
         self,
         request: GenerateRequest,
-        go_on: Callable[[GenerateRequest], None],
+        on_prepared: Callable[[GenerateRequest], None],
         fail: Callable[[SluiceError], None],
     ) -> None:
-        """Prepares a request, then calls one of the two, unless it is given up before.
+        """Prepares a request, then calls exactly one of the callbacks, unless it is cancelled before.
 
         Args:
-            go_on: takes the prepared request; may raise SluiceError, which then is why it failed.
-            fail: hears why there will be none.
+            on_prepared: called with the prepared request; a SluiceError it raises is passed to `fail`.
+            fail: called with the error.
         """
-        task = self._tasks.spawn(self._run(request, go_on, fail), f"prepare-{request.request_id}")
+        task = self._tasks.spawn(self._run(request, on_prepared, fail), f"prepare-{request.request_id}")
         self._running[request.request_id] = task
 
     def give_up(self, request_id: str) -> bool:
-        """Nobody waits for this request any more; False when it is not being prepared."""
+        """Cancels the preparation of a request; returns False when it is not being prepared."""
         task = self._running.pop(request_id, None)
         if task is None:
             return False
@@ -56,17 +56,17 @@ class PromptPreparation:
     async def _run(
         self,
         request: GenerateRequest,
-        go_on: Callable[[GenerateRequest], None],
+        on_prepared: Callable[[GenerateRequest], None],
         fail: Callable[[SluiceError], None],
     ) -> None:
         try:
             prepared = await self._prepare(request)
             self._running.pop(request.request_id, None)
-            go_on(prepared)
+            on_prepared(prepared)
         except SluiceError as error:
             self._running.pop(request.request_id, None)
             fail(error)
         except Exception:
-            log.exception("a prompt could not be made", extra={"request": request.request_id})
+            log.exception("prompt preparation failed", extra={"request": request.request_id})
             self._running.pop(request.request_id, None)
-            fail(internal("The prompt could not be made; the worker's log has the details."))
+            fail(internal("The worker failed to tokenize the prompt; see its log."))

@@ -1,4 +1,4 @@
-"""What a worker does beside its engine, as far as it is told to: prompts of text and chats, text of tokens."""
+"""Local processing of a worker, as configured: tokenization of prompts and chats, and detokenization of output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.local_processing.preparing import PromptPreparation
 from services.worker.processing_options import ProcessingOptions
 
-if TYPE_CHECKING:  # what these need is not there in every environment of an engine
+if TYPE_CHECKING:  # the dependencies of these are not installed beside every engine
     from services.postprocess.streams.factory import StreamFactory
     from services.preprocess.protocol import TokenizerProtocol
     from services.preprocess.templates.processes import TemplateProcesses
@@ -28,17 +28,17 @@ if TYPE_CHECKING:  # what these need is not there in every environment of an eng
 log = logging.getLogger(__name__)
 
 WAITING_THREADS = 16
-"""For tokenizers in processes of their own: these threads only wait."""
+"""Threads for tokenizers that run in child processes; they only wait for them."""
 
 
 class Processing:
-    """The prompts and texts of one worker.
+    """Tokenizes prompts and produces output text for one worker.
 
     Args:
-        on_death: a background task failed.
+        on_death: called when a background task has failed.
 
     Attributes:
-        preparing: the requests whose prompts are being made.
+        preparing: requests whose prompts are being tokenized.
     """
 
     def __init__(self, options: ProcessingOptions, on_death: Callable[[str, BaseException], None]) -> None:
@@ -48,50 +48,50 @@ class Processing:
         self._templates: TemplateProcesses | None = None
         self._tokenizer: TokenizerProtocol | None = None
         self._prompts: PromptMaker | None = None
-        self._texts: BatchDetokenizer | None = None
-        self._opener: StreamFactory | None = None
+        self._detokenizer: BatchDetokenizer | None = None
+        self._stream_factory: StreamFactory | None = None
         self._config: EngineConfig | None = None
-        self._made_here: frozenset[str] = frozenset()
+        self._local_capabilities: frozenset[str] = frozenset()
         self.preparing = PromptPreparation(self.prepare, self._tasks)
 
     async def start(self, config: EngineConfig) -> EngineConfig:
-        """Loads what it takes.
+        """Loads the tokenizer and detokenizer.
 
         Returns:
-            What the worker serves: the engine's part and what is done here.
+            The engine's configuration with the capabilities added by local processing.
 
         Raises:
-            SluiceError: it cannot be loaded, and the worker was told to do it.
+            SluiceError: they cannot be loaded although the options require them.
         """
         self._config = config
         if self._options.level == "none":
             return config
         try:
-            won = await self._load(config)
+            added = await self._load(config)
         except SluiceError as error:
             await self._unload()
             if self._options.required:
                 raise
-            log.warning("the worker makes no prompts and takes token ids only: %s", error.message)
+            log.warning("prompt processing is disabled; the worker accepts token ids only: %s", error.message)
             return config
         assert self._tokenizer is not None
-        self._made_here = won - config.capabilities  # what an engine does itself stays the engine's
+        self._local_capabilities = added - config.capabilities  # the engine keeps the capabilities of its own
         self._config = replace(
             config,
-            capabilities=config.capabilities | won,
+            capabilities=config.capabilities | added,
             prompt_fingerprint=config.prompt_fingerprint or self._tokenizer.facts.prompt_fingerprint,
         )
         return self._config
 
     async def _load(self, config: EngineConfig) -> frozenset[str]:
-        """The capabilities that are won."""
+        """Loads what the options require; returns the capabilities it provides."""
         try:
             from services.worker.local_processing import loading
         except ImportError as error:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                f"Making prompts needs the package {error.name}, which is not installed beside this engine; install "
-                "what sluice-llm[worker] lists, or set --processing none.",
+                f"Prompt processing requires the package {error.name}, which is not installed; install "
+                "sluice-llm[worker] in the engine's environment, or set --processing none.",
             ) from error
         options, bounds = self._options, self._options.bounds
         spec = ModelSpec(config.model, config.source, config.processor, config.chat_template)
@@ -103,59 +103,66 @@ class Processing:
         if getattr(self._tokenizer, "blocks", False):
             bounds = replace(bounds, threads=WAITING_THREADS)
         self._prompts = loading.PromptMaker(self._tokenizer, bounds)
-        won = {Capability.TEXT}
+        provided = {Capability.TEXT}
         if self._tokenizer.facts.has_chat_template:
-            won.add(Capability.MESSAGES)
+            provided.add(Capability.MESSAGES)
         if options.level == "full":
             parsers = loading.ParserNames(config.tool_parser, config.reasoning_parser)
-            self._texts, self._opener = await loading.load_texts(spec, parsers, self._on_death)
-            won.add(Capability.TEXT_OUT)
-        return frozenset(won)
+            self._detokenizer, self._stream_factory = await loading.load_texts(spec, parsers, self._on_death)
+            provided.add(Capability.TEXT_OUT)
+        return frozenset(provided)
 
     def makes_prompt_of(self, request: GenerateRequest) -> bool:
-        """The request has no ids, and they are made here."""
+        """Whether the request has a text or chat prompt that is tokenized here instead of in the engine."""
         kind = Capability.TEXT if request.text is not None else Capability.MESSAGES
-        return (request.text is not None or request.messages_json is not None) and kind in self._made_here
+        return (request.text is not None or request.messages_json is not None) and kind in self._local_capabilities
 
     async def prepare(self, request: GenerateRequest) -> GenerateRequest:
-        """The same request with ids; SluiceError as `PromptMaker.prepare`."""
+        """Returns the request with token ids; raises SluiceError as `PromptMaker.prepare` does."""
         assert self._prompts is not None
         assert self._config is not None
         return await self._prompts.prepare(request, self._config)
 
-    def sink(self, request: GenerateRequest, target: ResponseSink, terms: SinkParams, stop: Callable[[], None]) -> Sink:
-        """Where the engine puts the tokens of a request: before its delivery, if text is to be made of them.
+    def sink(
+        self, request: GenerateRequest, target: ResponseSink, params: SinkParams, stop: Callable[[], None]
+    ) -> Sink:
+        """Returns the sink for the engine: `target` itself, or a detokenizing sink in front of it.
 
         Args:
-            terms: what the engine is held to by that place.
-            stop: ends the request in the engine.
+            params: limits that the engine is held to.
+            stop: aborts the request in the engine.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT naming what is wrong with the options of the text.
+            SluiceError: INVALID_ARGUMENT with the invalid text option.
         """
-        if request.text_out is None or self._texts is None or Capability.TEXT_OUT not in self._made_here:
+        if request.text_out is None or self._detokenizer is None or Capability.TEXT_OUT not in self._local_capabilities:
             return target
-        return self._texts.open(request, target, terms, stop)
+        return self._detokenizer.open(request, target, params, stop)
 
     def forget(self, request_id: str) -> None:
-        """Nobody waits for this request any more; unknown ones are ignored."""
+        """Drops all state of a request; unknown ids are ignored."""
         self.preparing.give_up(request_id)
-        if self._texts is not None:
-            self._texts.forget(request_id)
+        if self._detokenizer is not None:
+            self._detokenizer.forget(request_id)
 
     async def close(self) -> None:
-        """Ends everything; may be called twice."""
+        """Cancels all tasks and releases everything loaded; idempotent."""
         await self._tasks.close()
         await self._unload()
 
     async def _unload(self) -> None:
-        texts, opener, prompts, templates = self._texts, self._opener, self._prompts, self._templates
+        detokenizer, factory, prompts, templates = (
+            self._detokenizer,
+            self._stream_factory,
+            self._prompts,
+            self._templates,
+        )
         tokenizer, self._tokenizer = self._tokenizer, None
-        self._texts = self._opener = self._prompts = self._templates = None
-        if texts is not None:
-            await texts.close()
-        if opener is not None:
-            await opener.close()
+        self._detokenizer = self._stream_factory = self._prompts = self._templates = None
+        if detokenizer is not None:
+            await detokenizer.close()
+        if factory is not None:
+            await factory.close()
         if prompts is not None:
             prompts.close()
         if templates is not None:

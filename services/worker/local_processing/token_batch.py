@@ -1,4 +1,4 @@
-"""Tokens of several requests, as engines push them during a step."""
+"""Tokens of several requests, pushed by the engine during one step."""
 
 from __future__ import annotations
 
@@ -12,30 +12,36 @@ from services.worker.local_processing.text_sink import TextSink
 
 @dataclass(slots=True)
 class StepTokens:
-    """Row i is the next `counts[i]` of `token_ids`, beside the sink they came to and their log-probabilities."""
+    """Rows of tokens in columns.
+
+    Attributes:
+        rows: sink and log-probabilities of each row.
+        counts: tokens of each row.
+        token_ids: tokens of all rows, concatenated.
+    """
 
     rows: list[tuple[TextSink, Sequence[PositionLogprobs]]] = field(default_factory=list)
     counts: array[int] = field(default_factory=lambda: array("I"))
     token_ids: array[int] = field(default_factory=lambda: array("I"))
 
     def add(self, sink: TextSink, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
-        """One more row."""
+        """Appends a row."""
         self.rows.append((sink, logprobs))
         self.counts.append(len(token_ids))
         self.token_ids.extend(token_ids)
 
     def extend(self, later: StepTokens) -> None:
-        """The rows of another one after these."""
+        """Appends the rows of another step."""
         self.rows += later.rows
         self.counts += later.counts
         self.token_ids += later.token_ids
 
-    def parted(self, apart: Callable[[int], bool]) -> tuple[StepTokens, StepTokens]:
-        """The rows whose slots are `apart`, and the others, each in order."""
-        found = StepTokens(), StepTokens()
+    def partition(self, matches: Callable[[int], bool]) -> tuple[StepTokens, StepTokens]:
+        """Returns the rows whose slots match, and the others, each in order."""
+        groups = StepTokens(), StepTokens()
         for sink, token_ids, logprobs in self:
-            found[not apart(sink.slot)].add(sink, token_ids, logprobs)
-        return found
+            groups[not matches(sink.slot)].add(sink, token_ids, logprobs)
+        return groups
 
     def __iter__(self) -> Iterator[tuple[TextSink, array[int], Sequence[PositionLogprobs]]]:
         end = 0

@@ -1,1 +1,1 @@
-"""Registration of a worker with its router, and what it registers: its address, model and container."""
+"""Registration of a worker with a router, and the address and id that it registers."""

@@ -1,4 +1,4 @@
-"""How others find this worker: the address it tells them, and its name."""
+"""The advertised address and the default id of a worker."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ ANY_HOST = ("", "0.0.0.0", "::", "*")
 
 
 def advertised_address(listen: str, port: int, routers: Sequence[str]) -> str:
-    """host:port where gateways reach a server.
+    """Returns the host:port at which gateways reach a server.
 
     Args:
-        listen: the address it listens on; for "every interface" the one that leads to the routers is taken.
-        port: the port that was bound.
-        routers: host:port each; may be empty.
+        listen: the address the server listens on; a wildcard host is replaced by the interface towards the routers.
+        port: the bound port.
+        routers: host:port of each router; may be empty.
     """
     host = listen.rpartition(":")[0].strip("[]")
     if host in ANY_HOST:
@@ -26,11 +26,11 @@ def advertised_address(listen: str, port: int, routers: Sequence[str]) -> str:
 
 
 def default_worker_id(port: int, own_name: Callable[[], str] = container_name) -> str:
-    """Host name and port: the same after a restart, so that the new process replaces the old one.
+    """Returns host name and port, which stay the same after a restart, so that the new process replaces the old one.
 
     Args:
-        own_name: gives the name of this container, such as ``sluice-worker-1``, or an empty string; asked where the
-            host name is a container's id.
+        own_name: returns the name of this container, such as ``sluice-worker-1``, or an empty string; called when the
+            host name is a container id.
     """
     host = socket.gethostname()
     if CONTAINER_ID.fullmatch(host):
@@ -39,7 +39,7 @@ def default_worker_id(port: int, own_name: Callable[[], str] = container_name) -
 
 
 def _interface_towards(target: str) -> str:
-    """This machine's address on the way to a target. Connecting a datagram socket chooses a route and sends nothing."""
+    """Returns the local address of the route to a target; connecting a datagram socket sends no packet."""
     host, _, port = target.rpartition(":")
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]

@@ -1,4 +1,4 @@
-"""One attachment to one router: the stream that is the worker's lease, and the cache events on it."""
+"""The attachment to one router: a stream that renews the worker's lease and carries its cache events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 ATTACH_S = 5.0
 LEAVE_S = 1.0
 HEARTBEAT_S = 1.0
-# The first event of a quiet moment goes out at once; in a storm, the events of this long share a message.
+# An event after an idle period is sent immediately; events within this interval share a message.
 EVENT_PACE_S = 0.005
 SNAPSHOT_HASHES = 65_536
 
@@ -29,12 +29,12 @@ Call = grpc.aio.StreamStreamCall[router_pb2.AttachRequest, router_pb2.AttachResp
 
 
 class Attachment:
-    """Speaks for the worker on one Attach stream until it ends or `leave` was called.
+    """Represents the worker on one Attach stream until the stream ends or `leave` is called.
 
     Args:
-        registration: first message.
-        logs: by data-parallel rank; events after what the router already has are sent, or a snapshot.
-        load: asked at every heartbeat.
+        registration: the first message.
+        logs: the event log of each rank; the router receives the events it lacks, or a snapshot.
+        load: returns the load of each rank; called at every heartbeat.
         on_attached: called when the router has accepted the registration.
     """
 
@@ -58,25 +58,25 @@ class Attachment:
         self._leaving = ""
 
     def leave(self, reason: str) -> None:
-        """Says goodbye as the next message; `run` then returns."""
+        """Sends a Leave as the next message; `run` then returns."""
         self._leaving = reason
         self._wake.set()
 
     def resync(self) -> None:
-        """Tells the router every rank's whole cache again."""
+        """Sends a snapshot of every rank's cache to the router."""
         self._resync.update(self._logs)
         self._wake.set()
 
     def drop(self) -> None:
-        """Ends the stream without a word; `run` then raises."""
+        """Cancels the stream without a Leave; `run` then raises."""
         self._call.cancel()
 
     async def run(self) -> None:
-        """Carries the stream; returns after `leave`.
+        """Runs the stream; returns after `leave`.
 
         Raises:
             grpc.aio.AioRpcError: the stream failed.
-            SluiceError: the router closed it or did not answer in time.
+            SluiceError: the router closed the stream or did not respond in time.
         """
         await self._register()
         reading = asyncio.get_running_loop().create_task(self._read())
@@ -85,12 +85,12 @@ class Attachment:
             kv_log.on_change = self._wake.set
         try:
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
-            for task in (reading, writing):  # the reader first: it knows better why a stream was lost
+            for task in (reading, writing):  # the reader first: its error has the status of the stream
                 if task.done() and not task.cancelled():
                     task.result()
             if not writing.done() or writing.cancelled():
-                raise SluiceError(ErrorKind.DISCONNECTED, "The stream to the router is gone.")
-            await self._say_goodbye(reading)
+                raise SluiceError(ErrorKind.DISCONNECTED, "The stream to the router was closed.")
+            await self._finish(reading)
         finally:
             for task in (reading, writing):
                 task.cancel()
@@ -101,23 +101,25 @@ class Attachment:
         try:
             async with asyncio.timeout(ATTACH_S):
                 await self._write(router_pb2.AttachRequest(registration=self._registration))
-                answer = await self._call.read()
+                response = await self._call.read()
         except TimeoutError as error:
             self._call.cancel()
-            raise SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The router did not answer the registration.") from error
-        if not isinstance(answer, router_pb2.AttachResponse) or not answer.HasField("attached"):
-            raise SluiceError(ErrorKind.DISCONNECTED, "The router closed the stream instead of attaching.")
-        attached = answer.attached
+            raise SluiceError(
+                ErrorKind.RESPONSE_TIMEOUT, "The router did not respond to the registration in time."
+            ) from error
+        if not isinstance(response, router_pb2.AttachResponse) or not response.HasField("attached"):
+            raise SluiceError(ErrorKind.DISCONNECTED, "The router closed the stream without accepting the worker.")
+        attached = response.attached
         if attached.heartbeat_interval_ms:
             self._heartbeat_s = attached.heartbeat_interval_ms / 1000
         self._sent = {rank: attached.sequences.get(rank, 0) for rank in self._logs}
         self._on_attached()
 
     async def _read(self) -> None:
-        while isinstance(answer := await self._call.read(), router_pb2.AttachResponse):
-            if answer.HasField("resync") and answer.resync.data_parallel_rank in self._logs:
-                log.info("the router asks for a snapshot", extra={"reason": answer.resync.reason})
-                self._resync.add(answer.resync.data_parallel_rank)
+        while isinstance(response := await self._call.read(), router_pb2.AttachResponse):
+            if response.HasField("resync") and response.resync.data_parallel_rank in self._logs:
+                log.info("router requested a snapshot", extra={"reason": response.resync.reason})
+                self._resync.add(response.resync.data_parallel_rank)
                 self._wake.set()
         raise SluiceError(ErrorKind.DISCONNECTED, "The router closed the stream.")
 
@@ -138,15 +140,15 @@ class Attachment:
             await self._pause(heartbeat_due)
 
     async def _pause(self, heartbeat_due: float) -> None:
-        """Until the next heartbeat, or until there is something to say and the last message is a pace ago."""
+        """Waits for the next heartbeat, or for a change, at least EVENT_PACE_S after the last message."""
         loop = asyncio.get_running_loop()
-        said = loop.time()
+        sent_at = loop.time()
         try:
             async with asyncio.timeout_at(heartbeat_due):
                 await self._wake.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(max(said + EVENT_PACE_S - loop.time(), 0))
+        await asyncio.sleep(max(sent_at + EVENT_PACE_S - loop.time(), 0))
         self._wake.clear()
 
     async def _write(self, message: router_pb2.AttachRequest) -> None:
@@ -154,27 +156,28 @@ class Attachment:
             async with asyncio.timeout(ATTACH_S):
                 await self._call.write(message)
         except TimeoutError as error:
-            raise SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The router does not read.") from error
+            raise SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The router does not read its messages.") from error
         except asyncio.InvalidStateError as error:
-            raise SluiceError(ErrorKind.DISCONNECTED, "The stream to the router is gone.") from error
+            raise SluiceError(ErrorKind.DISCONNECTED, "The stream to the router was closed.") from error
 
-    async def _say_goodbye(self, reading: asyncio.Task[None]) -> None:
+    async def _finish(self, reading: asyncio.Task[None]) -> None:
+        """Closes the sending side and waits for the router to end the stream."""
         if not self._call.done():
             try:
                 await self._call.done_writing()
-            except Exception as error:  # the router died in this moment, and gRPC has untyped errors for that
-                log.debug("the router does not hear the goodbye", extra={"reason": repr(error)})
+            except Exception as error:  # gRPC raises untyped errors when the router disconnects meanwhile
+                log.debug("stream to the router could not be closed", extra={"reason": repr(error)})
         await asyncio.wait((reading,), timeout=LEAVE_S)
 
     def _changes(self) -> Iterator[router_pb2.AttachRequest]:
-        """What the router has not heard yet, rank by rank."""
+        """Yields the events or snapshots that the router lacks, rank by rank."""
         for rank, kv_log in self._logs.items():
             batches = None if rank in self._resync else kv_log.batches_after(self._sent[rank])
             if batches is None:
                 self._resync.discard(rank)
                 snapshot = list(_snapshot(kv_log))
                 self._sent[rank] = kv_log.sequence
-                yield from (router_pb2.AttachRequest(snapshot=part) for part in snapshot)
+                yield from (router_pb2.AttachRequest(snapshot=piece) for piece in snapshot)
                 continue
             for batch in batches:
                 self._sent[rank] = batch.sequence
@@ -182,15 +185,14 @@ class Attachment:
 
 
 def _snapshot(kv_log: KvEventLog) -> Iterator[router_pb2.Snapshot]:
-    tiers = kv_log.snapshot()
-    parts = [(tier, piece) for tier, hashes in tiers.items() for piece in chunks(hashes, SNAPSHOT_HASHES)]
-    for tier, piece in parts:
-        yield router_pb2.Snapshot(
-            data_parallel_rank=kv_log.rank,
-            sequence=kv_log.sequence,
-            tier=_write_tier(tier),
-            block_hashes=pack_u64(piece),
-        )
+    for tier, tier_hashes in kv_log.snapshot().items():
+        for hashes in chunks(tier_hashes, SNAPSHOT_HASHES):
+            yield router_pb2.Snapshot(
+                data_parallel_rank=kv_log.rank,
+                sequence=kv_log.sequence,
+                tier=_write_tier(tier),
+                block_hashes=pack_u64(hashes),
+            )
     yield router_pb2.Snapshot(data_parallel_rank=kv_log.rank, sequence=kv_log.sequence, last=True)
 
 

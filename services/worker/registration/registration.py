@@ -1,4 +1,4 @@
-"""Keeps the worker registered with a router: attaches, and attaches again when the stream is lost."""
+"""Keeps the worker registered with a router and reattaches when the stream is lost."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 3.0
 LEASE_KEY_BYTES = 32
 TAKEN = frozenset({"worker_id_taken", "replaced", "stale_epoch"})
-"""Codes of routers' errors that mean: another process holds this worker's id."""
+"""Error codes of routers which mean that another process holds this worker's id."""
 
 
 class Registration:
-    """Tells one router at a time what the worker serves, how it is doing, and what its cache holds.
+    """Sends the worker's card, load and cache events to one router at a time.
 
-    While another process holds the worker's id, the worker goes on with what it runs and tries again and again.
+    While another process holds the worker's id, the worker serves its running requests and keeps retrying.
 
     Args:
-        worker: started; its epoch and card are registered.
-        address: host:port where gateways reach it.
-        routers: the replicas to choose from; started and closed by the caller.
+        worker: already started; its epoch and card are registered.
+        address: host:port at which gateways reach the worker.
+        routers: replicas to choose from; started and closed by the caller.
 
     Attributes:
-        trouble: code of the error because of which another process has this worker's place; empty: there is none.
+        trouble: error code while another process holds the worker's id; otherwise empty.
+        attached: set while a router has accepted the registration.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Registration:
         self._logs = [KvEventLog(source.rank) for source in worker.engine.kv_event_sources()]
         for kv_log, source in zip(self._logs, worker.engine.kv_event_sources(), strict=True):
             source.subscribe(kv_log.record)
-        self._lease_key = secrets.token_bytes(LEASE_KEY_BYTES)  # identifies this process to routers
+        self._lease_key = secrets.token_bytes(LEASE_KEY_BYTES)  # proves to routers that messages are from this process
         self.trouble = ""
         self._attachment: Attachment | None = None
         self._router: Replica[router_pb2_grpc.RouterAsyncStub] | None = None
@@ -87,7 +88,7 @@ class Registration:
         self._done.set()
 
     async def leave(self, reason: str) -> None:
-        """Disappears from the routers' answers at once; returns when the router has heard it, within seconds."""
+        """Deregisters the worker; returns when the router has confirmed, or after a few seconds."""
         self._left = True
         self._worker.draining = True
         self._resumed.set()
@@ -98,10 +99,10 @@ class Registration:
             async with asyncio.timeout(2 * LEAVE_S):
                 await self._done.wait()
         except TimeoutError:
-            log.warning("the router did not take the goodbye in time")
+            log.warning("router did not confirm the deregistration in time")
 
     def pause(self, reason: str) -> None:
-        """Disappears from the routers' answers until `resume`."""
+        """Deregisters the worker until `resume`."""
         self._paused = reason
         self._resumed.clear()
         if self._attachment is not None:
@@ -113,41 +114,42 @@ class Registration:
         self._resumed.set()
 
     def resync(self) -> bool:
-        """Tells the router the whole cache again; False when there is none to tell."""
+        """Sends a cache snapshot to the router; returns False when the worker is not registered."""
         if self._attachment is None or not self.attached.is_set():
             return False
         self._attachment.resync()
         return True
 
     async def refresh(self) -> None:
-        """The card changed: registers it on a stream of its own, then gives the old stream up, so that the worker is
-        in the routers' answers all the time. When that fails, the ordinary way to attach again follows.
+        """Registers a changed card on a new stream before closing the old one, so that the worker stays registered.
+
+        When that fails, `run` reattaches as after any lost stream.
         """
         old, router = self._attachment, self._router
         if old is None or router is None or not self.attached.is_set() or self._left or self._paused:
-            return  # the next registration says it anyway
+            return  # the next registration includes the new card
         accepted = asyncio.Event()
         new = self._attachment = self._attach(router, accepted.set)
-        self._successor = asyncio.get_running_loop().create_task(self._carry(new, router))
-        hearing = asyncio.get_running_loop().create_task(accepted.wait())
-        await asyncio.wait((self._successor, hearing), timeout=ATTACH_S, return_when=asyncio.FIRST_COMPLETED)
-        hearing.cancel()
+        self._successor = asyncio.get_running_loop().create_task(self._run_attachment(new, router))
+        accepting = asyncio.get_running_loop().create_task(accepted.wait())
+        await asyncio.wait((self._successor, accepting), timeout=ATTACH_S, return_when=asyncio.FIRST_COMPLETED)
+        accepting.cancel()
         old.drop()
 
     async def _attach_once(self) -> bool:
-        """One attachment from beginning to end, successors included; True when the router had accepted it."""
+        """Runs one attachment and its successors to the end; returns True when the router had accepted it."""
         try:
             router = self._router = self._pick()
         except SluiceError:
             return False
         router.outstanding += 1
         self._attachment = self._attach(router, lambda: self._accepted(router))
-        carrying: Coroutine[None, None, None] | asyncio.Task[None] = self._carry(self._attachment, router)
+        current: Coroutine[None, None, None] | asyncio.Task[None] = self._run_attachment(self._attachment, router)
         try:
-            await carrying
+            await current
             while self._successor is not None:
-                carrying, self._successor = self._successor, None
-                await carrying
+                current, self._successor = self._successor, None
+                await current
         finally:
             router.outstanding -= 1
             self._attachment = self._router = None
@@ -158,7 +160,7 @@ class Registration:
     def _attach(self, router: Replica[router_pb2_grpc.RouterAsyncStub], on_attached: Callable[[], None]) -> Attachment:
         return Attachment(router.stub.Attach(), self._message(), self._logs, self._worker.load, on_attached)
 
-    async def _carry(self, attachment: Attachment, router: Replica[router_pb2_grpc.RouterAsyncStub]) -> None:
+    async def _run_attachment(self, attachment: Attachment, router: Replica[router_pb2_grpc.RouterAsyncStub]) -> None:
         try:
             await attachment.run()
         except grpc.aio.AioRpcError as error:
@@ -166,18 +168,18 @@ class Registration:
         except SluiceError as error:
             self._note_lost(attachment, router, error)
         except asyncio.CancelledError:
-            carrier = asyncio.current_task()
-            if carrier is not None and carrier.cancelling():
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
                 raise
-            # Not this task but the call was cancelled: its channel is closed once the name of a router is gone.
-            gone = SluiceError(ErrorKind.DISCONNECTED, "The stream to the router is gone.")
-            self._note_lost(attachment, router, gone)
+            # The call was cancelled, not this task: a channel is closed when its router's name no longer resolves.
+            closed = SluiceError(ErrorKind.DISCONNECTED, "The stream to the router was closed.")
+            self._note_lost(attachment, router, closed)
 
     def _pick(self) -> Replica[router_pb2_grpc.RouterAsyncStub]:
-        """Another router than the one that was lost last, while there is another."""
-        others = frozenset({self._lost_at} if self._lost_at else ())
-        alone = all(router.address in others for router in self._routers.serving)
-        return self._routers.pick(frozenset() if alone else others)
+        """Picks a router other than the one lost last, if there is another."""
+        excluded = frozenset({self._lost_at} if self._lost_at else ())
+        only_excluded = all(router.address in excluded for router in self._routers.serving)
+        return self._routers.pick(frozenset() if only_excluded else excluded)
 
     def _accepted(self, router: Replica[router_pb2_grpc.RouterAsyncStub]) -> None:
         self.attached.set()
@@ -189,7 +191,7 @@ class Registration:
         self, attachment: Attachment, router: Replica[router_pb2_grpc.RouterAsyncStub], error: SluiceError
     ) -> None:
         if attachment is not self._attachment:
-            return  # its successor speaks for the worker now
+            return  # a successor has replaced it
         self._lost_at = router.address
         if self._left:
             return
@@ -204,12 +206,12 @@ class Registration:
             return
         self.trouble = code
         self._taken.add(1 if code else -1)
-        self._worker.phases.aside = "worker id taken" if code else ""
+        self._worker.phases.warning = "worker id taken" if code else ""
         worker_id = self._worker.worker_id
         if code:
             log.error(
-                "another process holds worker id %s: this worker gets no new requests and goes on trying to register; "
-                "give each its own --worker-id",
+                "another process holds worker id %s; this worker receives no new requests and keeps retrying; "
+                "give every worker a unique --worker-id",
                 worker_id,
                 extra={"code": code},
             )

@@ -1,4 +1,4 @@
-"""Whether a worker takes requests: not before its start, not while something keeps it from serving, not at its end."""
+"""Admission of requests to a worker: closed before its start, while it is suspended, and once it shuts down."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from services.worker.serving.status import WorkerStatus
 
 
 class AdmissionGate:
-    """Says no by raising.
+    """Rejects requests by raising.
 
     Args:
-        phases: says what keeps the worker from serving.
-        max_live: requests and calls alive at once; 0: no limit.
+        status: updated when the worker is suspended or resumed.
+        max_live: limit of concurrent requests and calls; 0: no limit.
 
     Attributes:
-        on_serving: called when the worker stops serving for a while, with why, and with "" when it serves again.
-        idle: set while nothing is alive.
+        on_serving: called with the reason when the worker stops serving temporarily, and with "" when it serves again.
+        idle: set while no request or call is running.
     """
 
-    def __init__(self, phases: WorkerStatus, max_live: int) -> None:
-        self._phases = phases
+    def __init__(self, status: WorkerStatus, max_live: int) -> None:
+        self._status = status
         self._max_live = max_live
         self._closed: SluiceError | None = SluiceError(
             ErrorKind.UNAVAILABLE, "The worker is still starting.", code="worker_starting", retry_after_ms=1000
@@ -35,64 +35,68 @@ class AdmissionGate:
         self.idle.set()
 
     def open(self) -> None:
-        """Requests are welcome."""
+        """Starts to accept requests."""
         self._closed = None
-        self._phases.leave()
+        self._status.leave()
 
     def close(self, error: SluiceError) -> None:
-        """From now on requests are refused, for good."""
+        """Rejects all further requests with `error`, permanently."""
         self._closed = error
 
     def suspend(self, why: str, error: SluiceError) -> bool:
-        """Refuses requests with `error`, out of discovery, until `resume`; live ones go on. False: it did already."""
-        fresh = why not in self._suspended
+        """Rejects new requests with `error` until `resume`; running requests continue.
+
+        Returns:
+            False when the worker was already suspended for this reason.
+        """
+        newly_suspended = why not in self._suspended
         self._suspended[why] = error
-        self._phases.enter(why)
+        self._status.enter(why)
         self.on_serving(why)
-        return fresh
+        return newly_suspended
 
     def resume(self, why: str) -> None:
-        """The reason is gone; the worker serves when no other is left."""
+        """Removes one reason; the worker serves again once no reason is left."""
         if self._suspended.pop(why, None) is None:
             return
-        left = next(iter(self._suspended), "")
-        if left:
-            self._phases.enter(left)
+        remaining = next(iter(self._suspended), "")
+        if remaining:
+            self._status.enter(remaining)
         else:
-            self._phases.leave()
+            self._status.leave()
             self.on_serving("")
 
     @property
     def refusal(self) -> SluiceError | None:
-        """Why requests are not welcome; None: they are."""
+        """The error that new requests receive; None while they are accepted."""
         return self._closed or next(iter(self._suspended.values()), None)
 
     def check(self) -> None:
-        """Raises SluiceError while requests are not welcome, or there are too many."""
+        """Raises SluiceError while requests are not accepted, or when the limit is reached."""
         if error := self.refusal:
-            raise error.with_traceback(None)  # it is raised again and again, and would keep every call that heard it
-        alive = self._requests + self._calls
-        if self._max_live and alive >= self._max_live:
-            raise overloaded(f"{alive} requests are alive on this worker, and it takes no more.")
+            raise error.with_traceback(None)  # shared instance: its traceback would retain the frames of every caller
+        running = self._requests + self._calls
+        if self._max_live and running >= self._max_live:
+            raise overloaded(f"This worker already runs {running} requests, its limit; try another worker or later.")
 
     def count(self, requests: int) -> None:
-        """So many requests are alive now."""
+        """Sets the number of running requests."""
         self._requests = requests
-        self._note_idle()
+        self._update_idle()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """A call that is no generation counts like a live request, for limit and drain; raises as `check`."""
+        """Counts a call that is not a generation as a running request, for limit and drain; raises as `check` does."""
         self.check()
         self._calls += 1
-        self._note_idle()
+        self._update_idle()
         try:
             yield
         finally:
             self._calls -= 1
-            self._note_idle()
+            self._update_idle()
 
-    def _note_idle(self) -> None:
+    def _update_idle(self) -> None:
         if self._requests or self._calls:
             self.idle.clear()
         else:

@@ -1,4 +1,4 @@
-"""The canary: a tiny real generation when none has finished for a while, because what answers may still hang."""
+"""The canary: a one-token generation, run when none has finished for a while, that detects a hung engine."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from services.worker.serving.worker import Worker
 log = logging.getLogger(__name__)
 
 UNHEALTHY = "unhealthy"
-FIRST = -(2**31)
+HIGHEST_PRIORITY = -(2**31)
 
 
 class Canary:
-    """Takes the worker out of discovery while generations fail, and back when one succeeds.
+    """Removes the worker from discovery while canary generations fail, and restores it when one succeeds.
 
     Args:
-        after_s: seconds without a finished generation before one is tried.
-        timeout_s: seconds it may take, and between two tries while they fail.
-        failures: in a row, after which the worker is unhealthy.
+        after_s: seconds without a finished generation before a canary runs.
+        timeout_s: seconds a canary may take; also the interval between canaries while they fail.
+        failures: consecutive failures after which the worker is unhealthy.
     """
 
     def __init__(self, worker: Worker, after_s: float, timeout_s: float, failures: int) -> None:
         self._worker = worker
         self._after_s = after_s
         self._timeout_s = timeout_s
-        self._most = failures
+        self._max_failures = failures
         self._failed = 0
         self._number = 0
 
     async def run(self) -> None:
-        """Runs until cancelled; returns at once for a worker whose part cannot be tried alone."""
-        if _tiny(self._worker.config, 0) is None:
-            log.info("a decode worker that cannot run prompts has no canary")
+        """Runs until cancelled; returns at once for a decode worker that cannot prefill."""
+        if _canary_request(self._worker.config, 0) is None:
+            log.info("canary disabled: a decode worker without local prefill cannot run one")
             return
         while True:
             await asyncio.sleep(self._pause_s())
@@ -58,18 +58,18 @@ class Canary:
                 await self.try_once()
 
     async def try_once(self) -> bool:
-        """One try; True when the engine generates."""
+        """Runs one canary; returns True when the engine generates."""
         delivered = self._worker.delivered_tokens
         problem = await self._generate()
-        # An engine that gives others tokens meanwhile is busy, not dead. That theirs end proves nothing: they may fail
-        # as well, or be given up by callers who have waited long enough.
+        # An engine that delivered tokens to other requests meanwhile is busy, not hung. Finished requests would prove
+        # nothing: they may have failed, or been cancelled by callers after a timeout.
         if problem and self._worker.delivered_tokens > delivered:
             problem = ""
         self._worker.metrics.record_canary(ok=not problem)
         if problem:
             self._failed += 1
-            log.warning("canary: %s", problem, extra={"failures": self._failed})
-            if self._failed >= self._most:
+            log.warning("canary failed: %s", problem, extra={"failures": self._failed})
+            if self._failed >= self._max_failures:
                 self._declare_unhealthy(problem)
         else:
             self._failed = 0
@@ -85,18 +85,18 @@ class Canary:
     def _declare_unhealthy(self, problem: str) -> None:
         error = SluiceError(
             ErrorKind.ENGINE_SHUTDOWN,
-            "The engine of this worker does not generate; another worker can serve the request.",
+            "The engine of this worker does not generate; send the request to another worker.",
             code="engine_unhealthy",
         )
-        if self._failed == self._most:
-            log.error("the worker is unhealthy and leaves discovery: %s", problem)
+        if self._failed == self._max_failures:
+            log.error("worker is unhealthy and leaves discovery: %s", problem)
             self._worker.gate.suspend(UNHEALTHY, error)
         self._worker.fail_all(error)
 
     async def _generate(self) -> str:
-        """What is wrong; empty: nothing."""
+        """Returns what went wrong; empty on success."""
         self._number += 1
-        request = _tiny(self._worker.config, self._number)
+        request = _canary_request(self._worker.config, self._number)
         assert request is not None
         context, probe = GenerateContext(request.request_id), _Probe()
         engine = self._worker.engine
@@ -108,12 +108,12 @@ class Canary:
                 engine.submit(request, context, probe)
                 await probe.done.wait()
         except TimeoutError:
-            return f"a tiny generation took more than {self._timeout_s:g} seconds"
+            return f"a one-token generation took more than {self._timeout_s:g} seconds"
         except SluiceError as error:
             return error.message
         except Exception as error:
-            log.exception("the engine failed to take the canary's request")
-            return f"the engine failed to take a request ({type(error).__name__})"
+            log.exception("engine failed to accept the canary request")
+            return f"the engine failed to accept a request ({type(error).__name__})"
         finally:
             engine.abort(context)
         return probe.problem
@@ -143,17 +143,17 @@ class _Probe(Sink):
         if error is not None:
             self.problem = error.message
         elif reason in (FinishReason.ERROR, FinishReason.CANCELLED) or not self._tokens:
-            self.problem = f"a tiny generation ended as {reason.name.lower()} with {self._tokens} tokens"
+            self.problem = f"a one-token generation finished as {reason.name.lower()} with {self._tokens} tokens"
         self.done.set()
 
 
 def _only_embeds(config: EngineConfig) -> bool:
-    """Whether the engine computes vectors and has no way to choose a token."""
+    """Whether the engine computes embeddings and cannot sample tokens."""
     return Capability.EMBEDDINGS in config.capabilities and not SAMPLING & config.capabilities
 
 
-def _tiny(config: EngineConfig, number: int) -> GenerateRequest | None:
-    """One token in, one out, before everything that waits; None when the worker's role allows none."""
+def _canary_request(config: EngineConfig, number: int) -> GenerateRequest | None:
+    """Returns a request of one prompt and one output token at the highest priority; None for a decode-only worker."""
     if config.role is Role.DECODE and Capability.LOCAL_PREFILL not in config.capabilities:
         return None
     prefill = Disaggregation(Role.PREFILL) if config.role is Role.PREFILL else None
@@ -162,6 +162,6 @@ def _tiny(config: EngineConfig, number: int) -> GenerateRequest | None:
         model=config.model,
         token_ids=array("I", [min(11, config.vocab_size - 1) if config.vocab_size else 11]),
         stop=Stop(max_tokens=1),
-        priority=FIRST if Capability.PRIORITY in config.capabilities else 0,
+        priority=HIGHEST_PRIORITY if Capability.PRIORITY in config.capabilities else 0,
         disaggregation=prefill,
     )

@@ -1,4 +1,4 @@
-"""Operating a running worker: what the actions of `Control` mean beyond the engine."""
+"""The actions of the `Control` RPC, including their effect on admission, registration and the model card."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ASLEEP = "asleep"
 CONTROL_S = 300.0
 QUIET_S = 30.0
 
-_NEEDS = {
+_REQUIRED_CAPABILITIES = {
     "sleep": Capability.SLEEP,
     "wake": Capability.SLEEP,
     "clear_cache": Capability.CLEAR_CACHE,
@@ -31,42 +31,42 @@ _NEEDS = {
 
 
 class Controls:
-    """Runs one action at a time.
+    """Runs control actions, one at a time.
 
     Args:
-        resync: tells the router the whole cache again; returns False when the worker is not registered.
+        resync: sends a cache snapshot to the router; returns False when the worker is not registered.
     """
 
     def __init__(self, worker: Worker, resync: Callable[[], bool]) -> None:
         self._worker = worker
         self._resync = resync
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def run(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
-        """Runs an action by its name in small letters.
+        """Runs the action with this lower-case name.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION when the engine does not have it or it makes no sense now,
-                INVALID_ARGUMENT for wrong arguments, RESPONSE_TIMEOUT when the engine does not answer.
+            SluiceError: FAILED_PRECONDITION when the engine does not support the action or the worker's state does not
+                permit it, INVALID_ARGUMENT for wrong arguments, RESPONSE_TIMEOUT when the engine does not respond.
         """
         config = self._worker.config
-        if action in _NEEDS:
-            require(_NEEDS[action], config, "action")
+        if action in _REQUIRED_CAPABILITIES:
+            require(_REQUIRED_CAPABILITIES[action], config, "action")
         try:
-            async with asyncio.timeout(CONTROL_S), self._one_at_a_time:
+            async with asyncio.timeout(CONTROL_S), self._lock:
                 return await self._run(action, arguments)
         except TimeoutError as error:
             raise SluiceError(ErrorKind.RESPONSE_TIMEOUT, f"The engine did not finish {action} in time.") from error
         except SluiceError:
             raise
         except Exception as error:
-            log.exception("an action failed", extra={"action": action})
-            raise internal(f"The engine failed on {action}; the worker's log has the details.") from error
+            log.exception("control action failed", extra={"action": action})
+            raise internal(f"The engine failed to run {action}; see the worker's log.") from error
 
     async def _run(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         match action:
             case "resync":
-                return self._tell_router()
+                return self._resync_router()
             case "clear_cache":
                 await self._worker.engine.clear_cache()
                 return {}
@@ -80,18 +80,22 @@ class Controls:
                 return await self._change_adapters(action, arguments)
         return await self._worker.engine.control(action, arguments)
 
-    def _tell_router(self) -> dict[str, str]:
+    def _resync_router(self) -> dict[str, str]:
         if not self._resync():
             raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION, "The worker is not registered with a router now.", param="action"
+                ErrorKind.FAILED_PRECONDITION,
+                "The worker is not registered with a router; check --routers and its log.",
+                param="action",
             )
         return {}
 
     async def _sleep(self, arguments: Mapping[str, str]) -> dict[str, str]:
-        """Takes nothing new, lets what runs end, and only then lets the engine sleep."""
-        error = SluiceError(ErrorKind.UNAVAILABLE, "The worker sleeps; wake it, or use another one.", code="asleep")
+        """Suspends admission, waits for running requests, then puts the engine to sleep."""
+        error = SluiceError(
+            ErrorKind.UNAVAILABLE, "The worker is asleep; wake it or use another worker.", code="asleep"
+        )
         gate = self._worker.gate
-        awake = gate.suspend(ASLEEP, error)
+        was_awake = gate.suspend(ASLEEP, error)
         try:
             async with asyncio.timeout(QUIET_S):
                 await self._worker.wait_idle()
@@ -100,22 +104,24 @@ class Controls:
             gate.resume(ASLEEP)
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                f"{self._worker.live_requests} requests still run after {QUIET_S:.0f} seconds; abort them first.",
+                f"{self._worker.live_requests} requests are still running after {QUIET_S:.0f} seconds; "
+                "abort them first.",
                 param="action",
             ) from timeout
         except BaseException:
-            if awake:  # what sleeps already still does
+            if was_awake:  # a worker that was already asleep stays so
                 gate.resume(ASLEEP)
             raise
 
     async def _change_adapters(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         worker, name = self._worker, arguments.get("name", "")
         if not name:
-            raise invalid('The argument "name" is missing: the name of the adapter.', param="name")
+            raise invalid('The argument "name" is missing; give the name of the adapter.', param="name")
         if name == worker.config.model:
-            raise invalid(f"{name!r} is the name of the model; an adapter needs another one.", param="name")
+            raise invalid(f"{name!r} is the name of the model; give the adapter a different name.", param="name")
         results = await worker.engine.control(action, arguments)
-        others = tuple(adapter for adapter in worker.config.adapters if adapter != name)
-        adapters = (*others, name) if action == "load_lora" else others
+        adapters = tuple(adapter for adapter in worker.config.adapters if adapter != name)
+        if action == "load_lora":
+            adapters = (*adapters, name)
         worker.change_card(replace(worker.config, adapters=adapters))
         return results

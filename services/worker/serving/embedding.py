@@ -1,4 +1,4 @@
-"""Embedding token sequences: checks, a deadline, and the engine's answer held to its contract."""
+"""Embedding of token sequences: validation, deadline, and a check of the engine's result."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ EMBED_S = 120.0
 
 
 async def embed(worker: Worker, model: str, inputs: Sequence[array[int]], dimensions: int, lora: str) -> Embedded:
-    """One vector an input, in their order.
+    """Returns one vector per input, in input order.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when the engine computes none, INVALID_ARGUMENT for wrong inputs,
-            RESPONSE_TIMEOUT when it does not answer.
+        SluiceError: FAILED_PRECONDITION when the engine does not compute embeddings, INVALID_ARGUMENT for invalid
+            inputs, RESPONSE_TIMEOUT when the engine does not respond in time.
     """
     started_s = time.monotonic()
     try:
@@ -45,13 +45,15 @@ async def _embed(worker: Worker, model: str, inputs: Sequence[array[int]], dimen
             async with asyncio.timeout(EMBED_S):
                 embedded = await worker.engine.embed(inputs, dimensions, adapter)
     except TimeoutError as error:
-        raise SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The engine did not embed the inputs in time.") from error
+        raise SluiceError(
+            ErrorKind.RESPONSE_TIMEOUT, f"The engine did not embed the inputs within {EMBED_S:.0f} seconds."
+        ) from error
     except SluiceError:
         raise
     except Exception as error:
         log.exception("embedding failed")
-        raise internal("The engine failed on these inputs.") from error
+        raise internal("The engine failed to embed the inputs; see the worker's log.") from error
     if len(embedded.vectors) != len(inputs) or any(not vector or len(vector) % 4 for vector in embedded.vectors):
         worker.metrics.record_broken_contract("gives one vector an input")
-        raise internal("The engine broke its contract: it did not give one vector an input.")
+        raise internal("The engine broke its contract: it did not return one float32 vector per input.")
     return embedded

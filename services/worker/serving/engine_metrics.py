@@ -1,4 +1,4 @@
-"""The engine's own Prometheus metrics on the worker's endpoint."""
+"""Exposes the engine's Prometheus metrics on the worker's metrics endpoint."""
 
 from __future__ import annotations
 
@@ -17,52 +17,54 @@ OURS = ("sluice_", "python_", "process_", "target_info")
 
 
 class EngineMetrics(Collector):
-    """Reads the engine's metrics at every scrape and passes them on under their own names.
+    """Reads the engine's metrics at every scrape and exposes them under their original names.
 
     Args:
-        text: the metrics in Prometheus' text format; called from the scraping thread.
-        registry: where the worker's metrics are; prometheus_client's own by default.
+        text: returns the metrics in the Prometheus text format; called from the scraping thread.
+        registry: the registry of the worker's metrics.
     """
 
     def __init__(self, text: Callable[[], str], registry: CollectorRegistry = REGISTRY) -> None:
         self._text = text
         self._registry = registry
-        self._asking = threading.local()
-        self._complained = False
+        self._collecting = threading.local()
+        self._warned = False
         self._registered = False
 
     def register(self) -> None:
-        """From now on scrapes include them."""
+        """Includes the engine's metrics in scrapes."""
         self._registry.register(self)
         self._registered = True
 
     def close(self) -> None:
-        """Scrapes include them no more; may be called twice, and when they never did."""
+        """Removes the engine's metrics from scrapes; idempotent."""
         if self._registered:
             self._registered = False
             self._registry.unregister(self)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing is known before an engine has started."""
+        """Returns nothing: the metrics are unknown before the engine has started."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """The families of this moment; none when the engine's text is broken."""
-        # An engine that keeps its metrics in the registry of this process would ask itself.
-        if getattr(self._asking, "now", False):
+        """Returns the current metric families; none when the engine's text cannot be parsed."""
+        # Break the recursion: an engine that uses this process's registry collects this collector again.
+        if getattr(self._collecting, "now", False):
             return []
-        self._asking.now = True
+        self._collecting.now = True
         try:
-            return [family for family in text_string_to_metric_families(self._text()) if not self._known(family.name)]
+            return [
+                family for family in text_string_to_metric_families(self._text()) if not self._is_taken(family.name)
+            ]
         except Exception as error:
-            if not self._complained:
-                self._complained = True
-                log.warning("the engine's metrics cannot be read: %s", error)
+            if not self._warned:
+                self._warned = True
+                log.warning("engine metrics cannot be read: %s", error)
             return []
         finally:
-            self._asking.now = False
+            self._collecting.now = False
 
-    def _known(self, name: str) -> bool:
-        """A name that the endpoint has already must not appear twice."""
+    def _is_taken(self, name: str) -> bool:
+        """Whether the endpoint already exposes this name, which must not appear twice."""
         taken: dict[str, object] = getattr(self._registry, "_names_to_collectors", {})
         return name.startswith(OURS) or name in taken

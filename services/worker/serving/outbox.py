@@ -1,4 +1,4 @@
-"""What a session has to say and has not sent yet: columns that collect while the last message is being written."""
+"""Pending output of a session: columns of token rows that accumulate while the previous message is being written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from services.worker.contract.generation import Delta
 if TYPE_CHECKING:
     from services.worker.generation.text_delta import TextDelta
 
-PAGE_TOKENS = 65_536  # keeps a message well under the size limit
+PAGE_TOKENS = 65_536  # keeps a message well below gRPC's size limit
 STALLED_TOKENS = 1 << 20
 STALLED_AFTER_S = 5.0
 MOST_TOKENS = 8 << 20
@@ -23,8 +23,15 @@ MOST_TOKENS = 8 << 20
 
 @dataclass(slots=True)
 class Page:
-    """One message: row i is slots[i] with the next counts[i] of token_ids; extras come after the rows, then what
-    became of the tokens, by slot."""
+    """One message of a session.
+
+    Attributes:
+        slots: slot of each row.
+        counts: tokens of each row.
+        token_ids: tokens of all rows, concatenated.
+        extras: deltas by slot, to be applied after the rows.
+        texts: text produced from the tokens, by slot.
+    """
 
     slots: array[int] = field(default_factory=lambda: array("I"))
     counts: array[int] = field(default_factory=lambda: array("I"))
@@ -34,13 +41,14 @@ class Page:
 
 
 class Outbox:
-    """Collects rows of all the session's requests.
+    """Collects the output of all requests of a session.
 
-    A peer that stops reading must not fill our memory: with a million tokens pending and nothing taken for five
-    seconds, or eight million whatever the reason, `on_overflow` is called once.
+    Bounds the memory that a caller which stops reading can occupy.
 
     Args:
         wake: called when there is something to send.
+        on_overflow: called once, when `STALLED_TOKENS` are pending and nothing was taken for `STALLED_AFTER_S`
+            seconds, or when `MOST_TOKENS` are pending.
     """
 
     def __init__(self, wake: Callable[[], None], on_overflow: Callable[[], None]) -> None:
@@ -49,48 +57,51 @@ class Outbox:
         self._on_overflow = on_overflow
         self._full: deque[Page] = deque()
         self._taken_s = time.monotonic()
-        self._overflown = False
-        self._sent: asyncio.Event | None = None
+        self._overflowed = False
+        self._flushed: asyncio.Event | None = None
 
     @property
     def empty(self) -> bool:
-        """Nothing waits to be sent."""
+        """Whether nothing is waiting to be sent."""
         return not (self._full or self.page.slots or self.page.extras or self.page.texts)
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens that wait to be sent."""
+        """Number of tokens waiting to be sent."""
         return len(self._full) * PAGE_TOKENS + len(self.page.token_ids)
 
     def ready(self) -> None:
-        """Rows or extras were added to `page`."""
+        """Schedules sending; call it after every addition to `page`."""
         if len(self.page.token_ids) >= PAGE_TOKENS:
-            self._turn_page()
+            self._start_page()
         self._wake()
 
     def take(self) -> Page | None:
-        """The next message; None when there is none and everything taken before was written."""
+        """Returns the next message, or None.
+
+        A call implies that everything taken before has been written.
+        """
         self._taken_s = time.monotonic()
         if self._full:
             return self._full.popleft()
         if self.empty:
-            if self._sent is not None:
-                self._sent.set()
+            if self._flushed is not None:
+                self._flushed.set()
             return None
         page, self.page = self.page, Page()
         return page
 
     async def flush(self) -> None:
-        """Returns when everything was written."""
-        self._sent = asyncio.Event()
+        """Returns when everything has been written."""
+        self._flushed = asyncio.Event()
         self._wake()
-        await self._sent.wait()
+        await self._flushed.wait()
 
-    def _turn_page(self) -> None:
+    def _start_page(self) -> None:
         self._full.append(self.page)
         self.page = Page()
         pending = self.pending_tokens
         stalled = pending >= STALLED_TOKENS and time.monotonic() - self._taken_s > STALLED_AFTER_S
-        if (stalled or pending >= MOST_TOKENS) and not self._overflown:
-            self._overflown = True
+        if (stalled or pending >= MOST_TOKENS) and not self._overflowed:
+            self._overflowed = True
             self._on_overflow()

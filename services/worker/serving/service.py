@@ -1,4 +1,4 @@
-"""The Worker service on gRPC: translates messages, nothing else."""
+"""The Worker gRPC service: converts messages and delegates to the worker."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ Action = worker_pb2.ControlRequest
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Answers from one worker.
+    """Serves the RPCs of one worker.
 
     Attributes:
-        sessions: those open now.
+        sessions: currently open sessions.
     """
 
     def __init__(self, worker: Worker, controls: Controls) -> None:
@@ -54,29 +54,29 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._controls = controls
         self.sessions: set[WorkerSession] = set()
         self._handlers: set[asyncio.Task[Any]] = set()
-        self._over = False
+        self._ending = False
 
     async def end_sessions(self) -> None:
-        """Ends every session in order, as the callers see it; what was said is to be flushed before."""
-        self._over = True
+        """Ends every session with an OK status; flush their output before."""
+        self._ending = True
         handlers = set(self._handlers)
         for handler in handlers:
             handler.cancel()
         if handlers:
             await asyncio.wait(handlers, timeout=END_SESSION_S)
 
-    async def Session(  # type: ignore[override]  # the stubs know only iterator handlers, not read and write
+    async def Session(  # type: ignore[override]  # the stubs declare iterator handlers only, not read and write
         self, request_iterator: object, context: Context
     ) -> None:
         """See worker.proto."""
         handler = asyncio.current_task()
         assert handler is not None
         writer: BatchWriter[worker_pb2.TokenBatch] = BatchWriter(lambda: _next_batch(session), context.write)
-        session = WorkerSession(self._worker, lambda: writer.wake(), lambda: overflown(handler))
-        unread: list[SluiceError] = []
+        session = WorkerSession(self._worker, lambda: writer.wake(), lambda: end_overflowed(handler))
+        errors: list[SluiceError] = []
 
-        def overflown(task: asyncio.Task[Any]) -> None:
-            unread.append(overloaded("The session was ended because its caller does not read."))
+        def end_overflowed(task: asyncio.Task[Any]) -> None:
+            errors.append(overloaded("The session was ended because its caller does not read its messages."))
             task.cancel()
 
         self.sessions.add(session)
@@ -84,40 +84,40 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             await serve_session(context, writer, lambda message: _apply(session, message))
         except asyncio.CancelledError:
-            if not unread and not self._over:
+            if not errors and not self._ending:
                 raise
         except Exception:
             if context.cancelled() or context.done():
-                raise asyncio.CancelledError from None  # the caller is gone; there is nobody to tell
-            log.exception("a session failed")
-            unread.append(internal("The session failed; the service's log has the details."))
+                raise asyncio.CancelledError from None  # the caller has disconnected
+            log.exception("session failed")
+            errors.append(internal("The session failed; see the worker's log."))
         finally:
             self.sessions.discard(session)
             self._handlers.discard(handler)
             session.close()
-        if unread:
-            log.warning("session ended: %s", unread[0].message)
+        if errors:
+            log.warning("session ended: %s", errors[0].message)
             async with asyncio.timeout(END_SESSION_S):
-                await abort(context, unread[0])
+                await abort(context, errors[0])
 
     async def Generate(
         self, request: worker_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[worker_pb2.GenerateDelta]:
         """See worker.proto."""
         carrier = telemetry.carrier_of_metadata(context.invocation_metadata()) or telemetry.carrier(request.trace)
-        delivery = StreamResponseSink()
+        sink = StreamResponseSink()
         with telemetry.stage("worker.generate", parent=carrier, model=request.model):
             try:
                 trace = {**read_trace(request.trace), **telemetry.headers()} if telemetry.tracing() else None
-                self._worker.submit(read_request(request), delivery, trace)
+                self._worker.submit(read_request(request), sink, trace)
             except SluiceError as error:
                 await abort(context, error)
             try:
-                async with aclosing(delivery.deltas()) as deltas:
+                async with aclosing(sink.deltas()) as deltas:
                     async for delta in deltas:
                         yield write_delta(delta)
             finally:
-                self._worker.cancel(delivery)
+                self._worker.cancel(sink)
 
     async def Embed(self, request: worker_pb2.EmbedRequest, context: Context) -> worker_pb2.EmbedResponse:
         """See worker.proto."""
@@ -184,7 +184,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             worker_id=worker.worker_id,
             epoch=worker.epoch,
             draining=worker.draining,
-            phase=phases.name or phases.aside,
+            phase=phases.name or phases.warning,
             phase_share=phases.share,
         )
         if worker.started:
@@ -197,7 +197,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _control(self, request: worker_pb2.ControlRequest) -> worker_pb2.ControlResponse:
         if request.action == Action.ACTION_UNSPECIFIED or request.action not in Action.Action.values():
-            raise invalid("The action is not one this version knows.", param="action")
+            raise invalid(f"Action {request.action} is unknown to this version of the worker.", param="action")
         name = Action.Action.Name(request.action).removeprefix("ACTION_").lower()
         return worker_pb2.ControlResponse(results=await self._controls.run(name, dict(request.arguments)))
 
@@ -219,5 +219,5 @@ def _apply(session: WorkerSession, message: worker_pb2.WorkerSessionRequest) -> 
 
 
 def _slots(packed: bytes) -> list[int]:
-    """Whole slots of a packed field; a broken tail names no slot and is ignored like an unknown one."""
+    """Unpacks slot numbers; an incomplete last one is ignored, as unknown slots are."""
     return unpack_u32(packed[: len(packed) // 4 * 4], "cancels").tolist()

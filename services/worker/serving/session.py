@@ -1,4 +1,4 @@
-"""One caller's session: many requests by slot, one outbox."""
+"""A session of one caller: concurrent requests, identified by slot, that share one outbox."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ log = logging.getLogger(__name__)
 
 
 class SessionResponseSink(ResponseSink):
-    """A delivery into a row of the session's outbox."""
+    """A sink that adds rows to the session's outbox."""
 
     def __init__(self, slot: int, outbox: Outbox, on_close: Callable[[int], None]) -> None:
         super().__init__()
         self.slot = slot
-        self.silent = False
+        self.detached = False
         self._outbox = outbox
         self._on_close = on_close
 
     def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
-        self._say(
+        self._deliver(
             Delta(
                 cached_tokens=cached_tokens,
                 prompt_logprobs=prompt_logprobs,
-                prompt_token_ids=self.made_prompt,
+                prompt_token_ids=self.prepared_prompt,
             )
         )
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
         count = len(token_ids)
         plain = count == 1 and not logprobs and not self._traced
-        # This is every token's path: the usual push is checked here, every other kind in `admits`.
+        # Hot path, run for every token: a single plain token is checked here, every other push in `admits`.
         if not (plain and self._state == BEGUN and 0 <= token_ids[0] < self._vocab_size) and not self.admits(
             token_ids, logprobs
         ):
@@ -56,31 +56,31 @@ class SessionResponseSink(ResponseSink):
         self._outbox.ready()
 
     def deliver_text(self, text: TextDelta) -> None:
-        if self.silent:
+        if self.detached:
             return
         texts = self._outbox.page.texts
-        if (waiting := texts.get(self.slot)) is None:
+        if (pending := texts.get(self.slot)) is None:
             texts[self.slot] = text
         else:
-            waiting.add(text)
+            pending.add(text)
         self._outbox.ready()
 
     def deliver_terminal(self, delta: Delta) -> None:
         self._on_close(self.slot)
-        self._say(delta)
+        self._deliver(delta)
 
-    def _say(self, delta: Delta) -> None:
-        if not self.silent:
+    def _deliver(self, delta: Delta) -> None:
+        if not self.detached:
             self._outbox.page.extras.append((self.slot, delta))
             self._outbox.ready()
 
 
 class WorkerSession:
-    """The requests of one session, by slot.
+    """Runs the requests of one session.
 
     Args:
-        wake: called when `take` has something.
-        on_overflow: called when the caller does not read; end the session then.
+        wake: called when `take` has a message.
+        on_overflow: called when the caller does not read; must end the session.
     """
 
     def __init__(self, worker: Worker, wake: Callable[[], None], on_overflow: Callable[[], None]) -> None:
@@ -89,22 +89,22 @@ class WorkerSession:
         self._open: dict[int, SessionResponseSink] = {}
 
     async def flush(self) -> None:
-        """Returns when everything said so far was sent; the caller sets the deadline."""
+        """Returns when all pending output has been sent; the caller sets the deadline."""
         await self._outbox.flush()
 
     def take(self) -> Page | None:
-        """The next message to send."""
+        """Returns the next message to send; None when there is none."""
         return self._outbox.take()
 
     def start(self, slot: int, request: GenerateRequest, trace: Mapping[str, str] | None = None) -> None:
-        """Starts a request in a slot; whatever is wrong with it ends that slot only."""
+        """Starts a request in a slot; an error ends that slot only."""
         if slot in self._open:
             self._end_ambiguous(slot)
             return
-        delivery = SessionResponseSink(slot, self._outbox, self._close_slot)
-        self._open[slot] = delivery
+        sink = SessionResponseSink(slot, self._outbox, self._close_slot)
+        self._open[slot] = sink
         try:
-            self._worker.submit(request, delivery, trace)
+            self._worker.submit(request, sink, trace)
         except SluiceError as error:
             self._open.pop(slot, None)
             self.refuse(slot, error)
@@ -117,18 +117,18 @@ class WorkerSession:
     def cancel(self, slots: Iterable[int]) -> None:
         """Cancels requests; unknown and ended slots are ignored."""
         for slot in slots:
-            if delivery := self._open.get(slot):
-                self._worker.cancel(delivery)
+            if sink := self._open.get(slot):
+                self._worker.cancel(sink)
 
     def close(self) -> None:
-        """The caller is gone: all its requests are aborted."""
-        for delivery in tuple(self._open.values()):
-            delivery.silent = True
-            self._worker.cancel(delivery)
+        """Cancels all requests without output, because the caller has disconnected."""
+        for sink in tuple(self._open.values()):
+            sink.detached = True
+            self._worker.cancel(sink)
         self._open.clear()
 
     def _end_ambiguous(self, slot: int) -> None:
-        """Two requests cannot share a slot: the caller could not tell them apart, so both end with one error."""
+        """Ends both requests of a slot with one error, because the caller cannot distinguish their output."""
         error = invalid(f"Slot {slot} is in use; wait for its terminal delta before using it again.", param="slot")
         self._worker.fail(self._open[slot], error)
 
@@ -137,10 +137,10 @@ class WorkerSession:
 
 
 async def wait_flushed(sessions: Iterable[WorkerSession], timeout_s: float) -> None:
-    """Waits until the sessions have sent what they had, at most `timeout_s` seconds."""
+    """Waits at most `timeout_s` seconds for the sessions to send their pending output."""
     try:
         async with asyncio.timeout(timeout_s):
             for session in sessions:
                 await session.flush()
     except TimeoutError:
-        log.warning("a caller did not read its last tokens in time")
+        log.warning("a caller did not read its last tokens in time", extra={"seconds": timeout_s})

@@ -1,4 +1,4 @@
-"""What keeps a worker from serving, in words: on the log, and for whoever asks."""
+"""The phase of a worker that is not serving, such as "loading weights", for logs, health checks and the terminal."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-SAY_AGAIN_S = 5.0
+LOG_INTERVAL_S = 5.0
 
 
 def silent(name: str, share: float | None) -> None:
-    """Nobody looks."""
+    """Ignores the change."""
 
 
 on_change: Callable[[str, float | None], None] = silent
-"""Called with every phase of this process's worker and its progress; for a terminal."""
+"""Called with every phase and its progress; the CLI sets it to show them on the terminal."""
 
 
 class WorkerStatus:
-    """The phase now.
+    """Holds the current phase.
 
     Attributes:
-        name: such as "loading weights", "asleep", "unhealthy"; empty: it serves.
-        share: how far it is, 0 to 1; None: unknown.
-        aside: what is wrong although it serves, such as "worker id taken"; empty: nothing.
+        name: such as "loading weights", "asleep" or "unhealthy"; empty while serving.
+        share: progress from 0 to 1; None: unknown.
+        warning: a problem while serving, such as "worker id taken"; empty: none.
     """
 
     def __init__(self) -> None:
         self.name = "starting"
         self.share: float | None = None
-        self.aside = ""
+        self.warning = ""
         self._since_s = time.monotonic()
-        self._said_s = 0.0
+        self._logged_s = 0.0
 
     def enter(self, name: str, share: float | None = None) -> None:
-        """Fits `LLMEngine.on_phase`; says a phase once, and its progress every few seconds."""
+        """Sets the phase; logs it when it changes, and its progress every `LOG_INTERVAL_S`."""
         now = time.monotonic()
-        fresh = name != self.name
-        if fresh:
+        changed = name != self.name
+        if changed:
             self._since_s = now
         self.name, self.share = name, None if share is None else min(max(share, 0.0), 1.0)
         on_change(name, self.share)
-        if fresh or now - self._said_s > SAY_AGAIN_S:
-            self._said_s = now
+        if changed or now - self._logged_s > LOG_INTERVAL_S:
+            self._logged_s = now
             log.info("%s", name, extra={} if self.share is None else {"percent": round(100 * self.share)})
 
     @property
     def seconds(self) -> float:
-        """How long the phase has lasted."""
+        """Duration of the current phase."""
         return time.monotonic() - self._since_s
 
     def leave(self) -> None:
-        """It serves."""
+        """Ends the phase; the worker serves."""
         self.name, self.share = "", None
         on_change("", None)

@@ -1,4 +1,4 @@
-"""The files of the model's tokenizer, read piece by piece for whoever has no copy."""
+"""Reads the files of the model's tokenizer in pieces, for services without a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """Bytes of one file, in order; an empty file is one empty piece."""
+    """A piece of one file; an empty file is one empty piece."""
 
     file_name: str
     file_size: int
@@ -23,20 +23,20 @@ class FilePiece:
 
 
 class TokenizerFiles:
-    """Reads off the event loop, one piece in memory at a time.
+    """Reads tokenizer files outside the event loop, with one piece in memory at a time.
 
     Args:
-        source: as in the model's spec.
+        source: source of the model, as in its spec.
     """
 
     def __init__(self, source: str) -> None:
         self._source = source
 
     async def pieces(self) -> AsyncIterator[FilePiece]:
-        """All files, one after another, each from its beginning.
+        """Yields the pieces of all files, one file after another, in file order.
 
         Raises:
-            SluiceError: UNAVAILABLE when a file cannot be read any more.
+            SluiceError: UNAVAILABLE when a file cannot be read.
         """
         try:
             path = await asyncio.to_thread(models.resolve, self._source)
@@ -45,7 +45,7 @@ class TokenizerFiles:
                 for offset in range(0, max(size, 1), PIECE_BYTES):
                     yield FilePiece(models.file_name(path, file), size, await asyncio.to_thread(_read, file, offset))
         except OSError as error:
-            raise unavailable(f"A tokenizer file cannot be read: {error.strerror}.") from error
+            raise unavailable(f"The worker cannot read a tokenizer file: {error.strerror}.") from error
 
 
 def _read(file: Path, offset: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Messages ↔ the worker's plain data; the only module besides `service` that knows the worker's protobuf types."""
+"""Conversion between protobuf messages and the worker's plain data types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 
 
 def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
-    """SluiceError(INVALID_ARGUMENT) when a packed field is broken."""
+    """Reads a generation request; raises SluiceError (INVALID_ARGUMENT) when a packed field is malformed."""
     prompt = message.WhichOneof("prompt")
     return GenerateRequest(
         request_id=message.request_id,
@@ -61,7 +61,7 @@ def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
 
 
 def read_trace(message: common_pb2.TraceContext) -> dict[str, str]:
-    """Carrier of the caller's span, and under `LINK` the traceparent of an earlier part."""
+    """Returns the carrier of the caller's span, with the traceparent of an earlier part under `LINK`."""
     return {**telemetry.carrier(message), **({LINK: message.link} if message.link else {})}
 
 
@@ -103,7 +103,7 @@ def _read_engine_options(document: bytes) -> dict[str, Any]:
     try:
         options = json.loads(document)
     except (ValueError, RecursionError) as error:
-        raise invalid("engine_options_json is not JSON.", param="engine_options") from error
+        raise invalid("engine_options_json is not valid JSON.", param="engine_options") from error
     if not isinstance(options, dict):
         raise invalid("engine_options_json must be a JSON object.", param="engine_options")
     return options
@@ -111,7 +111,7 @@ def _read_engine_options(document: bytes) -> dict[str, Any]:
 
 def _read_embeds(message: worker_pb2.EmbedsPrompt) -> PromptEmbeds:
     if not message.width or not message.values or len(message.values) % (4 * message.width):
-        raise invalid("The prompt embeddings are not whole rows of `width` float32 values.", param="prompt_embeds")
+        raise invalid("The prompt embeddings must be complete rows of `width` float32 values.", param="prompt_embeds")
     return PromptEmbeds(message.values, message.width)
 
 
@@ -140,12 +140,14 @@ def _read_disaggregation(message: worker_pb2.DisaggregationParams) -> Disaggrega
     try:
         role = Role(message.role or Role.AGGREGATED)
     except ValueError as error:
-        raise invalid(f"Role {message.role} is unknown.", param="disaggregation") from error
+        raise invalid(
+            f"Role {message.role} is unknown to this version of the worker.", param="disaggregation"
+        ) from error
     return Disaggregation(role, message.handoff, message.bootstrap_host, message.bootstrap_port, message.bootstrap_room)
 
 
 def write_page(page: Page) -> worker_pb2.TokenBatch:
-    """One session message."""
+    """Converts a page to a session message."""
     return worker_pb2.TokenBatch(
         slots=pack_u32(page.slots),
         counts=pack_u32(page.counts),
@@ -155,7 +157,7 @@ def write_page(page: Page) -> worker_pb2.TokenBatch:
 
 
 def _write_extras(page: Page) -> list[worker_pb2.TokenExtra]:
-    """What the tokens became comes before the terminal deltas."""
+    """Converts extras and texts, placing the texts before the terminal deltas."""
     texts = [worker_pb2.TokenExtra(slot=slot, events=_write_text(text)) for slot, text in page.texts.items()]
     first = [write_extra(delta, slot) for slot, delta in page.extras if delta.finish_reason is None]
     last = [write_extra(delta, slot) for slot, delta in page.extras if delta.finish_reason is not None]
@@ -163,12 +165,12 @@ def _write_extras(page: Page) -> list[worker_pb2.TokenExtra]:
 
 
 def write_delta(delta: Delta) -> worker_pb2.GenerateDelta:
-    """One message of the server-streaming twin."""
+    """Converts a delta to a message of the server-streaming `Generate` RPC."""
     return worker_pb2.GenerateDelta(token_ids=pack_u32(delta.token_ids), extra=write_extra(delta))
 
 
 def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
-    """Everything of a delta besides its token ids."""
+    """Converts everything in a delta except its token ids."""
     extra = worker_pb2.TokenExtra(
         slot=slot,
         finish_reason=common_pb2.FinishReason.ValueType(delta.finish_reason or 0),
@@ -192,7 +194,7 @@ def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
 
 
 def _write_text(text: TextDelta) -> list[postprocess_pb2.StreamEvent]:
-    """In the order of a TextBatch: what tokens stand for, what they became, how it ended; slots are 0."""
+    """Converts a text delta to events in the order of a TextBatch: tokens, parsed text, finish; slots are 0."""
     return [
         *([postprocess_pb2.StreamEvent(tokens=to_tokens(text.tokens))] if text.tokens else []),
         *[to_event(0, *part) for part in parts(merge(text.events))],
@@ -211,7 +213,7 @@ def _write_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCard:
-    """The card of what this worker serves."""
+    """Returns the model card of this worker."""
     return common_pb2.ModelCard(
         model=config.model,
         tokenizer=common_pb2.TokenizerSpec(
@@ -239,12 +241,12 @@ def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCar
 
 
 def write_role(role: Role) -> common_pb2.WorkerRole.ValueType:
-    """The wire number of a role."""
+    """Returns the protobuf value of a role."""
     return common_pb2.WorkerRole.ValueType(int(role))
 
 
 def write_loads(loads: Sequence[Load]) -> list[common_pb2.WorkerLoad]:
-    """Loads by data-parallel rank."""
+    """Converts the loads of all data-parallel ranks, in rank order."""
     return [
         common_pb2.WorkerLoad(
             running_requests=load.running_requests,

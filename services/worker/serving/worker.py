@@ -1,4 +1,4 @@
-"""The worker: everything engines have in common, from the first request to the shutdown in order."""
+"""The worker: one engine, its running requests, and their lifecycle from admission to drain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from services.worker.local_processing.processing import Processing
 from services.worker.metrics import WorkerMetrics
 from services.worker.processing_options import ProcessingOptions
 from services.worker.serving.admission_gate import AdmissionGate
-from services.worker.serving.engine_start import started
 from services.worker.serving.status import WorkerStatus
 
 log = logging.getLogger(__name__)
@@ -30,25 +29,25 @@ CLEANUP_S = 5.0
 
 
 class Worker:
-    """Owns one engine and every live request on it.
+    """Owns one engine and all running requests on it.
 
     Args:
-        engine: made, not started.
+        engine: constructed, not started.
         worker_id: unique name.
-        on_failure: called when the engine cannot go on.
-        max_live: requests alive at once; 0: no limit.
-        strict: an engine that breaks its contract has an exception raised into it.
-        processing: prompts and texts that are made beside the engine; by default none.
-        grammar: characters of a constraint on an answer; by default any number.
+        on_failure: called when the engine has failed permanently.
+        max_live: limit of concurrent requests; 0: no limit.
+        strict: raise contract violations into the engine.
+        processing: tokenization and detokenization in the worker process; by default none.
+        grammar: limit on the characters of a grammar; by default none.
 
     Attributes:
-        epoch: raised at every start; microseconds, because a store may keep numbers as doubles.
-        loaded_unix_s: when the engine was ready, Unix seconds.
-        draining: leaves discovery, and from `refuse_new` on takes no requests.
-        phases: what keeps it from serving.
-        gate: whether requests are welcome.
-        on_card: called when the card has changed.
-        last_finished_s: when a generation was last finished without an error, monotonic seconds.
+        epoch: greater at every start; in microseconds, because a store may represent numbers as doubles.
+        loaded_unix_s: when the engine became ready, Unix seconds.
+        draining: whether the worker is leaving discovery; after `refuse_new`, it rejects requests.
+        phases: the current phase while the worker is not serving.
+        gate: admission of requests.
+        on_card: called when the model card has changed.
+        last_finished_s: when a generation last finished without an error, monotonic seconds.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Worker:
         grammar: Budget | None = None,
     ) -> None:
         self.engine = engine
-        self.processing = Processing(processing or ProcessingOptions("none"), self._background_failed)
+        self.processing = Processing(processing or ProcessingOptions("none"), self._task_failed)
         self.worker_id = worker_id
         self.epoch = time.time_ns() // 1000
         self.loaded_unix_s = 0
@@ -72,7 +71,7 @@ class Worker:
         self.gate = AdmissionGate(self.phases, max_live)
         self.on_card: Callable[[], None] = lambda: None
         self.last_finished_s = time.monotonic()
-        self._delivered_before = 0  # to requests that have ended
+        self._delivered_to_ended = 0  # tokens delivered to requests that have ended
         self._strict = strict
         self._grammar = grammar
         self._config: EngineConfig | None = None
@@ -84,38 +83,38 @@ class Worker:
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine serves; SluiceError(UNAVAILABLE) until it has started."""
+        """The engine's configuration; raises SluiceError (UNAVAILABLE) until the engine has started."""
         if self._config is None:
             raise self.gate.refusal or SluiceError(ErrorKind.UNAVAILABLE, "The worker is still starting.")
         return self._config
 
     @property
     def started(self) -> bool:
-        """The engine is loaded."""
+        """Whether the engine has been loaded."""
         return self._config is not None
 
     @property
     def live_requests(self) -> int:
-        """Requests that have not heard their terminal delta."""
+        """Number of requests without a terminal delta."""
         return len(self._live)
 
     @property
     def delivered_tokens(self) -> int:
-        """Tokens that callers got since the start; the canary's own are not among them."""
-        return self._delivered_before + sum(delivery.delivered for delivery in self._live.values())
+        """Number of tokens delivered to callers since the start, without those of canaries."""
+        return self._delivered_to_ended + sum(sink.delivered for sink in self._live.values())
 
     def load(self) -> Sequence[Load]:
-        """Load by data-parallel rank."""
+        """Returns the current load of every data-parallel rank."""
         return self.engine.load() if self._config is not None else [Load()]
 
     async def start(self, chat_template: str = "", tool_parser: str = "", reasoning_parser: str = "") -> EngineConfig:
-        """Starts the engine and takes requests from then on; what is given goes onto the card.
+        """Starts the engine and opens admission; non-empty arguments override the engine's values on the model card.
 
         Raises:
-            SluiceError: one sentence about why it cannot.
+            SluiceError: the engine or the tokenizer cannot be loaded.
         """
         self.phases.enter("starting the engine")
-        config = await started(self.engine, self.worker_id)
+        config = await _start_engine(self.engine, self.worker_id)
         self.phases.enter("loading the tokenizer")
         self._config = await self.processing.start(
             replace(
@@ -131,11 +130,11 @@ class Worker:
         log.info("engine is ready", extra={"engine": self._config.engine, "model": self._config.model})
         return self._config
 
-    def submit(self, request: GenerateRequest, delivery: ResponseSink, trace: Mapping[str, str] | None = None) -> None:
-        """Checks a request and gives it to the engine; from then on the delivery hears exactly one terminal delta.
+    def submit(self, request: GenerateRequest, sink: ResponseSink, trace: Mapping[str, str] | None = None) -> None:
+        """Validates a request and submits it to the engine; `sink` then receives exactly one terminal delta.
 
         Raises:
-            SluiceError: the request was refused; the delivery hears nothing.
+            SluiceError: the request was rejected; `sink` receives nothing.
         """
         try:
             self.gate.check()
@@ -144,121 +143,121 @@ class Worker:
             validate(request, self.config)
             if request.request_id in self._live:
                 raise invalid(
-                    f"A request with id {request.request_id!r} is already alive.",
+                    f"A request with id {request.request_id!r} is already running; use a unique id.",
                     param="request_id",
                     code="duplicate_request_id",
                 )
-            request = resolved(request, self.config)
+            request = _with_defaults(request, self.config)
             if self.processing.makes_prompt_of(request):
-                self._prepare(request, delivery, trace or {})
+                self._prepare(request, sink, trace or {})
             else:
-                self._give_to_engine(request, delivery, trace or {})
+                self._submit_to_engine(request, sink, trace or {})
         except SluiceError as error:
-            if self._live.get(request.request_id) is delivery:
-                delivery.refuse(error)
+            if self._live.get(request.request_id) is sink:
+                sink.refuse(error)
                 self._forget(request.request_id)
             self.metrics.record_refusal(error.kind.name.lower())
             raise
 
     def change_card(self, config: EngineConfig) -> None:
-        """What is served has changed; the same epoch goes on."""
+        """Replaces the configuration within the same epoch."""
         self._config = config
         self.on_card()
 
-    def _prepare(self, request: GenerateRequest, delivery: ResponseSink, trace: Mapping[str, str]) -> None:
-        """The request is alive while its prompt is made, and the engine hears of it after that."""
-        self._live[request.request_id] = delivery
+    def _prepare(self, request: GenerateRequest, sink: ResponseSink, trace: Mapping[str, str]) -> None:
+        """Tokenizes the prompt, then submits the request to the engine; it counts as running meanwhile."""
+        self._live[request.request_id] = sink
         self.gate.count(len(self._live))
-        delivery.accept(GenerateContext(request.request_id, trace), 0, SinkParams(self._ended, self._broken), None)
+        sink.accept(GenerateContext(request.request_id, trace), 0, SinkParams(self._ended, self._violation), None)
 
-        def go_on(prepared: GenerateRequest) -> None:
-            delivery.made_prompt = prepared.token_ids
-            self._give_to_engine(prepared, delivery, trace)
+        def submit_prepared(prepared: GenerateRequest) -> None:
+            sink.prepared_prompt = prepared.token_ids
+            self._submit_to_engine(prepared, sink, trace)
 
-        self.processing.preparing.start(request, go_on, delivery.fail)
+        self.processing.preparing.start(request, submit_prepared, sink.fail)
 
-    def _give_to_engine(self, request: GenerateRequest, delivery: ResponseSink, trace: Mapping[str, str]) -> None:
-        request, handed_over_by = opened(request)
-        span = open_span(request, self.config.role, trace, handed_over_by)
+    def _submit_to_engine(self, request: GenerateRequest, sink: ResponseSink, trace: Mapping[str, str]) -> None:
+        request, prefill_traceparent = opened(request)
+        span = open_span(request, self.config.role, trace, prefill_traceparent)
         context = GenerateContext(request.request_id, trace if span is None else span.carrier)
-        terms = SinkParams(
+        params = SinkParams(
             self._ended,
-            self._broken,
+            self._violation,
             lambda payload, traceparent: seal(request, self.worker_id, self.epoch, traceparent, payload),
             self.config.vocab_size,
             self._strict,
         )
-        self._live[request.request_id] = delivery
+        self._live[request.request_id] = sink
         self.gate.count(len(self._live))
-        delivery.accept(context, len(request.token_ids), terms, span)
+        sink.accept(context, len(request.token_ids), params, span)
         try:
-            sink = self.processing.sink(request, delivery, terms, lambda: self.engine.abort(context))
-            # Once a request: the task that runs the engine's `generate` is created in here and keeps the span.
+            engine_sink = self.processing.sink(request, sink, params, lambda: self.engine.abort(context))
+            # The task that runs the engine's `generate` is created in this block and inherits the span.
             with telemetry.activate(None) if span is None else span.active():
-                self.engine.submit(request, context, sink)
+                self.engine.submit(request, context, engine_sink)
         except SluiceError:
             raise
         except Exception as error:
-            log.exception("the engine failed to take a request", extra={"request": request.request_id})
-            raise internal("The engine failed on this request.") from error
+            log.exception("engine failed to accept a request", extra={"request": request.request_id})
+            raise internal("The engine failed on this request; see the worker's log.") from error
 
-    def cancel(self, delivery: ResponseSink) -> None:
-        """The caller lost interest: the engine stops within a step and the delivery hears CANCELLED."""
-        if delivery.ended:
+    def cancel(self, sink: ResponseSink) -> None:
+        """Aborts a request; the engine stops within a step and `sink` receives CANCELLED."""
+        if sink.ended:
             return
-        if self.processing.preparing.give_up(delivery.context.request_id):
-            delivery.withdraw()
+        if self.processing.preparing.give_up(sink.context.request_id):
+            sink.withdraw()
         else:
-            self.engine.abort(delivery.context)
+            self.engine.abort(sink.context)
 
-    def fail(self, delivery: ResponseSink, error: SluiceError) -> None:
-        """Ends a request with an error of the worker's own."""
-        delivery.fail(error)
-        self.engine.abort(delivery.context)
+    def fail(self, sink: ResponseSink, error: SluiceError) -> None:
+        """Ends a request with an error of the worker and aborts it in the engine."""
+        sink.fail(error)
+        self.engine.abort(sink.context)
 
     def _total_blocks(self) -> list[int]:
         config = self._config
         return [] if config is None else [config.total_blocks] * config.data_parallel_size
 
     def fail_all(self, error: SluiceError) -> None:
-        """Ends every live request."""
-        for delivery in tuple(self._live.values()):
-            self.fail(delivery, error)
+        """Ends every running request with `error`."""
+        for sink in tuple(self._live.values()):
+            self.fail(sink, error)
 
     def abort(self, request_id: str) -> bool:
-        """Cancels by request id; False when no such request is alive."""
-        delivery = self._live.get(request_id)
-        if delivery is None:
+        """Cancels the request with this id; returns False when it is not running."""
+        sink = self._live.get(request_id)
+        if sink is None:
             return False
-        self.cancel(delivery)
+        self.cancel(sink)
         return True
 
     async def wait_idle(self) -> None:
-        """Returns when no request is alive; the caller sets the deadline."""
+        """Returns when no request is running; the caller sets the deadline."""
         await self.gate.idle.wait()
 
     def refuse_new(self) -> None:
-        """From now on requests are refused as ENGINE_SHUTDOWN, which callers retry elsewhere."""
+        """Rejects new requests with ENGINE_SHUTDOWN, which callers retry on another worker."""
         self.gate.close(_shutting_down())
 
     async def drain(self, timeout_s: float) -> None:
-        """Waits for live requests; those that outlast the timeout end as ENGINE_SHUTDOWN."""
+        """Waits for running requests; those that exceed the timeout fail with ENGINE_SHUTDOWN."""
         self.refuse_new()
         try:
             async with asyncio.timeout(timeout_s):
                 await self.gate.idle.wait()
                 await self.engine.drain()
         except TimeoutError:
-            log.warning("requests outlasted the drain", extra={"requests": len(self._live)})
+            log.warning("drain timed out; failing the remaining requests", extra={"requests": len(self._live)})
             self.fail_all(_shutting_down())
 
     async def cleanup(self) -> None:
-        """Gives the engine's resources back, within a deadline."""
+        """Releases the engine's resources, within a deadline."""
         try:
             async with asyncio.timeout(CLEANUP_S):
                 await self.engine.cleanup()
         except TimeoutError:
-            log.warning("the engine's cleanup did not end in time", extra={"seconds": CLEANUP_S})
+            log.warning("engine cleanup timed out", extra={"seconds": CLEANUP_S})
         await self.processing.close()
 
     def _engine_failed(self, name: str, error: BaseException) -> None:
@@ -268,24 +267,22 @@ class Worker:
         if self._report_failure is not None:
             self._report_failure(name, error)
 
-    def _background_failed(self, name: str, error: BaseException) -> None:
+    def _task_failed(self, name: str, error: BaseException) -> None:
         if self._report_failure is not None:
             self._report_failure(name, error)
 
-    def _broken(self, delivery: ResponseSink, rule: str) -> None:
+    def _violation(self, sink: ResponseSink, rule: str) -> None:
         self.metrics.record_broken_contract(rule)
-        if not delivery.ended:
-            self.fail(delivery, internal("The engine broke its contract on this request; the worker's log says how."))
+        if not sink.ended:
+            self.fail(sink, internal("The engine broke its contract on this request; see the worker's log."))
 
-    def _ended(self, delivery: ResponseSink, reason: FinishReason, usage: Usage) -> None:
-        self._forget(delivery.context.request_id)
-        now, first = time.monotonic(), delivery.first_token_s
-        self._delivered_before += delivery.delivered
-        if not delivery.overruled and reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
+    def _ended(self, sink: ResponseSink, reason: FinishReason, usage: Usage) -> None:
+        self._forget(sink.context.request_id)
+        now, first = time.monotonic(), sink.first_token_s
+        self._delivered_to_ended += sink.delivered
+        if not sink.overruled and reason not in (FinishReason.ERROR, FinishReason.CANCELLED):
             self.last_finished_s = now
-        self.metrics.record(
-            reason, usage, None if first is None else first - delivery.started_s, now - delivery.started_s
-        )
+        self.metrics.record(reason, usage, None if first is None else first - sink.started_s, now - sink.started_s)
 
     def _forget(self, request_id: str) -> None:
         self._live.pop(request_id, None)
@@ -294,11 +291,36 @@ class Worker:
 
 
 def _shutting_down() -> SluiceError:
-    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The worker is shutting down; another one can serve the request.")
+    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The worker is shutting down; send the request to another worker.")
 
 
-def resolved(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
-    """A model name that is an adapter's stands for the base model with that adapter; the only rank needs no name."""
+async def _start_engine(engine: LLMEngine, worker_id: str) -> EngineConfig:
+    """Starts the engine and returns its configuration.
+
+    Raises:
+        SluiceError: as raised by the engine; FAILED_PRECONDITION for every other exception.
+    """
+    try:
+        config = await engine.start(worker_id)
+    except SluiceError:
+        raise
+    except MemoryError as error:
+        raise _start_error("there is not enough memory for the model and its cache", "out_of_memory") from error
+    except Exception as error:
+        log.debug("engine failed to start", exc_info=True)
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        raise _start_error(f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__) from error
+    if not config.model:
+        raise _start_error("its configuration has no model name")
+    return config
+
+
+def _start_error(why: str, code: str = "") -> SluiceError:
+    return SluiceError(ErrorKind.FAILED_PRECONDITION, f"The engine cannot start: {why}.", code=code)
+
+
+def _with_defaults(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
+    """Resolves an adapter named as the model to its `lora` field, and omits the rank where there is only one."""
     lora = request.model if request.model in config.adapters and not request.lora else request.lora
     rank = request.data_parallel_rank if config.data_parallel_size > 1 else None
     if (lora, rank) == (request.lora, request.data_parallel_rank):

@@ -1,1 +1,1 @@
-"""`sluice doctor`: checks of a configuration, and their findings."""
+"""`sluice doctor`: checks of a running suite."""

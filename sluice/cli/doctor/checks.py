@@ -1,4 +1,4 @@
-"""Everything that the doctor looks at, in the order in which a request meets it."""
+"""Runs all checks, in the order in which a request passes the services."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from services.common.packing import pack_u32
 from services.gateway.workers.overview import WorkerState
-from sluice.cli.doctor import certificates as certificates
+from sluice.cli.doctor import certificates
 from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor import servers as server_checks
 from sluice.cli.doctor.finding import Finding, State, clock, fail, ok, skipped, warn
@@ -19,18 +19,18 @@ from sluice.v1 import router_pb2
 
 __all__ = ["Finding", "State", "examine"]
 
-START = "Start it, and check the address that the gateway has for it."
+START = "Start it, and check the address configured at the gateway."
 
 
 async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
-    """Every finding; an empty `redis_url` leaves Redis out."""
+    """Returns all findings; an empty `redis_url` skips Redis."""
     findings = await _gateway(running)
     state: dict[str, Any] | None = None
     if findings[0].state is not State.FAIL:
         try:
             state = await running.state()
         except NotReached as error:
-            advice = "Start the gateway with --ui, and give an --api-key with the scope operate if it wants one."
+            advice = "Start the gateway with --ui, and pass an --api-key with the scope operate if it requires one."
             findings.append(warn("live view", str(error), advice))
     servers: list[Server] = []
     if state is not None:
@@ -44,32 +44,32 @@ async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
     if findings[0].state is not State.FAIL:
         findings += await _parity(running)
     findings += await redis_checks.examine(redis_url)
-    findings += await asyncio.to_thread(certificates.examine, running.place)
+    findings += await asyncio.to_thread(certificates.examine, running.endpoint)
     return findings
 
 
 async def _gateway(running: Running) -> list[Finding]:
-    where = running.place.gateway
+    url = running.endpoint.gateway
     try:
         await running.get("/health")
         ready = await running.get("/ready", "ready", "workers")
     except NotReached as error:
-        return [fail("gateway", str(error), "Start the suite with `sluice up`, or say where it is with --gateway.")]
-    found = [ok("gateway", f"answers at {where}")]
+        return [fail("gateway", str(error), "Start the suite with `sluice up`, or pass its URL with --gateway.")]
+    found = [ok("gateway", f"responds at {url}")]
     missing = [name for name, count in ready.get("services", {}).items() if not count]
     if missing:
-        found.append(fail("gateway ready", f"nobody serves {', '.join(missing)}", START))
+        found.append(fail("gateway ready", f"no replica of {', '.join(missing)} serves", START))
     elif not ready["ready"]:
-        found.append(fail("gateway ready", "it does not know the workers yet", "Wait, or look at the router's log."))
-    elif "models" not in ready:  # it has API keys, and this one is missing or wrong
-        found.append(warn("gateway ready", f"{ready['workers']} workers connected", "Give --api-key to see the rest."))
+        found.append(fail("gateway ready", "it has not discovered the workers yet", "Wait, or check the router's log."))
+    elif "models" not in ready:  # API keys are required, and this one is missing or wrong
+        found.append(warn("gateway ready", f"{ready['workers']} workers connected", "Pass --api-key for the rest."))
     else:
         found.append(ok("gateway ready", f"{ready['workers']} workers connected, models {', '.join(ready['models'])}"))
     return found
 
 
 def _services(state: dict[str, Any]) -> tuple[list[Finding], list[Server]]:
-    """What the gateway says of the services it calls, and where they are."""
+    """Checks the services as the gateway reports them; returns the findings and their servers."""
     found = [
         version("gateway version", state["version"]),
         clock("gateway clock", (state["unix_ms"] - state["answered_unix_ms"]) / 1000),
@@ -79,7 +79,8 @@ def _services(state: dict[str, Any]) -> tuple[list[Finding], list[Server]]:
         if not node["serving"]:
             found.append(fail(name, "no replica serves", START))
         found += [
-            warn(f"{name} {address}", "the gateway knows it, nobody serves there", START) for address in node["away"]
+            warn(f"{name} {address}", "is configured at the gateway, but does not serve", START)
+            for address in node["away"]
         ]
         servers += [Server(name, address) for address in node["serving"]]
     for reason, times in state["degraded"].items():
@@ -91,7 +92,7 @@ async def _workers(running: Running) -> tuple[list[Finding], Sequence[WorkerStat
     try:
         workers = await running.workers()
     except NotReached as error:
-        return [fail("router", str(error), "Start a router, or say where it is with --router.")], ()
+        return [fail("router", str(error), "Start a router, or pass its address with --router.")], ()
     if not workers:
         return [fail("workers", "none has registered", "Start one with `sluice worker --routers HOST:PORT`.")], ()
     findings = []
@@ -101,32 +102,32 @@ async def _workers(running: Running) -> tuple[list[Finding], Sequence[WorkerStat
     for (model, engine), versions in engines.items():
         if len(versions) > 1:
             found = f"{engine} in versions {', '.join(sorted(versions))} for {model}"
-            findings.append(warn("engines", found, "Equal prompts may get different answers: use one version."))
+            findings.append(warn("engines", found, "Equal prompts may get different output; use one version."))
     return findings, workers
 
 
 async def _routing(running: Running, workers: Sequence[WorkerState]) -> list[Finding]:
-    """Asks for one decision of each model, which books nothing."""
+    """Requests one decision for each model, without a reservation."""
     found = []
     for model in sorted({worker.model for worker in workers}):
         check = f"routing {model}"
         try:
-            verdict = await running.route(model, router_pb2.PromptRef(token_ids=pack_u32([1, 2, 3])))
+            decision = await running.route(model, router_pb2.PromptRef(token_ids=pack_u32([1, 2, 3])))
         except NotReached as error:
-            found.append(fail(check, str(error), "Look at the router's log."))
+            found.append(fail(check, str(error), "Check the router's log."))
             continue
-        if verdict.degraded == "store_unavailable":
-            advice = "The router cannot reach Redis: check --redis-url, the password and the network."
-            found.append(fail(check, f"degraded: {verdict.degraded}", advice))
-        elif verdict.degraded:
-            found.append(warn(check, f"degraded: {verdict.degraded}", "See docs/router.md."))
+        if decision.degraded == "store_unavailable":
+            advice = "The router cannot reach Redis; check --redis-url, the password and the network."
+            found.append(fail(check, f"degraded: {decision.degraded}", advice))
+        elif decision.degraded:
+            found.append(warn(check, f"degraded: {decision.degraded}", "See docs/router.md."))
         else:
-            found.append(ok(check, f"{len(verdict.scores)} candidates, index {verdict.index_age_ms} ms old"))
+            found.append(ok(check, f"{len(decision.scores)} candidates, index {decision.index_age_ms} ms old"))
     return found
 
 
 async def _parity(running: Running) -> list[Finding]:
-    """Whether preprocess makes the prompts that the workers' engines would."""
+    """Checks whether preprocess produces the same prompts as the workers' engines."""
     try:
         models = (await running.get("/v1/models", "data"))["data"]
     except NotReached as error:
@@ -137,8 +138,12 @@ async def _parity(running: Running) -> list[Finding]:
 def _parity_of(model: str, parity: str) -> Finding:
     check = f"parity {model}"
     if parity == "differs":
-        advice = "Give preprocess and the workers the same files; `sluice diff-tokenizers` shows where they differ."
-        return fail(check, "preprocess makes other prompts than the workers' engine", advice)
+        advice = (
+            "Use the same model files for preprocess and the workers; `sluice diff-tokenizers` shows the differences."
+        )
+        return fail(check, "preprocess produces different prompts than the workers' engine", advice)
     if parity == "unknown":
-        return warn(check, "nobody says", "Preprocess may still load the model, or the engine does not tell.")
+        return warn(
+            check, "not reported", "Preprocess may still be loading the model, or the engine does not report it."
+        )
     return ok(check, parity.replace("_", " "))

@@ -1,4 +1,4 @@
-"""`sluice doctor`: looks at a running suite from outside, and says what to do about what it finds."""
+"""`sluice doctor`: checks a running suite from outside and suggests fixes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from sluice.cli.doctor.checks import Finding, State, examine
 from sluice.cli.live.client import reached
 from sluice.cli.live.endpoint import Endpoint
 
-WELL, ILL = 0, 1
+HEALTHY, FAILED = 0, 1
 STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
 
 
-def run(place: Endpoint, redis_url: str, as_json: bool, console: Console) -> int:
-    """Examines and prints; the exit code: 0 when nothing has failed, 1 when something has."""
-    findings = asyncio.run(_examine(place, redis_url))
+def run(endpoint: Endpoint, redis_url: str, as_json: bool, console: Console) -> int:
+    """Runs the checks and prints the findings; returns exit code 0 if no check failed, else 1."""
+    findings = asyncio.run(_examine(endpoint, redis_url))
     failed = any(finding.state is State.FAIL for finding in findings)
     if as_json:
         print(json.dumps({"ok": not failed, "checks": [asdict(finding) for finding in findings]}))
     else:
         console.print(_table(findings))
         console.print(_summary(findings), style=STYLES[State.FAIL if failed else State.OK])
-    return ILL if failed else WELL
+    return FAILED if failed else HEALTHY
 
 
-async def _examine(place: Endpoint, redis_url: str) -> Sequence[Finding]:
-    async with reached(place) as running:
+async def _examine(endpoint: Endpoint, redis_url: str) -> Sequence[Finding]:
+    async with reached(endpoint) as running:
         return await examine(running, redis_url)
 
 
@@ -47,6 +47,6 @@ def _table(findings: Sequence[Finding]) -> Table:
 def _summary(findings: Sequence[Finding]) -> str:
     counts = {state: sum(finding.state is state for finding in findings) for state in State}
     return (
-        f"{counts[State.OK]} well, {counts[State.WARN]} to look at, {counts[State.FAIL]} wrong, "
-        f"{counts[State.SKIPPED]} not looked at"
+        f"{counts[State.OK]} ok, {counts[State.WARN]} warnings, {counts[State.FAIL]} failed, "
+        f"{counts[State.SKIPPED]} skipped"
     )

@@ -1,4 +1,4 @@
-"""What an examination finds."""
+"""The finding of a check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """How something is; only FAIL makes the exit code 1."""
+    """State of a finding; only FAIL leads to exit code 1."""
 
     OK = "ok"
     WARN = "warn"
@@ -17,7 +17,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at; `advice` is empty when nothing is to be done."""
+    """Result of one check; `advice` is empty if no action is needed."""
 
     check: str
     state: State
@@ -38,7 +38,7 @@ def fail(check: str, found: str, advice: str) -> Finding:
 
 
 def skipped(check: str, advice: str) -> Finding:
-    return Finding(check, State.SKIPPED, "not looked at", advice)
+    return Finding(check, State.SKIPPED, "skipped", advice)
 
 
 CLOCK_WARN_S = 1.0
@@ -46,9 +46,9 @@ CLOCK_FAIL_S = 30.0
 
 
 def clock(check: str, ahead_s: float) -> Finding:
-    """A clock that is `ahead_s` seconds before this machine's."""
-    apart = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
-    advice = "Synchronise the clocks (NTP): leases, certificates and traces rely on them."
+    """Rates a clock that is `ahead_s` seconds ahead of this machine's."""
+    difference = f"{abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} this machine's"
+    advice = "Synchronise the clocks (NTP): leases, certificates and traces depend on them."
     if abs(ahead_s) >= CLOCK_FAIL_S:
-        return fail(check, apart, advice)
-    return warn(check, apart, advice) if abs(ahead_s) >= CLOCK_WARN_S else ok(check, f"within {CLOCK_WARN_S:g} s")
+        return fail(check, difference, advice)
+    return warn(check, difference, advice) if abs(ahead_s) >= CLOCK_WARN_S else ok(check, f"within {CLOCK_WARN_S:g} s")

@@ -1,4 +1,4 @@
-"""What the doctor looks at in Redis."""
+"""Checks Redis."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import Any
 
 from sluice.cli.doctor.finding import Finding, clock, fail, ok, skipped, warn
 
-ANSWER_S = 3.0
-OLDEST = (7, 0)
+TIMEOUT_S = 3.0
+MIN_VERSION = (7, 0)
 SLOW_MS = 20.0
 
 
 async def examine(url: str) -> list[Finding]:
-    """Reaches it the way a router does, and writes nothing."""
+    """Connects as a router does, and reads only."""
     if not url:
-        return [
-            skipped("redis", "Routers with --redis-url: give --redis or SLUICE_ROUTER_REDIS_URL to have it checked.")
-        ]
+        return [skipped("redis", "If routers use --redis-url, pass --redis or SLUICE_ROUTER_REDIS_URL to check it.")]
     try:
         from redis.exceptions import RedisError
 
@@ -27,42 +25,42 @@ async def examine(url: str) -> list[Finding]:
     except ImportError as error:
         return [skipped("redis", f"This needs the package {error.name}: install sluice-llm[router].")]
     try:
-        client = connect.connect(target.parse(url), ANSWER_S, 2)
+        client = connect.connect(target.parse(url), TIMEOUT_S, 2)
     except SluiceError as error:
         return [fail("redis", error.message, "Correct --redis.")]
     try:
-        return await _look(client)
+        return await _check(client)
     except (RedisError, OSError) as error:
         advice = "Check host, port, password and TLS of --redis, and that the server runs."
-        return [fail("redis", f"cannot be asked: {_words(error)}", advice)]
+        return [fail("redis", f"cannot be reached: {_words(error)}", advice)]
     finally:
         await client.aclose()
 
 
-async def _look(client: Any) -> list[Finding]:
-    await client.ping()  # the connection is made
+async def _check(client: Any) -> list[Finding]:
+    await client.ping()  # opens the connection
     began = time.perf_counter()
     seconds, micros = await client.time()
     ahead_s = seconds + micros / 1e6 - time.time()
     took_ms = 1000 * (time.perf_counter() - began)
     info = await client.info()
-    return [_version(info), _pace(took_ms), clock("redis clock", ahead_s), *_memory(info)]
+    return [_version(info), _latency(took_ms), clock("redis clock", ahead_s), *_memory(info)]
 
 
 def _version(info: dict[str, Any]) -> Finding:
     version = str(info.get("valkey_version") or info.get("redis_version", ""))
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < OLDEST:
+    if numbers < MIN_VERSION:
         return fail("redis", f"version {version or 'unknown'}", "Routers need Redis 7 or Valkey.")
     return ok("redis", f"version {version}")
 
 
-def _pace(took_ms: float) -> Finding:
+def _latency(took_ms: float) -> Finding:
     if took_ms > SLOW_MS:
         return warn(
-            "redis answers", f"in {took_ms:.0f} ms", "Every booking waits for it: bring it closer to the routers."
+            "redis latency", f"{took_ms:.0f} ms", "Every reservation waits for it; place it closer to the routers."
         )
-    return ok("redis answers", f"in {took_ms:.1f} ms")
+    return ok("redis latency", f"{took_ms:.1f} ms")
 
 
 def _memory(info: dict[str, Any]) -> list[Finding]:
@@ -70,7 +68,7 @@ def _memory(info: dict[str, Any]) -> list[Finding]:
     policy = str(info.get("maxmemory_policy", "noeviction"))
     found = []
     if limit and policy != "noeviction":
-        advice = "Set maxmemory-policy noeviction: evicted keys are bookings and parts of the index."
+        advice = "Set maxmemory-policy noeviction: evicted keys are reservations and parts of the index."
         found.append(warn("redis eviction", policy, advice))
     if limit and used > 0.9 * limit:
         found.append(warn("redis memory", f"{used / limit:.0%} of maxmemory used", "Raise maxmemory."))

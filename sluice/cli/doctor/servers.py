@@ -1,4 +1,4 @@
-"""What the doctor looks at in every gRPC server that it knows: address, health, version, clock and certificate."""
+"""Checks every gRPC server: address, health, version, clock and certificate."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sluice import __version__
-from sluice.cli.doctor import certificates as examining_certificates
+from sluice.cli.doctor import certificates as certificate_checks
 from sluice.cli.doctor.finding import CLOCK_WARN_S, Finding, State, clock, fail, ok, warn
 from sluice.cli.live.client import Running, Seen
 
 
 class Server(NamedTuple):
-    """One of them; `draining` as the router knows it."""
+    """A gRPC server; `draining` as reported by the router."""
 
     name: str
     address: str
@@ -21,52 +21,54 @@ class Server(NamedTuple):
 
 
 async def examine(running: Running, servers: Sequence[Server]) -> list[Finding]:
-    """A finding for each, then what their clocks and certificates have in common, and each that is not like that."""
-    seen = await asyncio.gather(*(running.look(server.address) for server in servers))
-    found = [_judged(server, one) for server, one in zip(servers, seen, strict=True)]
-    found += _clocks(servers, seen)
-    return [*found, *await _certificates(running, servers)] if running.place.trust.encrypted else found
+    """Returns a finding per server, then a summary of clocks and certificates, or each one with a problem."""
+    statuses = await asyncio.gather(*(running.status_of(server.address) for server in servers))
+    found = [_server_finding(server, status) for server, status in zip(servers, statuses, strict=True)]
+    found += _clocks(servers, statuses)
+    return [*found, *await _certificates(running, servers)] if running.endpoint.trust.encrypted else found
 
 
-def version(check: str, said: str) -> Finding:
-    """Of a part of the suite, compared with this command's."""
-    if said == __version__:
-        return ok(check, said)
-    return warn(check, f"{said}, while this command is {__version__}", "Bring all parts to the same version.")
+def version(check: str, reported: str) -> Finding:
+    """Compares the version of a service with this command's."""
+    if reported == __version__:
+        return ok(check, reported)
+    return warn(check, f"{reported}, while this command is {__version__}", "Bring all parts to the same version.")
 
 
-def _judged(server: Server, seen: Seen) -> Finding:
+def _server_finding(server: Server, status: Seen) -> Finding:
     check = f"{server.name} {server.address}"
-    if seen.health == "UNREACHABLE":
-        advice = "The gateway reaches it, this machine does not: a network policy, another name or TLS (--tls)."
-        return warn(check, "cannot be reached from here", advice)
+    if status.health == "UNREACHABLE":
+        advice = "The gateway can reach it, this machine cannot: check network policies, names and TLS (--tls)."
+        return warn(check, "cannot be reached from this machine", advice)
     if server.draining:
-        return warn(check, "drains", "Nothing, if it was stopped.")
-    if seen.health != "SERVING":
-        return fail(check, f"health says {seen.health}", "Look at its log; it may still be loading, or drain.")
-    if seen.version != __version__:
-        return version(check, f"serves, version {seen.version or 'unknown'}")
+        return warn(check, "is draining", "No action is needed if it was stopped.")
+    if status.health != "SERVING":
+        return fail(check, f"health is {status.health}", "Check its log; it may still be loading, or draining.")
+    if status.version != __version__:
+        return version(check, f"serves, version {status.version or 'unknown'}")
     return ok(check, f"serves, version {__version__}")
 
 
-def _clocks(servers: Sequence[Server], seen: Sequence[Seen]) -> list[Finding]:
-    known = [(server, one.ahead_s) for server, one in zip(servers, seen, strict=True) if one.ahead_s is not None]
-    apart = [clock(f"clock of {server.name} {server.address}", ahead_s) for server, ahead_s in known]
-    wrong = [finding for finding in apart if finding.advice]
-    if wrong or not known:
-        return wrong
-    return [ok("clocks", f"{len(known)} services within {CLOCK_WARN_S:g} s of this machine's")]
+def _clocks(servers: Sequence[Server], statuses: Sequence[Seen]) -> list[Finding]:
+    reported = [
+        (server, status.ahead_s) for server, status in zip(servers, statuses, strict=True) if status.ahead_s is not None
+    ]
+    findings = [clock(f"clock of {server.name} {server.address}", ahead_s) for server, ahead_s in reported]
+    problems = [finding for finding in findings if finding.advice]
+    if problems or not reported:
+        return problems
+    return [ok("clocks", f"{len(reported)} services within {CLOCK_WARN_S:g} s of this machine's")]
 
 
 async def _certificates(running: Running, servers: Sequence[Server]) -> list[Finding]:
-    def look(server: Server) -> Finding:
+    def check_certificate(server: Server) -> Finding:
         host, _, port = server.address.rpartition(":")
         check = f"certificate of {server.name} {server.address}"
-        return examining_certificates.shown(check, host.strip("[]"), int(port), running.place, grpc=True)
+        return certificate_checks.presented(check, host.strip("[]"), int(port), running.endpoint, grpc=True)
 
-    found = await asyncio.gather(*(asyncio.to_thread(look, server) for server in servers))
-    wrong = [finding for finding in found if finding.state in (State.WARN, State.FAIL)]
-    sound = sum(finding.state is State.OK for finding in found)
-    return wrong or (
-        [ok("certificates of services", f"{sound} seen, all valid for two weeks or more")] if sound else []
+    found = await asyncio.gather(*(asyncio.to_thread(check_certificate, server) for server in servers))
+    problems = [finding for finding in found if finding.state in (State.WARN, State.FAIL)]
+    valid = sum(finding.state is State.OK for finding in found)
+    return problems or (
+        [ok("certificates of services", f"{valid} checked, all valid for two weeks or more")] if valid else []
     )

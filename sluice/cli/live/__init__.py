@@ -1,1 +1,1 @@
-"""Commands that ask a running suite: top, route, workers."""
+"""Commands that query a running suite: top, route, workers."""

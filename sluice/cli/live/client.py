@@ -1,4 +1,4 @@
-"""A running suite as the command line reaches it: its gateway over HTTP, its router over gRPC."""
+"""Client of a running suite: its gateway over HTTP, its router over gRPC."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.health import CLOCK_KEY, VERSION_KEY
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway.workers.overview import WorkerState, worker_states
-from sluice.cli.live.endpoint import USUAL_GATEWAY, USUAL_ROUTER, Endpoint
+from sluice.cli.live.endpoint import DEFAULT_GATEWAY, DEFAULT_ROUTER, Endpoint
 from sluice.v1 import router_pb2, router_pb2_grpc
 
-ANSWER_S = 10.0
-REACH_S = 3.0
+TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 3.0
 STATE_FIELDS = ["version", "unix_ms", "nodes", "rates", "workers", "hidden_workers", "requests", "degraded", "history"]
 
 
 class NotReached(Exception):
-    """Somebody does not answer as asked; the text is one sentence that says what to do."""
+    """Raised if a service cannot be reached or its response is invalid; the message is one sentence with advice."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a gRPC server says of itself.
+    """Status reported by a gRPC server.
 
     Attributes:
-        health: "SERVING" and its kin, or how it failed; UNREACHABLE is no answer at all.
-        version: of Sluice; empty: it does not say.
-        ahead_s: how far its clock is before this machine's, seconds; None: it does not say.
+        health: name of its serving status, or of the error; UNREACHABLE means no response.
+        version: version of Sluice; empty if not reported.
+        ahead_s: seconds by which its clock is ahead of this machine's; None if not reported.
     """
 
     health: str
@@ -47,7 +47,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the router thinks of a worker: cost and loads in blocks, overlap as device, host, disk and predicted."""
+    """The router's score of a worker: cost and loads in blocks, overlap as device, host, disk and predicted."""
 
     worker: str
     rank: int
@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where a prompt would go. `scores` has the cheapest first."""
+    """A routing decision; `scores` has the cheapest first."""
 
     model: str
     worker: str
@@ -73,33 +73,43 @@ class Verdict:
 
 
 class Running:
-    """Asks a suite; use `reached`."""
+    """Queries a suite; create it with `reached`."""
 
-    def __init__(self, place: Endpoint, http: httpx.AsyncClient, credentials: grpc.ChannelCredentials | None) -> None:
-        self.place = place
+    def __init__(
+        self, endpoint: Endpoint, http: httpx.AsyncClient, credentials: grpc.ChannelCredentials | None
+    ) -> None:
+        self.endpoint = endpoint
         self.credentials = credentials
         self._http = http
-        self._problem = ""  # why the gateway does not say where the router is
+        self._problem = ""  # why the gateway did not report its router
         self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
 
     async def get(self, path: str, *fields: str) -> Any:
-        """A JSON object of the gateway with at least these fields; NotReached with what it says instead."""
-        return await self._ask("GET", path, fields)
+        """Returns a JSON object of the gateway with at least these fields; raises NotReached otherwise."""
+        return await self._request("GET", path, fields)
 
     async def state(self) -> dict[str, Any]:
-        """What the live view shows, with `answered_unix_ms` by this machine's clock; NotReached when it is off."""
-        state: dict[str, Any] = await self._ask("GET", "/ui/data/state", STATE_FIELDS)
+        """Returns the state of the live view, with `answered_unix_ms` by this machine's clock.
+
+        Raises:
+            NotReached: the gateway cannot be reached, or the live view is off.
+        """
+        state: dict[str, Any] = await self._request("GET", "/ui/data/state", STATE_FIELDS)
         return {**state, "answered_unix_ms": int(time.time() * 1000)}
 
     async def deltas(self) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
-        """The live view's stream: ("whole", state), then ("message", delta) a second; NotReached when it breaks off."""
+        """Yields the live view's stream: ("whole", state), then ("message", delta) every second.
+
+        Raises:
+            NotReached: the stream was interrupted.
+        """
         try:
-            async with self._http.stream("GET", "/ui/data/stream", timeout=httpx.Timeout(ANSWER_S)) as answer:
+            async with self._http.stream("GET", "/ui/data/stream", timeout=httpx.Timeout(TIMEOUT_S)) as answer:
                 if answer.status_code != 200:
                     await answer.aread()
                     raise _refusal(answer)
                 if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                    raise self._stranger()
+                    raise self._not_a_gateway()
                 kind = "message"
                 async for line in answer.aiter_lines():
                     if line.startswith("event: "):
@@ -108,23 +118,23 @@ class Running:
                         yield kind, json.loads(line[6:])
                         kind = "message"
         except httpx.HTTPError as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
 
     async def tokens(self, text: str, model: str, raw: bool) -> list[int]:
-        """The ids that the gateway's preprocess makes of a user's message, or of plain text."""
+        """Returns the ids of a user's message, or of plain text, as tokenized by the gateway."""
         body: dict[str, Any] = {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
-        answer = await self._ask("POST", "/tokenize", ("tokens",), {"model": model, **body})
+        answer = await self._request("POST", "/tokenize", ("tokens",), {"model": model, **body})
         return list(answer["tokens"])
 
     async def workers(self) -> Sequence[WorkerState]:
-        """Every worker that the router lists."""
+        """Returns all workers that the router lists."""
         try:
-            return await worker_states(await self.routers(), ANSWER_S)
+            return await worker_states(await self.routers(), TIMEOUT_S)
         except SluiceError as error:
-            raise NotReached(f"The router says: {error.message}") from error
+            raise NotReached(f"The router reports: {error.message}") from error
 
     async def route(self, model: str, prompt: router_pb2.PromptRef, cache_salt: str = "") -> Verdict:
-        """Where this prompt would go; books nothing."""
+        """Returns where this prompt would be routed, without a reservation."""
         request = router_pb2.RouteQueryRequest(
             mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY,
             model=model,
@@ -133,106 +143,112 @@ class Running:
             explain=True,
         )
         try:
-            answer = await (await self.routers()).call(lambda stub: stub.RouteQuery, request, ANSWER_S)
+            answer = await (await self.routers()).call(lambda stub: stub.RouteQuery, request, TIMEOUT_S)
         except SluiceError as error:
-            raise NotReached(f"The router says: {error.message}") from error
+            raise NotReached(f"The router reports: {error.message}") from error
         return _verdict(model, prompt, answer)
 
     async def routers(self) -> ReplicaSet[router_pb2_grpc.RouterAsyncStub]:
-        """The router replicas; NotReached when none is ready."""
+        """Returns the router replicas; raises NotReached if none is ready."""
         if self._routers is None:
             targets = await self.router_addresses()
             routers = ReplicaSet("router", targets, router_pb2_grpc.RouterStub, self.credentials)
             await routers.start()
             self._routers = routers
-            if not await routers.wait_ready(REACH_S):
+            if not await routers.wait_ready(CONNECT_TIMEOUT_S):
                 raise NotReached(
-                    f"{self._problem}No router answers at {', '.join(targets)}. Is it running? --router says where it "
-                    "is, --tls what it trusts."
+                    f"{self._problem}No router responds at {', '.join(targets)}. Start it, or pass its address with "
+                    "--router and its authority with --tls."
                 )
         return self._routers
 
     async def router_addresses(self) -> Sequence[str]:
-        """As the flag says, else as the gateway does, else the usual one; but that belongs to the usual gateway only:
-        of another one NotReached, as its router is not the one that may run here."""
-        if self.place.router:
-            return [self.place.router]
+        """Returns the address of the flag, else those that the gateway reports, else the default one.
+
+        The default applies only to the default gateway: the router of another gateway is not the one on this machine.
+
+        Raises:
+            NotReached: no address is known.
+        """
+        if self.endpoint.router:
+            return [self.endpoint.router]
         try:
             serving: Sequence[str] = (await self.state())["nodes"]["router"]["serving"]
         except NotReached as error:
-            if self.place.gateway.rstrip("/") != USUAL_GATEWAY:
-                raise NotReached(f"{error} Nor is it known where the router is; --router says it.") from error
+            if self.endpoint.gateway.rstrip("/") != DEFAULT_GATEWAY:
+                raise NotReached(
+                    f"{error} The address of the router is unknown as well; pass it with --router."
+                ) from error
             self._problem = f"{error} "
-            return [USUAL_ROUTER]
+            return [DEFAULT_ROUTER]
         if not serving:
-            raise NotReached("The gateway reaches no router. --router says where one is.")
+            raise NotReached("The gateway is not connected to a router; pass the address of one with --router.")
         return serving
 
-    async def look(self, address: str) -> Seen:
-        """What a server says of its health, its version and its clock."""
+    async def status_of(self, address: str) -> Seen:
+        """Returns the health, version and clock difference of a server."""
         channel = open_channel(address, self.credentials)
         try:
-            call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=REACH_S)
-            asked_s = time.time()
+            call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CONNECT_TIMEOUT_S)
+            sent_s = time.time()
             answer = await call
-            answered_s = time.time()
-            said = {key: str(value) for key, value in await call.trailing_metadata() or ()}
+            received_s = time.time()
+            trailers = {key: str(value) for key, value in await call.trailing_metadata() or ()}
         except grpc.aio.AioRpcError as error:
             return Seen("UNREACHABLE" if error.code() is grpc.StatusCode.UNAVAILABLE else error.code().name)
         finally:
             await channel.close()
         health = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
-        if CLOCK_KEY not in said:
-            return Seen(health, said.get(VERSION_KEY, ""))
-        there_s = int(said[CLOCK_KEY]) / 1000  # as good as equal, when it is between question and answer
-        return Seen(health, said.get(VERSION_KEY, ""), there_s - min(max(there_s, asked_s), answered_s))
+        if CLOCK_KEY not in trailers:
+            return Seen(health, trailers.get(VERSION_KEY, ""))
+        # A clock reading between request and response counts as equal.
+        server_s = int(trailers[CLOCK_KEY]) / 1000
+        return Seen(health, trailers.get(VERSION_KEY, ""), server_s - min(max(server_s, sent_s), received_s))
 
     async def close(self) -> None:
-        """Lets go of the router."""
+        """Closes the connections to the router."""
         if self._routers is not None:
             await self._routers.close()
 
-    async def _ask(
+    async def _request(
         self, method: str, path: str, fields: Sequence[str], body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         try:
             answer = await self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
         if answer.status_code >= 400 and path != "/ready":
             raise _refusal(answer)
         try:
-            said = answer.json()
+            body_json = answer.json()
         except ValueError as error:
-            raise self._stranger() from error
-        if not isinstance(said, dict) or not said.keys() >= set(fields):
-            raise self._stranger()
-        return said
+            raise self._not_a_gateway() from error
+        if not isinstance(body_json, dict) or not body_json.keys() >= set(fields):
+            raise self._not_a_gateway()
+        return body_json
 
-    def _stranger(self) -> NotReached:
-        return NotReached(
-            f"{self.place.gateway} answers, but not as a Sluice gateway does. --gateway says where it is."
-        )
+    def _not_a_gateway(self) -> NotReached:
+        return NotReached(f"{self.endpoint.gateway} is not a Sluice gateway; pass the URL of one with --gateway.")
 
-    def _gone(self, error: httpx.HTTPError) -> NotReached:
+    def _unreachable(self, error: httpx.HTTPError) -> NotReached:
         problem = str(error).rstrip(".") or type(error).__name__
         return NotReached(
-            f"The gateway at {self.place.gateway} cannot be reached: {problem}. --gateway says where it is, --tls what "
-            "it trusts."
+            f"The gateway at {self.endpoint.gateway} cannot be reached: {problem}. Pass its URL with --gateway, and "
+            "its authority with --tls."
         )
 
 
 @asynccontextmanager
-async def reached(place: Endpoint) -> AsyncIterator[Running]:
-    """A suite to ask; nothing is sent before the first question."""
-    place.check()
-    headers = {"authorization": f"Bearer {place.api_key}"} if place.api_key else {}
-    timeout = httpx.Timeout(ANSWER_S, connect=REACH_S)
-    credentials = place.credentials()
+async def reached(endpoint: Endpoint) -> AsyncIterator[Running]:
+    """Opens a client of a suite; nothing is sent before the first query."""
+    endpoint.check()
+    headers = {"authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+    timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+    credentials = endpoint.credentials()
     async with httpx.AsyncClient(
-        base_url=place.gateway, headers=headers, timeout=timeout, verify=place.trust.context(), trust_env=False
+        base_url=endpoint.gateway, headers=headers, timeout=timeout, verify=endpoint.trust.context(), trust_env=False
     ) as http:
-        running = Running(place, http, credentials)
+        running = Running(endpoint, http, credentials)
         try:
             yield running
         finally:
@@ -241,11 +257,11 @@ async def reached(place: Endpoint) -> AsyncIterator[Running]:
 
 def _refusal(answer: httpx.Response) -> NotReached:
     try:
-        said = answer.json()["error"]["message"]
+        message = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        said = f"it answers {answer.status_code}."
-    hint = " Give --api-key." if answer.status_code == 401 else ""
-    return NotReached(f"The gateway says: {said}{hint}")
+        message = f"status {answer.status_code}."
+    hint = " Pass --api-key." if answer.status_code == 401 else ""
+    return NotReached(f"The gateway reports: {message}{hint}")
 
 
 def _verdict(model: str, prompt: router_pb2.PromptRef, answer: router_pb2.RouteQueryResponse) -> Verdict:

@@ -1,4 +1,4 @@
-"""Where a running suite is, and what it is shown and trusted with."""
+"""The address and credentials of a running suite."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from services.common.security.tls import PeerCredentials
 from sluice.cli.trust import BadTrust, Trust
 from sluice.cli.up.plan import BadFlag
 
-USUAL_GATEWAY = "http://127.0.0.1:8000"
-USUAL_ROUTER = "127.0.0.1:50052"
+DEFAULT_GATEWAY = "http://127.0.0.1:8000"
+DEFAULT_ROUTER = "127.0.0.1:50052"
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the suite is, as the flags say; an empty `router` is the one that the gateway names."""
+    """Holds the flags for reaching a suite; an empty `router` means the one that the gateway reports."""
 
-    gateway: str = USUAL_GATEWAY
+    gateway: str = DEFAULT_GATEWAY
     router: str = ""
     api_key: str = field(default="", repr=False)
     router_token: str = field(default="", repr=False)
     trust: Trust = field(default_factory=Trust)
 
     def check(self) -> None:
-        """Raises BadFlag for what can never work."""
+        """Raises BadFlag for invalid flags."""
         if not _is_url(self.gateway):
-            raise BadFlag(f"--gateway {self.gateway} is no URL such as {USUAL_GATEWAY}")
+            raise BadFlag(f"--gateway {self.gateway} is not a URL such as {DEFAULT_GATEWAY}")
         if self.router and not _is_address(self.router):
-            raise BadFlag(f"--router {self.router} is no host:port such as {USUAL_ROUTER}")
+            raise BadFlag(f"--router {self.router} is not a host:port such as {DEFAULT_ROUTER}")
         for flag, secret in (("--api-key", self.api_key), ("--router-token", self.router_token)):
             if not (secret.isascii() and secret.isprintable()):
-                raise BadFlag(f"{flag} holds characters that cannot be sent: it is one line of ASCII")
+                raise BadFlag(f"{flag} contains characters that cannot be sent; it must be one line of ASCII")
         try:
             self.trust.check()
         except BadTrust as error:
             raise BadFlag(str(error)) from error
 
     def credentials(self) -> PeerCredentials:
-        """For gRPC. Raises BadFlag when the files do not fit together."""
+        """Returns credentials for gRPC; raises BadFlag if the files do not match."""
         try:
-            made = self.trust.credentials()
+            credentials = self.trust.credentials()
         except BadTrust as error:
             raise BadFlag(str(error)) from error
-        return PeerCredentials(None if made is None else made.tls, self._token)
+        return PeerCredentials(None if credentials is None else credentials.tls, self._token)
 
     def _token(self, callee: str) -> str:
-        """An operator's token is good for every call: no service but the router gets to see it."""
+        """Returns the token for a callee; only the router receives it, as an operator's token allows every call."""
         return self.router_token if callee == "router" else ""
 
 
 def _is_address(text: str) -> bool:
-    place = host_port(text)
-    return place is not None and place[1] > 0
+    address = host_port(text)
+    return address is not None and address[1] > 0
 
 
 def _is_url(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""One picture of `sluice top`, cut to the terminal."""
+"""Renders the screen of `sluice top`, cut to the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-SMALLEST = (60, 10)
+MIN_SIZE = (60, 10)
 HEALTH = {"ok": "green", "draining": "yellow", "troubled": "yellow", "left": "dim"}
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
@@ -19,21 +19,21 @@ NARROW = 100
 
 
 def summary(state: dict[str, Any]) -> str:
-    """One line."""
+    """Returns a one-line summary."""
     rates, workers = state["rates"], state["workers"]
-    well = sum(row["health"] == "ok" for row in workers)
+    healthy = sum(row["health"] == "ok" for row in workers)
     return (
-        f"{rates['requests']:.1f} requests/s, {rates['output_tokens']:.0f} tokens/s, {rates['live']} under way, "
-        f"{rates['failed']:.1f} failed/s, {well} of {len(workers)} workers well"
+        f"{rates['requests']:.1f} requests/s, {rates['output_tokens']:.0f} tokens/s, {rates['live']} in flight, "
+        f"{rates['failed']:.1f} failed/s, {healthy} of {len(workers)} workers healthy"
     )
 
 
 def frame(state: dict[str, Any], problem: str, width: int, height: int) -> RenderableType:
-    """The picture; a terminal that is too small gets the summary, and hears that it is."""
+    """Returns the screen; a terminal that is too small gets the summary and the required size."""
     if not state:
         return Text(problem or "connecting")
-    if width < SMALLEST[0] or height < SMALLEST[1]:
-        small = f"The terminal has {width}×{height}; {SMALLEST[0]}×{SMALLEST[1]} shows more."
+    if width < MIN_SIZE[0] or height < MIN_SIZE[1]:
+        small = f"The terminal has {width}×{height}; {MIN_SIZE[0]}×{MIN_SIZE[1]} is needed."
         return Group(*(Text(line) for line in (problem, summary(state), small) if line))
     parts: list[RenderableType] = [_head(state, problem, width)]
     left = height - 5
@@ -51,9 +51,9 @@ def _head(state: dict[str, Any], problem: str, width: int) -> RenderableType:
     for name, node in state["nodes"].items():
         serving = len(node["serving"])
         nodes.append(f"{name} ", "" if serving else "bold red")
-        known = serving + len(node["away"])
-        told = f"{serving}  " if known == serving else f"{serving} of {known}  "
-        nodes.append(told, "bold red" if not serving else "yellow" if known > serving else "green")
+        total = serving + len(node["away"])
+        count = f"{serving}  " if total == serving else f"{serving} of {total}  "
+        nodes.append(count, "bold red" if not serving else "yellow" if total > serving else "green")
     for reason, times in state["degraded"].items():
         nodes.append(f"{reason} ×{times}  ", "yellow")
     history = state.get("history", {}).get("output_tokens", [])
@@ -119,6 +119,6 @@ def _requests(requests: Sequence[dict[str, Any]], most: int, width: int) -> Tabl
 
 
 def sparks(values: Sequence[float]) -> str:
-    """A line of blocks."""
+    """Returns a bar chart in one line of block characters."""
     most = max(values, default=0) or 1
     return "".join(SPARKS[min(int(value / most * (len(SPARKS) - 1) + 0.5), len(SPARKS) - 1)] for value in values)

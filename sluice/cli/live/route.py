@@ -1,4 +1,4 @@
-"""`sluice route`: where a prompt would go, and why."""
+"""`sluice route`: shows where a prompt would be routed, and why."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sluice.cli.live.endpoint import Endpoint
 from sluice.v1 import router_pb2
 
 
-def run(place: Endpoint, text: str, model: str, raw: bool, tenant: str, as_json: bool, console: Console) -> int:
-    """Asks and prints; the exit code is 0. Raises NotReached when there is no answer.
+def run(endpoint: Endpoint, text: str, model: str, raw: bool, tenant: str, as_json: bool, console: Console) -> int:
+    """Queries and prints; returns exit code 0, or raises NotReached.
 
     Args:
-        tenant: whose part of the prefix cache counts; empty for gateways that do not keep tenants apart.
+        tenant: tenant whose part of the prefix cache counts; empty if the gateway does not separate tenants.
     """
-    verdict = asyncio.run(_ask(place, text, model, raw, salted(tenant, "") if tenant else ""))
+    verdict = asyncio.run(_query(endpoint, text, model, raw, salted(tenant, "") if tenant else ""))
     if as_json:
         print(json.dumps(asdict(verdict)))
         return 0
@@ -32,16 +32,16 @@ def run(place: Endpoint, text: str, model: str, raw: bool, tenant: str, as_json:
     return 0
 
 
-async def _ask(place: Endpoint, text: str, model: str, raw: bool, salt: str) -> Verdict:
-    async with reached(place) as running:
+async def _query(endpoint: Endpoint, text: str, model: str, raw: bool, salt: str) -> Verdict:
+    async with reached(endpoint) as running:
         name = model or await _only_model(running)
         try:
             ids = pack_u32(await running.tokens(text, name, raw))
             return await running.route(name, router_pb2.PromptRef(token_ids=ids), salt)
         except NotReached as error:
-            if not place.router:
+            if not endpoint.router:
                 raise
-            # Without a gateway the router may know preprocess itself.
+            # Without a gateway, the router may be connected to preprocess itself.
             body = {"model": name, "prompt": text} if raw else {"model": name, "messages": [_message(text)]}
             try:
                 return await running.route(name, router_pb2.PromptRef(openai_body=json.dumps(body).encode()), salt)
@@ -58,25 +58,25 @@ async def _only_model(running: Running) -> str:
     if not models:
         raise NotReached("No worker has registered with the router; start one with `sluice worker`.")
     if len(models) > 1:
-        raise NotReached(f"There are several models; choose with --model: {', '.join(models)}.")
+        raise NotReached(f"There are several models; select one with --model: {', '.join(models)}.")
     return models[0]
 
 
 def _sentence(verdict: Verdict) -> str:
-    said = f"[bold]{escape(verdict.worker)}[/bold] at {verdict.address}"
+    sentence = f"[bold]{escape(verdict.worker)}[/bold] at {verdict.address}"
     if verdict.prefill_worker:
-        said += f", after prefill on [bold]{escape(verdict.prefill_worker)}[/bold]"
+        sentence += f", after prefill on [bold]{escape(verdict.prefill_worker)}[/bold]"
     if verdict.prompt_tokens:
-        said += (
+        sentence += (
             f": {verdict.tokens_to_compute} of the prompt's {verdict.prompt_tokens} tokens are left to compute there"
         )
-    said += "."
-    return f"{said} [yellow]Degraded: {verdict.degraded}.[/yellow]" if verdict.degraded else said
+    sentence += "."
+    return f"{sentence} [yellow]Degraded: {verdict.degraded}.[/yellow]" if verdict.degraded else sentence
 
 
 def _table(verdict: Verdict) -> Table:
     table = Table("worker", box=None, pad_edge=False, header_style="dim")
-    for title in ("cost", "device", "host", "disk", "predicted", "prefill booked", "decode booked"):
+    for title in ("cost", "device", "host", "disk", "predicted", "prefill reserved", "decode reserved"):
         table.add_column(title, justify="right")
     for score in verdict.scores:
         chosen = score.worker in (verdict.worker, verdict.prefill_worker)
@@ -89,5 +89,5 @@ def _table(verdict: Verdict) -> Table:
             f"{score.decode_blocks:.0f}",
             style="bold" if chosen else "",
         )
-    table.caption = "All in blocks; the lowest cost wins, equal costs at random."
+    table.caption = "In blocks; the lowest cost wins, a random one among equals."
     return table

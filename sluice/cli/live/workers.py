@@ -1,4 +1,4 @@
-"""`sluice workers`: who serves what, and how they are doing."""
+"""`sluice workers`: lists the workers with their health and load."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from services.gateway.workers.overview import WorkerState
 from sluice.cli.live.client import reached
 from sluice.cli.live.endpoint import Endpoint
 
-WELL, UNWELL = 0, 1
+HEALTHY, UNHEALTHY = 0, 1
 NARROW = 110
 STYLES = {"serving": "green", "draining": "yellow"}
 
 
-def run(place: Endpoint, as_json: bool, console: Console) -> int:
-    """Asks and prints; the exit code: 0 when every worker serves, 1 when one does not or there is none."""
-    found = asyncio.run(_ask(place))
+def run(endpoint: Endpoint, as_json: bool, console: Console) -> int:
+    """Queries and prints; returns exit code 0 if there are workers and all serve, else 1."""
+    found = asyncio.run(_query(endpoint))
     if as_json:
         print(json.dumps([{**asdict(worker), "health": health} for worker, health in found]))
     elif not found:
         console.print("No worker has registered with the router; start one with `sluice worker`.")
     else:
         console.print(_table(found, console.width))
-    return WELL if found and all(health in STYLES for _, health in found) else UNWELL
+    return HEALTHY if found and all(health in STYLES for _, health in found) else UNHEALTHY
 
 
-async def _ask(place: Endpoint) -> Sequence[tuple[WorkerState, str]]:
-    async with reached(place) as running:
+async def _query(endpoint: Endpoint) -> Sequence[tuple[WorkerState, str]]:
+    async with reached(endpoint) as running:
         workers = await running.workers()
-        seen = await asyncio.gather(*(running.look(worker.address) for worker in workers))
-    pairs = zip(workers, seen, strict=True)
-    return [(worker, "draining" if worker.draining else said.health.lower()) for worker, said in pairs]
+        statuses = await asyncio.gather(*(running.status_of(worker.address) for worker in workers))
+    pairs = zip(workers, statuses, strict=True)
+    return [(worker, "draining" if worker.draining else status.health.lower()) for worker, status in pairs]
 
 
 def _table(found: Sequence[tuple[WorkerState, str]], width: int) -> Table:
@@ -45,7 +45,7 @@ def _table(found: Sequence[tuple[WorkerState, str]], width: int) -> Table:
     about = ("model", "role", "engine", "address") if width >= NARROW else ()
     for title in ("worker", "health", *about):
         table.add_column(title, no_wrap=True)
-    for title in ("running", "waiting", "booked", "in use", "cached"):
+    for title in ("running", "waiting", "reserved", "in use", "cached"):
         table.add_column(title, justify="right")
     for worker, health in found:
         total = worker.total_blocks or 1

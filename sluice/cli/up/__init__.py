@@ -1,1 +1,1 @@
-"""`sluice up`: the plan of processes, their supervision and readiness."""
+"""`sluice up`: plans, supervises and probes the processes of a suite."""

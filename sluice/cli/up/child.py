@@ -1,7 +1,7 @@
-"""Runs a module as `__main__` in a process that ends together with its parent, however the parent ends.
+"""Runs a module as `__main__` in a process that ends with its parent, however the parent ends.
 
-Usage: python -P -m sluice.cli.up.child PARENT_PID MODULE [ARGUMENTS...]. Meant for the leader of a process group: what
-the module starts itself goes the same way.
+Usage: python -P -m sluice.cli.up.child PARENT_PID MODULE [ARGUMENTS...]. Must be the leader of a process group: child
+processes of the module end as well.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ import services  # before the user's folder is on the path, where another one ma
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
-_PATIENCE_S = 4.0
+_GRACE_S = 4.0
 
 
 def die_with(parent: int) -> None:
-    """Makes this process end when its parent does: SIGTERM at once, SIGKILL to the whole group a little later."""
+    """Ends this process when its parent does: SIGTERM at once, SIGKILL to the whole group a little later."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before the kernel knew our wish
+    if os.getppid() != parent:  # it died before prctl took effect
         os._exit(1)
-    threading.Thread(target=_outlive, args=(parent,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_kill_group_after, args=(parent,), name="parent-watch", daemon=True).start()
 
 
-def _outlive(parent: int) -> None:
-    """The kernel's signal is one to one process: this ends who ignores it, and the module's own children."""
+def _kill_group_after(parent: int) -> None:
+    """Kills processes that ignore the kernel's SIGTERM, and the module's children, which do not receive it."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     if sys.platform != "linux":
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_PATIENCE_S)
+    time.sleep(_GRACE_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Becomes the module."""
+    """Runs the module given on the command line."""
     _, parent, module, *arguments = sys.argv
     die_with(int(parent))
     assert services.__path__
-    sys.path.append(os.getcwd())  # here are the user's own engines
+    sys.path.append(os.getcwd())  # makes custom engines importable
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -1,4 +1,4 @@
-"""The flags of `sluice up` that are the gateway's own: what of a request's way runs where."""
+"""The flags of `sluice up` that configure the gateway's pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from services.gateway.pipeline.config import PipelineConfig, parse_stages, resol
 
 @dataclass(frozen=True)
 class PipelineFlags:
-    """As the gateway has them; None and empty leave it to the gateway."""
+    """Holds the gateway's flags of the same names; None and empty leave the default to the gateway."""
 
     preset: str | None = None
     pipeline_config: Path | None = None
@@ -29,29 +29,29 @@ class PipelineFlags:
     handler: str | None = None
 
     def config(self) -> PipelineConfig:
-        """What they come to; ValueError with a sentence when they cannot be."""
+        """Returns the resulting configuration; raises ValueError with a sentence for invalid flags."""
         given = {one.name: getattr(self, one.name) for one in fields(self)}
         file = given.pop("pipeline_config")
         stages = parse_stages(list(given.pop("stage")))
         return resolve({**given, "stages": stages}, file)
 
     def check_classes(self) -> None:
-        """Imports the classes of stages and handler as the gateway will; ValueError with a sentence for a wrong one.
+        """Imports the classes of stages and handler as the gateway does; raises ValueError for an invalid one.
 
-        The gateway is the last process to start: it would refuse them when everything else runs.
+        The gateway is the last process to start and would reject them only after all others run.
         """
         config = self.config()
         named = {**config.stages, **({"handler": config.handler} if config.handler else {})}
         if not named:
             return
-        from services.gateway.pipeline.plugins import load  # imports the gateway's stages, which no other command needs
+        from services.gateway.pipeline.plugins import load  # slow: imports the gateway's stages
 
         with _working_directory_importable():
             for stage, path in named.items():
                 load(stage, path)
 
     def gateway_arguments(self) -> tuple[str, ...]:
-        """The same flags for the gateway."""
+        """Returns the flags as arguments of the gateway."""
         arguments: list[str] = []
         for one in fields(self):
             value, flag = getattr(self, one.name), one.name.replace("_", "-")
@@ -69,7 +69,7 @@ class PipelineFlags:
 
 @contextmanager
 def _working_directory_importable() -> Iterator[None]:
-    """Puts the user's folder at the end of the path, where the services have it as well."""
+    """Appends the working directory to the import path, as the services do."""
     folder = os.getcwd()
     if folder in sys.path:
         yield
@@ -82,13 +82,13 @@ def _working_directory_importable() -> Iterator[None]:
 
 
 def worker_arguments(config: PipelineConfig) -> tuple[str, ...]:
-    """What workers must be told so that they do what the gateway leaves to them."""
+    """Returns the arguments with which workers perform the steps that the gateway leaves to them."""
     if config.postprocessing == "engine":
         return ("--processing", "full")
     return ("--processing", "prompts") if config.preprocessing == "engine" else ()
 
 
 def router_arguments(config: PipelineConfig) -> tuple[str, ...]:
-    """The router knows what is cached where, so it passes over pairs for short rests of long prompts as well."""
+    """Returns the router's arguments: it can skip pairs also if only a few tokens of a long prompt are uncached."""
     least = config.disagg_min_tokens
     return ("--bypass-uncached-tokens", str(least - 1)) if least > 1 else ()

@@ -1,4 +1,4 @@
-"""What `sluice up` starts: from its flags to a list of processes with their command lines."""
+"""Turns the flags of `sluice up` into a list of processes with their command lines."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ from sluice.cli.up.processing import ProcessingFlags
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 2.5
 
-_ROUTERS_AT = (1, 4, 5, 6, 7, 8, 9)
-_WORKERS_AT = 10
+_ROUTER_OFFSETS = (1, 4, 5, 6, 7, 8, 9)
+_WORKER_OFFSET = 10
 _PREFILL = "prefill-"
-_MORE_PREPROCESS_AT = 1000
-_MORE_POSTPROCESS_AT = 2000
-_MOST = {"workers": 990, "routers": len(_ROUTERS_AT), "preprocess": 1000, "postprocess": 1000, "gateways": 64}
+_EXTRA_PREPROCESS_OFFSET = 1000
+_EXTRA_POSTPROCESS_OFFSET = 2000
+_MAX_PROCESSES = {
+    "workers": 990,
+    "routers": len(_ROUTER_OFFSETS),
+    "preprocess": 1000,
+    "postprocess": 1000,
+    "gateways": 64,
+}
 _SHARED_BY_GATEWAYS = ("SLUICE_GATEWAY_LIMITS_REDIS_URL", "SLUICE_GATEWAY_RESPONSES_REDIS_URL")
 
 
 class BadFlag(Exception):
-    """A flag cannot be what it is; the text is one sentence that names it."""
+    """Raised for an invalid flag; the message is one sentence that names it."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of `sluice up`, as `main` documents them. `log_level` None leaves each service its own."""
+    """Holds the flags of `sluice up`; `log_level` None leaves each service its default."""
 
     host: str = LOOPBACK
     port: int = 8000
@@ -61,12 +67,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the suite.
+    """Describes one process of the suite.
 
-    `port` is where it listens on `host`; `health` is how it says that it is ready; `env` is added to the environment
-    and holds what must not be seen in a list of processes. `workers` is how many of them the gateway must have found to
-    be ready. `shares_port`: others of its kind listen there, too. `tls` is the folder of its certificates; None for
-    plain text.
+    Attributes:
+        health: protocol by which it reports that it is ready.
+        env: added to the environment; holds secrets, which must not appear in a process list.
+        workers: number of workers that the gateway must be connected to before it is ready.
+        tls: folder of its certificates; None for plain text.
+        shares_port: whether other processes of its kind listen on the same port.
     """
 
     name: str
@@ -82,7 +90,7 @@ class Process:
 
     @property
     def address(self) -> str:
-        """host:port, brackets around an IPv6 address."""
+        """Its host:port, with brackets around an IPv6 address."""
         return join(self.host, self.port)
 
     @property
@@ -92,36 +100,38 @@ class Process:
 
 
 def check(options: Options) -> models.ModelSpec:
-    """Refuses what can never work and reads the model flags.
+    """Validates the flags and returns the model.
 
     Raises:
-        BadFlag: the first thing wrong.
+        BadFlag: for the first invalid flag.
     """
-    for name, most in _MOST.items():
-        if not 1 <= getattr(options, name) <= most:
-            raise BadFlag(f"--{name} must be between 1 and {most}.")
-    if not 0 <= options.prefill_workers <= _MOST["workers"] - options.workers:
-        raise BadFlag(f"--prefill-workers must be between 0 and {_MOST['workers'] - options.workers}.")
+    for name, maximum in _MAX_PROCESSES.items():
+        if not 1 <= getattr(options, name) <= maximum:
+            raise BadFlag(f"--{name} must be between 1 and {maximum}.")
+    if not 0 <= options.prefill_workers <= _MAX_PROCESSES["workers"] - options.workers:
+        raise BadFlag(f"--prefill-workers must be between 0 and {_MAX_PROCESSES['workers'] - options.workers}.")
     try:
         options.pipeline.check_classes()
     except ValueError as error:
         raise BadFlag(str(error)) from error
     if options.routers > 1 and not options.redis:
-        raise BadFlag("--routers above 1 needs --redis, where they share their state.")
+        raise BadFlag("--routers above 1 needs --redis, in which routers share their state.")
     if options.redis:
         try:
             target.parse(options.redis, setting="--redis")
         except SluiceError as error:
             raise BadFlag(error.message) from error
     if not options.host:
-        raise BadFlag("--host must not be empty; 0.0.0.0 or :: is every address of this machine.")
+        raise BadFlag("--host must not be empty; use 0.0.0.0 or :: for every address of this machine.")
     if not 0 <= options.port <= 65535:
         raise BadFlag("--port must be between 0 and 65535.")
     highest = max(_offsets(options).values())
     if options.base_grpc_port < 0 or options.base_grpc_port + highest > 65535:
         raise BadFlag(f"--base-grpc-port must be between 0 and {65535 - highest} for this number of processes.")
     if options.base_grpc_port and options.port - options.base_grpc_port in _offsets(options).values():
-        raise BadFlag(f"--port {options.port} is one of the ports that --base-grpc-port gives to the services.")
+        raise BadFlag(
+            f"--port {options.port} is one of the ports that --base-grpc-port assigns to the services; choose another."
+        )
     if ":" not in options.engine and options.engine not in engine_names():
         raise BadFlag(f"--engine must be one of {', '.join(engine_names())}, or package.module:Class.")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
@@ -134,14 +144,14 @@ def check(options: Options) -> models.ModelSpec:
 
 
 def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
-    """The processes in the order in which they start.
+    """Returns the processes in the order in which they start.
 
     Args:
-        options: the flags; port 0 and base port 0 stand for free ports.
-        free_port: gives a free port, another one at each call.
+        options: the flags; port 0 and base port 0 mean free ports.
+        free_port: returns a different free port at each call.
 
     Raises:
-        BadFlag: as `check`.
+        BadFlag: for an invalid flag, as in `check`.
     """
     model = check(options)
     pipeline = options.pipeline.config()
@@ -187,19 +197,24 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
         for name in _names("worker", options)
     ]
     services = {module: addresses(module) for module in ("preprocess", "router", "postprocess")}
-    # The operator's model is loaded at once; those of workers that are started later are learned from the router.
-    known = ("--models", str(options.processing.served(model, options.engine)), "--routers", addresses("router"))
+    # The configured model is loaded at once; models of workers that start later are discovered through the router.
+    model_arguments = (
+        "--models",
+        str(options.processing.served(model, options.engine)),
+        "--routers",
+        addresses("router"),
+    )
     return [
-        *grpc_services("preprocess", *known, *options.processing.preprocess_arguments()),
+        *grpc_services("preprocess", *model_arguments, *options.processing.preprocess_arguments()),
         *grpc_services("router", "--preprocess", addresses("preprocess"), *router_arguments(pipeline), env=secrets),
-        *grpc_services("postprocess", *known, *options.processing.postprocess_arguments()),
+        *grpc_services("postprocess", *model_arguments, *options.processing.postprocess_arguments()),
         *workers,
         *_gateways(options, options.port or free_port(), services),
     ]
 
 
 def _gateways(options: Options, port: int, services: Mapping[str, str]) -> list[Process]:
-    """They share a port; with Redis also the limits of API keys and the responses that are kept."""
+    """Returns the gateways; several share a port and, with Redis, the limits of API keys and stored responses."""
     several = options.gateways > 1
     shared = _SHARED_BY_GATEWAYS if several and options.redis else ()
     env = {name: options.redis for name in shared if name not in os.environ}
@@ -231,7 +246,7 @@ def _common(options: Options) -> tuple[str, ...]:
 
 
 def _role(worker: str, options: Options) -> tuple[str, ...]:
-    """With prefill workers the others go on with what those begin."""
+    """Returns the worker's role flags: with prefill workers, all others are decode workers."""
     if not options.prefill_workers:
         return ()
     return ("--role", "prefill" if worker.startswith(_PREFILL) else "decode")
@@ -239,8 +254,8 @@ def _role(worker: str, options: Options) -> tuple[str, ...]:
 
 def _names(module: str, options: Options) -> list[str]:
     if module == "worker":
-        answering = [f"worker-{index}" for index in range(options.workers)]
-        return answering + [f"{_PREFILL}{index}" for index in range(options.prefill_workers)]
+        workers = [f"worker-{index}" for index in range(options.workers)]
+        return workers + [f"{_PREFILL}{index}" for index in range(options.prefill_workers)]
     count: int = {"preprocess": options.preprocess, "router": options.routers, "postprocess": options.postprocess}[
         module
     ]
@@ -248,16 +263,16 @@ def _names(module: str, options: Options) -> list[str]:
 
 
 def _offsets(options: Options) -> dict[str, int]:
-    """Distance of each gRPC service's port from the base port."""
-    at = {
-        "preprocess": [0, *range(_MORE_PREPROCESS_AT, _MORE_PREPROCESS_AT + options.preprocess)],
-        "router": list(_ROUTERS_AT),
-        "postprocess": [2, *range(_MORE_POSTPROCESS_AT, _MORE_POSTPROCESS_AT + options.postprocess)],
-        "worker": list(range(_WORKERS_AT, _WORKERS_AT + options.workers + options.prefill_workers)),
+    """Returns the distance of each gRPC service's port from the base port."""
+    by_module = {
+        "preprocess": [0, *range(_EXTRA_PREPROCESS_OFFSET, _EXTRA_PREPROCESS_OFFSET + options.preprocess)],
+        "router": list(_ROUTER_OFFSETS),
+        "postprocess": [2, *range(_EXTRA_POSTPROCESS_OFFSET, _EXTRA_POSTPROCESS_OFFSET + options.postprocess)],
+        "worker": list(range(_WORKER_OFFSET, _WORKER_OFFSET + options.workers + options.prefill_workers)),
     }
     return {
         name: offset
-        for module, offsets in at.items()
+        for module, offsets in by_module.items()
         for name, offset in zip(_names(module, options), offsets, strict=False)
     }
 
@@ -270,7 +285,7 @@ def _model(options: Options) -> models.ModelSpec:
     try:
         model = models.ModelSpec.parse(text)
         if (model.source, model.processor) != (source, options.processor):
-            raise BadFlag("--model and --model-name cannot hold '@' or '='.")
+            raise BadFlag("--model and --model-name must not contain '@' or '='.")
         if source.startswith((models.BUNDLED, ".", "/", "~")) or Path(source).exists():
             path = models.resolve(source)
             models.detect_processor(path)

@@ -1,4 +1,4 @@
-"""One child process: started, its log lines passed on, stopped with everything it started itself."""
+"""Runs one child process: starts it, forwards its log lines, and stops it with its own children."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import BinaryIO
 
 from sluice.cli.up.plan import Process
 
-_LONGEST_LINE = 32 << 10
+_MAX_LINE_BYTES = 32 << 10
 _READ_BYTES = 64 << 10
-_PUMP_ENDS_WITHIN_S = 1.0
-_COMPLAINT = re.compile(r"^[\d:.]+ (?:WARNING|ERROR|CRITICAL) +\S+  (.+?)(?:  \w+=.*)?$")
+_PUMP_TIMEOUT_S = 1.0
+_WARNING_LINE = re.compile(r"^[\d:.]+ (?:WARNING|ERROR|CRITICAL) +\S+  (.+?)(?:  \w+=.*)?$")
 
 
 class Child:
-    """A process of the suite while it runs.
+    """Runs a process of the suite.
 
     Args:
         process: what to run.
-        on_line: takes every line it writes, without the line's end.
+        on_line: called with every line of its output, without the line end.
     """
 
     def __init__(self, process: Process, on_line: Callable[[str], None]) -> None:
@@ -36,14 +36,14 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 before it was started."""
+        """Process id; 0 before the start."""
         return 0 if self._running is None else self._running.pid
 
     async def start(self) -> asyncio.Task[int]:
-        """Starts it; the task ends with the exit code, negative for a signal, when it and its own children are gone."""
+        """Starts it; the task ends, after its children have ended, with the exit code, negative for a signal."""
         process = self.process
-        # A pipe of our own: with asyncio's, the end of the process counts only when its children have closed it too.
-        output, theirs = _pipe()
+        # With asyncio's own pipe, the process would count as ended only after its children have closed it, too.
+        output, child_end = _pipe()
         try:
             self._running = running = await asyncio.create_subprocess_exec(
                 *(
@@ -56,32 +56,32 @@ class Child:
                     *process.arguments,
                 ),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=theirs,
-                stderr=theirs,
+                stdout=child_end,
+                stderr=child_end,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **process.env},
-                start_new_session=True,  # Ctrl-C reaches us alone: a second signal would cut its drain short
+                start_new_session=True,  # Ctrl-C must not reach it: a second signal would end its drain early
             )
         finally:
-            os.close(theirs)
-        return asyncio.create_task(self._until_gone(running, output), name=process.name)
+            os.close(child_end)
+        return asyncio.create_task(self._wait_for_end(running, output), name=process.name)
 
     def terminate(self) -> None:
-        """Asks it to finish."""
+        """Sends SIGTERM."""
         if self._running is not None and self._running.returncode is None:
             self._running.terminate()
 
     def kill(self) -> None:
-        """Ends it and everything it started, now."""
+        """Kills it and its children."""
         if self._running is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)
 
-    async def _until_gone(self, running: asyncio.subprocess.Process, output: BinaryIO) -> int:
+    async def _wait_for_end(self, running: asyncio.subprocess.Process, output: BinaryIO) -> int:
         pump = asyncio.create_task(self._pump(output))
         code = await running.wait()
-        self.kill()  # what is left of its group
+        self.kill()  # the rest of its group
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pump, _PUMP_ENDS_WITHIN_S)
+            await asyncio.wait_for(pump, _PUMP_TIMEOUT_S)
         return code
 
     async def _pump(self, pipe: BinaryIO) -> None:
@@ -98,7 +98,7 @@ class Child:
         rest = b""
         while part := await output.read(_READ_BYTES):
             *lines, rest = (rest + part).split(b"\n")
-            if len(rest) > _LONGEST_LINE:
+            if len(rest) > _MAX_LINE_BYTES:
                 lines, rest = [*lines, rest], b""
             for line in lines:
                 self._line(line)
@@ -106,7 +106,7 @@ class Child:
             self._line(rest)
 
     def _line(self, line: bytes) -> None:
-        text = line[:_LONGEST_LINE].decode(errors="replace").rstrip()
+        text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
         self.complaint = complaint(text) or self.complaint
         self._on_line(text)
 
@@ -117,9 +117,9 @@ def _pipe() -> tuple[BinaryIO, int]:
 
 
 def complaint(line: str) -> str:
-    """The message of a log line that is a warning or worse; empty for every other line."""
+    """Returns the message of a log line that is a warning or worse; empty for every other line."""
     if not line.startswith("{"):
-        found = _COMPLAINT.match(line)
+        found = _WARNING_LINE.match(line)
         return found.group(1) if found else ""
     try:
         entry = json.loads(line)
@@ -129,7 +129,7 @@ def complaint(line: str) -> str:
 
 
 def exit_words(code: int) -> str:
-    """How a process ended, in words."""
+    """Describes how a process ended."""
     if code >= 0:
         return f"exited with code {code}"
     try:

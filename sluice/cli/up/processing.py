@@ -1,4 +1,4 @@
-"""The flags of `sluice up` that choose whose code makes prompts and reads answers, and what services are told."""
+"""The processing flags of `sluice up`: which code tokenizes prompts and parses output."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ FLAGS = ("vllm_processing", "sglang_processing", "trtllm_processing", "native_fr
 
 @dataclass(frozen=True)
 class ProcessingFlags:
-    """Whose code is used before and after the engine; at most one of the first four may be set.
+    """Selects the code used before and after the engine; at most one of the first four may be set.
 
     Attributes:
-        native_parsers: with one of them, the engine's own parsers read the answers as well.
+        native_parsers: with one of them, whether the engine's own parsers parse the output as well.
         vllm_python: interpreter that has vllm; empty for the suite's own.
-        sglang_python: interpreter that has sglang.
+        sglang_python: interpreter that has sglang; empty for the suite's own.
     """
 
     vllm_processing: bool = False
@@ -30,27 +30,27 @@ class ProcessingFlags:
     sglang_python: str = ""
 
     def problem(self) -> str:
-        """Why the flags cannot be what they are, in one sentence; empty when they can."""
+        """Returns what is wrong with the flags, in one sentence; empty if they are valid."""
         if self.trtllm_processing:
             return f"--trtllm-processing: {NO_TRTLLM}."
         if sum(getattr(self, name) for name in FLAGS) > 1:
             flags = [f"--{name.replace('_', '-')}" for name in FLAGS if not name.startswith("trtllm")]
             return f"Of {', '.join(flags[:-1])} and {flags[-1]} only one can be set."
         if not self.native_parsers and not self._flag:
-            return "--no-native-parsers is for use with one of the flags --vllm-processing and its like."
+            return "--no-native-parsers needs --vllm-processing, --sglang-processing or --native-framework-processing."
         return ""
 
     def note(self, engine: str) -> str:
-        """What an operator has to be told about the choice, in one sentence; empty for nothing."""
+        """Returns a note for the operator about the choice, in one sentence; empty if there is none."""
         if not self.native_framework_processing or engine in NATIVE_CODE:
             return ""
         return (
-            f"--native-framework-processing: the engine {engine} brings no code for prompts and answers, so Sluice's "
-            f"own is used; {' and '.join(sorted(set(NATIVE_CODE.values())))} bring theirs"
+            f"--native-framework-processing: the engine {engine} has no code for prompts and output, so Sluice's own "
+            f"is used; {' and '.join(sorted(set(NATIVE_CODE.values())))} have theirs"
         )
 
     def served(self, model: ModelSpec, engine: str) -> ModelSpec:
-        """The model as preprocess and postprocess load it at their start, without waiting for its worker's card."""
+        """Returns the model as preprocess and postprocess load it at startup, before its worker's card arrives."""
         if not self.native_framework_processing or model.processor:
             return model
         native = NATIVE_CODE.get(engine, "")
@@ -59,11 +59,11 @@ class ProcessingFlags:
         return replace(model, processor=native)
 
     def preprocess_arguments(self) -> tuple[str, ...]:
-        """What preprocess is told."""
+        """Returns the arguments of preprocess."""
         return (*self._flag, *self._pythons())
 
     def postprocess_arguments(self) -> tuple[str, ...]:
-        """What postprocess is told."""
+        """Returns the arguments of postprocess."""
         return (*(self._flag if self.native_parsers else ()), *self._pythons())
 
     @property

@@ -1,6 +1,6 @@
-"""What `sluice up` shows: log lines with a coloured prefix, and who is not ready yet.
+"""The output of `sluice up`: log lines with a coloured prefix, and the processes that are not ready yet.
 
-A thread of its own does the writing: a terminal that is paused or slow must stop neither the services nor Ctrl-C.
+A separate thread writes it: a paused or slow terminal must stop neither the services nor Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rich.text import Text
 from sluice.cli.up.plan import Process
 
 _COLOURS = {"gateway": "green", "preprocess": "cyan", "router": "yellow", "postprocess": "magenta", "worker": "blue"}
-_MOST_LINES = 10_000
+_MAX_QUEUED_LINES = 10_000
 _REPEAT_S = 30.0
-_CLOSES_WITHIN_S = 1.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class View:
-    """The screen.
+    """Writes log lines and progress to a console.
 
     Args:
-        processes: what will run.
-        console: where to write; on a terminal a table of what is not ready stays below the lines.
+        processes: the processes of the suite.
+        console: where to write; on a terminal, a table of processes that are not ready stays below the lines.
     """
 
     def __init__(self, processes: Iterable[Process], console: Console) -> None:
@@ -39,54 +39,54 @@ class View:
         self._width = max(map(len, self._processes), default=0)
         self._began = time.monotonic()
         self._waiting = dict.fromkeys(self._processes, "")
-        self._said: dict[str, tuple[str, float]] = {}
-        self._lines: queue.Queue[Text | None] = queue.Queue(_MOST_LINES)
+        self._reported: dict[str, tuple[str, float]] = {}
+        self._lines: queue.Queue[Text | None] = queue.Queue(_MAX_QUEUED_LINES)
         self._dropped = 0
         self._live = Live(console=console, get_renderable=self._table, transient=True, refresh_per_second=8)
         self._writer = threading.Thread(target=self._write, name="screen", daemon=True)
 
     def open(self) -> None:
-        """Starts to show."""
+        """Starts writing."""
         if self._console.is_terminal:
             self._live.start()
         self._writer.start()
 
     def close(self) -> None:
-        """Shows what is still to be shown, unless the screen does not take it."""
+        """Writes the remaining lines, unless the terminal blocks."""
         with contextlib.suppress(queue.Full):
-            self._lines.put(None, timeout=_CLOSES_WITHIN_S)
-        self._writer.join(_CLOSES_WITHIN_S)
+            self._lines.put(None, timeout=_CLOSE_TIMEOUT_S)
+        self._writer.join(_CLOSE_TIMEOUT_S)
 
     def log(self, name: str, line: str) -> None:
-        """A line that a process wrote."""
+        """Writes a log line of a process."""
         colour = _COLOURS.get(self._processes[name].kind, "white")
         self._show(Text.assemble((f"{name:<{self._width}} | ", colour), line))
 
-    def say(self, text: str, style: str = "bold") -> None:
-        """A line of our own."""
+    def report(self, text: str, style: str = "bold") -> None:
+        """Writes a message of `sluice up` itself."""
         self._show(Text.assemble((f"{'sluice':<{self._width}} | ", style), text))
 
     def wait(self, name: str, reason: str) -> None:
-        """A process is not ready, and why."""
+        """Shows why a process is not ready."""
         self._waiting[name] = reason
         now = time.monotonic()
-        before, at = self._said.get(name, ("", self._began))
-        new, long = reason != before, now - at >= _REPEAT_S
-        if long or (new and reason and now - at >= 1.0):
-            self._said[name] = (reason, now)
+        previous, at = self._reported.get(name, ("", self._began))
+        changed, repeat = reason != previous, now - at >= _REPEAT_S
+        if repeat or (changed and reason and now - at >= 1.0):
+            self._reported[name] = (reason, now)
             if not self._console.is_terminal:
-                self.say(f"waiting for {name}: {reason}")
+                self.report(f"waiting for {name}: {reason}")
 
     def ready(self, name: str) -> None:
-        """A process is ready."""
+        """Reports that a process is ready."""
         self._waiting.pop(name, None)
         address = self._processes[name].address
-        self.say(f"{name} is ready at {address} after {time.monotonic() - self._began:.1f} s")
+        self.report(f"{name} is ready at {address} after {time.monotonic() - self._began:.1f} s")
         if not self._waiting:
             self.settle()
 
     def settle(self) -> None:
-        """Takes the table away: there is nothing to wait for any more."""
+        """Removes the table of processes that are not ready."""
         self._waiting.clear()
         if self._live.is_started:
             self._live.stop()
@@ -105,7 +105,7 @@ class View:
                     dropped, self._dropped = self._dropped, 0
                     self._console.print(f"… {dropped} lines dropped", soft_wrap=True)
         except OSError:
-            return  # nobody reads any more
+            return  # the terminal was closed
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

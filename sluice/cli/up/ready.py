@@ -1,4 +1,4 @@
-"""Asks processes whether they are ready: gRPC health for the services, GET /ready for the gateway."""
+"""Probes the readiness of processes: gRPC health for the services, GET /ready for the gateway."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from sluice.cli.up.plan import Process
 from sluice.cli.up.tls import probe_context, probe_credentials
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
-ASK_EVERY_S = 0.1
-ANSWER_WITHIN_S = 2.0
+PROBE_EVERY_S = 0.1
+TIMEOUT_S = 2.0
 STARTING = "starting"
 NOT_READY = "not ready yet"
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_MOST_BYTES = 64 << 10
-_MOST_REASON = 160
+_MAX_BYTES = 64 << 10
+_MAX_REASON = 160
 
 
 def reachable(host: str) -> str:
-    """The host under which this machine reaches a server that listens on `host`."""
+    """Returns the host under which this machine can reach a server that listens on `host`."""
     return _WILDCARDS.get(host, host)
 
 
 class Probe:
-    """Asks one process; close it afterwards.
+    """Probes one process; close it afterwards.
 
     Args:
-        pid: of the process, by which it is told from others that share its port.
+        pid: id of the process, which distinguishes it from others that share its port.
     """
 
     def __init__(self, process: Process, pid: int = 0) -> None:
@@ -50,46 +50,44 @@ class Probe:
         elif tls is not None:
             self._https = probe_context(tls)
 
-    async def ask(self) -> str:
-        """Empty when the process is ready, otherwise why it is not, in a few words."""
-        return await self._ask_http() if self._channel is None else await self._ask_grpc(self._channel)
+    async def check(self) -> str:
+        """Returns why the process is not ready, in a few words; empty if it is."""
+        return await self._probe_http() if self._channel is None else await self._probe_grpc(self._channel)
 
     async def close(self) -> None:
         """Closes the connection."""
         if self._channel is not None:
             await self._channel.close()
 
-    async def _ask_grpc(self, channel: grpc.aio.Channel) -> str:
+    async def _probe_grpc(self, channel: grpc.aio.Channel) -> str:
         health = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=ANSWER_WITHIN_S)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            return STARTING if error.code() is grpc.StatusCode.UNAVAILABLE else f"health says {error.code().name}"
+            return STARTING if error.code() is grpc.StatusCode.UNAVAILABLE else f"health check: {error.code().name}"
         if answer.status == health_pb2.HealthCheckResponse.SERVING:
             return ""
         return await self._phase(channel) if self._process.kind == "worker" else NOT_READY
 
     async def _phase(self, channel: grpc.aio.Channel) -> str:
-        """What a worker that does not serve is doing."""
+        """Returns the phase of a worker that does not serve yet."""
         try:
-            info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(
-                worker_pb2.GetInfoRequest(), timeout=ANSWER_WITHIN_S
-            )
+            info = await worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return NOT_READY
         share = f" ({info.phase_share:.0%})" if info.HasField("phase_share") else ""
         return f"{info.phase}{share}" if info.phase else NOT_READY
 
-    async def _ask_http(self) -> str:
+    async def _probe_http(self) -> str:
         try:
-            async with asyncio.timeout(ANSWER_WITHIN_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 status, body = await self._get("/ready")
         except TimeoutError:
-            return "no answer"
+            return "no response"
         except (OSError, ValueError):
             return STARTING
         if status != 200:
-            return f"not ready yet: {body[:_MOST_REASON]}" if body else "not ready yet"
+            return f"not ready yet: {body[:_MAX_REASON]}" if body else "not ready yet"
         return self._missing_workers(body)
 
     def _missing_workers(self, body: str) -> str:
@@ -99,9 +97,9 @@ class Probe:
             state = json.loads(body)
             connected, pid = state["workers"], state["pid"]
         except (ValueError, KeyError, TypeError):
-            return "its answer cannot be read"
+            return "invalid response"
         if self._process.shares_port and pid != self._pid:
-            return STARTING  # another one answered; this one gets the connection of a later try
+            return STARTING  # another process responded; a later connection reaches this one
         wanted = self._process.workers
         return "" if connected >= wanted else f"connected to {connected} of {wanted} workers"
 
@@ -111,7 +109,7 @@ class Probe:
             host = join(self._host, self._process.port)
             writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
             answer = bytearray()
-            while len(answer) < _MOST_BYTES and (part := await reader.read(_MOST_BYTES)):
+            while len(answer) < _MAX_BYTES and (part := await reader.read(_MAX_BYTES)):
                 answer += part
         finally:
             writer.close()

@@ -1,4 +1,4 @@
-"""`sluice up --tls DIR`: the flags that make every process speak TLS, and what its probes show and trust."""
+"""`sluice up --tls DIR`: the TLS flags of every process, and the credentials of probes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 SERVICES = ("gateway", "preprocess", "router", "postprocess", "worker")
 AUTHORITY = "ca"
 TRUST_DOMAIN = "sluice"
-"""As TlsSettings.tls_trust_domain is by default."""
+"""The default of TlsSettings.tls_trust_domain."""
 
 
 def problem(folder: Path) -> str:
-    """Why the certificates in a folder cannot be used, in one sentence; empty when they can."""
+    """Returns why the certificates in a folder cannot be used; empty if they can."""
     try:
         for service in SERVICES:
             server_credentials(_identity(folder, service))
     except SluiceError as error:
-        return f"--tls {folder}: {error.message} `sluice certs {folder}` makes a set."
+        return f"--tls {folder}: {error.message} Create the certificates with `sluice certs {folder}`."
     unnamed = [service for service in SERVICES if not _names_a_caller(folder / f"{service}.pem")]
     if unnamed:
         return (
             f"--tls {folder}: {unnamed[0]}.pem does not name the service (spiffe://{TRUST_DOMAIN}/{unnamed[0]}), so "
-            f"others would refuse its calls. `sluice certs {folder} --renew` replaces it."
+            f"other services would reject its calls. Replace it with `sluice certs {folder} --renew`."
         )
     return ""
 
 
 def _names_a_caller(certificate: Path) -> bool:
-    """Whether services let the holder call others; True where the package that reads certificates is missing."""
+    """Whether the certificate names a caller; True if the package that reads certificates is missing."""
     try:
         from cryptography import x509
     except ImportError:
@@ -52,18 +52,21 @@ def _names_a_caller(certificate: Path) -> bool:
 
 
 def secured(processes: Sequence[Process], folder: Path) -> list[Process]:
-    """The same processes with TLS everywhere: mTLS between services, HTTPS for clients."""
+    """Returns the processes with TLS on every connection: mTLS between services, HTTPS for clients."""
     return [replace(one, arguments=(*one.arguments, *flags(one.kind, folder)), tls=folder) for one in processes]
 
 
 def probe_credentials(folder: Path) -> PeerCredentials | None:
-    """What a probe shows to a gRPC service: the gateway's certificate."""
+    """Returns credentials for probing gRPC services, with the gateway's certificate."""
     return channel_credentials(_identity(folder, "gateway"))
 
 
 def probe_context(folder: Path) -> ssl.SSLContext:
-    """For a probe of the gateway: it must have a certificate of the authority, whatever address it listens on; it is
-    shown its own, because it may want one of its clients."""
+    """Returns a context for probing the gateway.
+
+    Its certificate must be of the authority, for any host name. The gateway's own certificate is presented, because it
+    may require one of its clients.
+    """
     context = ssl.create_default_context(cafile=str(authority_of(folder)))
     context.check_hostname = False
     context.load_cert_chain(folder / "gateway.pem", folder / "gateway.key")
@@ -71,7 +74,7 @@ def probe_context(folder: Path) -> ssl.SSLContext:
 
 
 def authority_of(folder: Path) -> Path:
-    """The file that clients must trust."""
+    """Returns the file of the authority, which clients must trust."""
     return folder / f"{AUTHORITY}.pem"
 
 
@@ -82,7 +85,7 @@ def _identity(folder: Path, service: str) -> TlsSettings:
 
 
 def flags(service: str, folder: Path) -> tuple[str, ...]:
-    """The TLS flags of one service, with its files in the folder; callers must show a certificate."""
+    """Returns the TLS flags of one service, with its files in the folder; callers must present a certificate."""
     certificate, key = str(folder / f"{service}.pem"), str(folder / f"{service}.key")
     trust = ("--tls-cert", certificate, "--tls-key", key, "--tls-ca", str(authority_of(folder)))
     https = ("--https-cert", certificate, "--https-key", key) if service == "gateway" else ()

@@ -1,12 +1,10 @@
-"""Every rule, a module for each part of the contract."""
+"""All rules, with a module for each part of the contract."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sluice.conformance.rule import Rule, registered
-
-# Importing a module registers its rules; this is the order in which a run tries them.
 from sluice.conformance.rules import (
     adapters,
     bad_input,
@@ -31,7 +29,7 @@ from sluice.conformance.rules import (
 
 __all__ = ["all_rules"]
 
-# Importing a module has registered its rules; this is the order in which a run tries them.
+# Importing a module registers its rules; a run follows this order.
 MODULES = (
     card,
     generation,
@@ -56,6 +54,6 @@ MODULES = (
 
 
 def all_rules() -> Sequence[Rule]:
-    """In the order of a run; those that end the worker come last."""
+    """Returns all rules in the order of a run; those that stop the worker come last."""
     order = [module.__name__.rpartition(".")[2] for module in MODULES]
     return sorted(registered(), key=lambda rule: (rule.disturbs, order.index(rule.part)))

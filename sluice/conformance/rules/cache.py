@@ -1,10 +1,10 @@
-"""The prefix cache, as requests feel it."""
+"""Rules about the prefix cache, as observed by requests."""
 
 from __future__ import annotations
 
 from services.worker.contract.capabilities import Capability
-from sluice.conformance.heard import ObservedStream
-from sluice.conformance.refusals import UNSUPPORTED, call_refused, unclaimed
+from sluice.conformance.observed_stream import ObservedStream
+from sluice.conformance.refusals import UNSUPPORTED, expect_call_refused, expect_unsupported
 from sluice.conformance.rule import NotChecked, NotClaimed, expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
@@ -17,9 +17,8 @@ def _has_prefix_cache(subject: Subject) -> bool:
 
 
 def _prompt(subject: Subject) -> list[int]:
-    """A few whole blocks and a bit."""
     if not _has_prefix_cache(subject):
-        raise NotClaimed("The card has no block_size with kv_events: no prefix cache to look at.")
+        raise NotClaimed("The card has no block_size with kv_events, hence no observable prefix cache.")
     return subject.block_prompt()
 
 
@@ -27,69 +26,67 @@ async def _ask(subject: Subject, prompt: list[int], salt: str = "") -> ObservedS
     request = subject.request(prompt, max_tokens=2)
     if salt:
         request.cache_salt = salt
-    return await subject.ask(request)
+    return await subject.complete(request)
 
 
-@rule("prefix-cache", "The second request with a prompt says that it was cached.", "TokenExtra.cached_tokens")
+@rule("prefix-cache", "The second request with a prompt reports cached tokens.", "TokenExtra.cached_tokens")
 async def prefix_cache(subject: Subject) -> str:
     prompt = _prompt(subject)
     first, second = await _ask(subject, prompt), await _ask(subject, prompt)
     block = subject.card.block_size
-    expect(first.cached_tokens == 0, f"{first.cached_tokens} tokens of a prompt nobody sent before were cached.")
+    expect(first.cached_tokens == 0, f"{first.cached_tokens} tokens of a new prompt were cached.")
     expect(
         second.cached_tokens >= block,
         f"{second.cached_tokens} of {len(prompt)} tokens were cached; a block is {block}.",
     )
     expect(second.cached_tokens <= len(prompt), f"{second.cached_tokens} of {len(prompt)} tokens were cached.")
-    return f"{second.cached_tokens} of {len(prompt)} tokens cached the second time."
+    return f"{second.cached_tokens} of {len(prompt)} tokens were cached for the second request."
 
 
-@rule(
-    "cached-usage", "The usage counts the same cached tokens as the first delta.", "common.proto, Usage.cached_tokens"
-)
+@rule("cached-usage", "The usage has the same cached_tokens as the first delta.", "common.proto, Usage.cached_tokens")
 async def cached_usage(subject: Subject) -> str:
     prompt = _prompt(subject)
     await _ask(subject, prompt)
     second = await _ask(subject, prompt)
     counted = second.terminal.usage.cached_tokens
     expect(
-        counted == second.cached_tokens, f"usage says {counted} cached tokens, the first delta {second.cached_tokens}."
+        counted == second.cached_tokens, f"usage has {counted} cached tokens, the first delta {second.cached_tokens}."
     )
-    return f"{counted} cached tokens in both."
+    return f"Both have {counted} cached tokens."
 
 
-@rule("cache-salt", "A cache salt keeps others out of the cache and its owner in.", "GenerateRequest.cache_salt")
+@rule("cache-salt", "Cached blocks are shared only among requests with the same salt.", "GenerateRequest.cache_salt")
 async def cache_salt(subject: Subject) -> str:
     if not subject.claims(Capability.CACHE_SALT):
         request = subject.request()
         request.cache_salt = "tenant"
-        await unclaimed(subject, request)
+        await expect_unsupported(subject, request)
     prompt = _prompt(subject)
     await _ask(subject, prompt, "one")
-    stranger, plain, owner = (
+    other, plain, same = (
         await _ask(subject, prompt, "two"),
         await _ask(subject, prompt),
         await _ask(subject, prompt, "one"),
     )
-    expect(stranger.cached_tokens == 0, f"Another salt found {stranger.cached_tokens} tokens in the cache.")
+    expect(other.cached_tokens == 0, f"A request with another salt found {other.cached_tokens} tokens in the cache.")
     expect(plain.cached_tokens == 0, f"A request without salt found {plain.cached_tokens} tokens in the cache.")
-    expect(owner.cached_tokens > 0, "The same salt found nothing in the cache.")
-    return f"{owner.cached_tokens} tokens cached for the same salt, none for others."
+    expect(same.cached_tokens > 0, "A request with the same salt found no tokens in the cache.")
+    return f"{same.cached_tokens} tokens were cached for the same salt, none for others."
 
 
-@rule("clear-cache", "After the cache was cleared nothing is cached.", "worker.proto, ACTION_CLEAR_CACHE")
+@rule("clear-cache", "After clearing the cache, no tokens are cached.", "worker.proto, ACTION_CLEAR_CACHE")
 async def clear_cache(subject: Subject) -> str:
     if not subject.claims(Capability.CLEAR_CACHE):
         call = subject.stub.Control(worker_pb2.ControlRequest(action=CLEAR))
-        raise NotClaimed(f"Refused: {await call_refused(subject, call, *UNSUPPORTED)}")
+        raise NotClaimed(f"Refused: {await expect_call_refused(subject, call, *UNSUPPORTED)}")
     if not _has_prefix_cache(subject):
         await subject.control(CLEAR)
-        raise NotChecked("It was accepted; the card has no block_size with kv_events to see what it does.")
+        raise NotChecked("Accepted; the effect is not observable, because the card has no block_size with kv_events.")
     prompt = _prompt(subject)
     await _ask(subject, prompt)
-    # An engine may refuse to clear what running requests hold; there are none now.
-    await subject.settles(lambda load: load.running_requests + load.waiting_requests == 0)
+    # An engine may refuse to clear blocks of running requests.
+    await subject.wait_for_load(lambda load: load.running_requests + load.waiting_requests == 0)
     await subject.control(CLEAR)
-    heard = await _ask(subject, prompt)
-    expect(heard.cached_tokens == 0, f"{heard.cached_tokens} tokens were cached after the cache had been cleared.")
-    return "Nothing of a known prompt was cached."
+    stream = await _ask(subject, prompt)
+    expect(stream.cached_tokens == 0, f"{stream.cached_tokens} tokens were cached after clearing the cache.")
+    return "No tokens of an earlier prompt were cached."

@@ -1,4 +1,4 @@
-"""Requests that nobody wants any more."""
+"""Rules about cancelled and dropped requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import uuid
 import grpc
 
 from sluice.conformance.caller import Caller
-from sluice.conformance.heard import REASONS, ObservedStream
+from sluice.conformance.observed_stream import REASONS, ObservedStream
 from sluice.conformance.rule import NotChecked, expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import common_pb2, worker_pb2
@@ -16,27 +16,29 @@ CANCELLED = REASONS.FINISH_REASON_CANCELLED
 
 
 async def _running(subject: Subject, caller: Caller) -> ObservedStream:
-    """A long request that has begun."""
-    (heard,) = await caller.start(subject.long())
-    await caller.began(heard)
-    _still_runs(heard)
-    return heard
+    """Starts a long request and waits for its first token."""
+    (stream,) = await caller.start(subject.long())
+    await caller.wait_begun(stream)
+    _expect_running(stream)
+    return stream
 
 
-def _still_runs(heard: ObservedStream) -> None:
-    if heard.terminals and heard.reason != REASONS.FINISH_REASON_ERROR:
-        raise NotChecked(f"The engine cannot be kept busy: the request ended by itself, {heard.describe()}.")
-    expect(not heard.terminals, f"A long request ended with {heard.describe()}.")
+def _expect_running(stream: ObservedStream) -> None:
+    if stream.terminals and stream.reason != REASONS.FINISH_REASON_ERROR:
+        raise NotChecked(f"A long request ended before it could be cancelled: {stream.describe()}.")
+    expect(not stream.terminals, f"A long request ended with {stream.describe()}.")
 
 
-async def _ends_cancelled(subject: Subject, caller: Caller, heard: ObservedStream) -> str:
-    within = subject.patience.cancel_s
-    await caller.ended(heard, within_s=within)
-    expect(heard.reason == CANCELLED, f"It ended with {heard.describe()}, not with CANCELLED.")
-    # The end of a request that starts only now comes after everything the cancelled one may still say.
-    await caller.ask_one(subject.request(max_tokens=1))
-    expect(len(heard.terminals) == 1, f"It ended {len(heard.terminals)} times.")
-    return f"CANCELLED after {len(heard.token_ids)} of {heard.request.stop.max_tokens} tokens, within {within:g} s."
+async def _expect_cancelled(subject: Subject, caller: Caller, stream: ObservedStream) -> str:
+    timeout_s = subject.patience.cancel_s
+    await caller.wait_ended(stream, within_s=timeout_s)
+    expect(stream.reason == CANCELLED, f"The request ended with {stream.describe()}, not with CANCELLED.")
+    # The terminal delta of a new request follows all remaining messages of the cancelled one.
+    await caller.complete_one(subject.request(max_tokens=1))
+    expect(len(stream.terminals) == 1, f"The request had {len(stream.terminals)} terminal deltas.")
+    return (
+        f"CANCELLED after {len(stream.token_ids)} of {stream.request.stop.max_tokens} tokens, within {timeout_s:g} s."
+    )
 
 
 @rule(
@@ -46,59 +48,61 @@ async def _ends_cancelled(subject: Subject, caller: Caller, heard: ObservedStrea
 )
 async def cancel(subject: Subject) -> str:
     async with subject.session() as caller:
-        heard = await _running(subject, caller)
-        await caller.cancel([heard.slot])
-        return await _ends_cancelled(subject, caller, heard)
+        stream = await _running(subject, caller)
+        await caller.cancel([stream.slot])
+        return await _expect_cancelled(subject, caller, stream)
 
 
-@rule("cancelled-usage", "A cancelled request is billed for the tokens that came.", "common.proto, Usage")
+@rule("cancelled-usage", "The usage of a cancelled request counts the delivered tokens.", "common.proto, Usage")
 async def cancelled_usage(subject: Subject) -> str:
     async with subject.session() as caller:
-        heard = await _running(subject, caller)
-        await caller.cancel([heard.slot])
-        await caller.ended(heard)
-    counted, received = heard.terminal.usage.completion_tokens, len(heard.token_ids)
-    expect(counted == received, f"usage says {counted} generated tokens, {received} came.")
-    return f"{counted} tokens, as received."
+        stream = await _running(subject, caller)
+        await caller.cancel([stream.slot])
+        await caller.wait_ended(stream)
+    counted, received = stream.terminal.usage.completion_tokens, len(stream.token_ids)
+    expect(counted == received, f"usage has {counted} generated tokens, {received} were received.")
+    return f"{counted} tokens counted, as received."
 
 
 @rule(
-    "abort", "Abort ends a request of any session by its request id, and knows which ids live.", "worker.proto, Abort"
+    "abort",
+    "Abort ends a request of any session by its request id, and reports whether the id was found.",
+    "worker.proto, Abort",
 )
 async def abort(subject: Subject) -> str:
     async with subject.session() as caller:
-        heard = await _running(subject, caller)
-        request_id = heard.request.request_id
-        answer = await subject.answer(subject.stub.Abort(worker_pb2.AbortRequest(request_id=request_id)))
-        expect(answer.found, "Abort says that a running request does not exist.")
-        await _ends_cancelled(subject, caller, heard)
-    stranger = worker_pb2.AbortRequest(request_id=f"never-{uuid.uuid4().hex}")
-    answer = await subject.answer(subject.stub.Abort(stranger))
-    expect(not answer.found, "Abort says that it found a request which never was.")
-    return f"Found and CANCELLED after {len(heard.token_ids)} tokens; an unknown id is not found."
+        stream = await _running(subject, caller)
+        request_id = stream.request.request_id
+        answer = await subject.call(subject.stub.Abort(worker_pb2.AbortRequest(request_id=request_id)))
+        expect(answer.found, "Abort did not find a running request.")
+        await _expect_cancelled(subject, caller, stream)
+    unknown = worker_pb2.AbortRequest(request_id=f"never-{uuid.uuid4().hex}")
+    answer = await subject.call(subject.stub.Abort(unknown))
+    expect(not answer.found, "Abort reports an unknown request as found.")
+    return f"Found and CANCELLED after {len(stream.token_ids)} tokens; an unknown id is not found."
 
 
 @rule(
     "caller-gone",
-    "When a session is dropped, its requests end and the engine's load comes back.",
+    "When a session is dropped, its requests end and the engine's load returns to its previous value.",
     "worker.proto, Session; WorkerLoad.running_requests",
 )
 async def caller_gone(subject: Subject) -> str:
     before = _busy(await subject.load())
     async with subject.session() as caller:
         requests = await caller.start(*(subject.long() for _ in range(4)))
-        await caller.began(requests[0])
-        for heard in requests:
-            _still_runs(heard)
+        await caller.wait_begun(requests[0])
+        for stream in requests:
+            _expect_running(stream)
         await caller.drop()
-        after = _busy(await subject.settles(lambda load: _busy(load) <= before))
-    expect(after <= before, f"{after} requests were at work after the caller had gone, {before} before it came.")
-    return f"4 requests freed; {after} at work."
+        after = _busy(await subject.wait_for_load(lambda load: _busy(load) <= before))
+    expect(after <= before, f"{after} requests were active after the session was dropped, {before} before it started.")
+    return f"4 requests ended; {after} are active."
 
 
 @rule(
     "generate-dropped",
-    "When a Generate call is dropped, its request ends and the engine's load comes back.",
+    "When a Generate call is dropped, its request ends and the engine's load returns to its previous value.",
     "worker.proto, Generate; WorkerLoad.running_requests",
 )
 async def generate_dropped(subject: Subject) -> str:
@@ -106,12 +110,12 @@ async def generate_dropped(subject: Subject) -> str:
     call = subject.stub.Generate(subject.long())
     try:
         first = await call.read()
-        expect(first is not grpc.aio.EOF, "The stream ended without a word.")
+        expect(first is not grpc.aio.EOF, "The stream ended without a message.")
     finally:
         call.cancel()
-    after = _busy(await subject.settles(lambda load: _busy(load) <= before))
-    expect(after <= before, f"{after} requests were at work after the call was dropped, {before} before it.")
-    return f"Freed; {after} at work."
+    after = _busy(await subject.wait_for_load(lambda load: _busy(load) <= before))
+    expect(after <= before, f"{after} requests were active after the call was dropped, {before} before it started.")
+    return f"The request ended; {after} are active."
 
 
 def _busy(load: common_pb2.WorkerLoad) -> int:

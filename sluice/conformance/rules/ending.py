@@ -1,11 +1,11 @@
-"""When a generation ends: lengths, stop ids, the end of sequence."""
+"""Rules about the end of a generation: maximum length, stop ids and end-of-sequence ids."""
 
 from __future__ import annotations
 
 from services.common.packing import pack_u32
 from services.worker.contract.capabilities import Capability
-from sluice.conformance.heard import REASONS, ObservedStream
-from sluice.conformance.refusals import unclaimed_option
+from sluice.conformance.observed_stream import REASONS, ObservedStream
+from sluice.conformance.refusals import expect_unsupported_option
 from sluice.conformance.rule import NotChecked, expect, rule
 from sluice.conformance.subject import Subject, prompt_of
 
@@ -15,18 +15,18 @@ SAMPLE_TOKENS = 24
 
 @rule(
     "max-tokens",
-    "A generation that nothing else ends has exactly max_tokens tokens and the finish reason LENGTH.",
+    "A generation without a stop has exactly max_tokens tokens and the finish reason LENGTH.",
     "common.proto, StopOptions.max_tokens",
 )
 async def max_tokens(subject: Subject) -> str:
     lengths = (1, 2, 17, 40)
     async with subject.session() as caller:
-        heard = await caller.ask(*(subject.endless(max_tokens=length) for length in lengths))
-    for length, one in zip(lengths, heard, strict=True):
-        natural = one.reason == STOP and len(one.token_ids) <= length and not subject.lasts
+        stream = await caller.complete(*(subject.full_length(max_tokens=length) for length in lengths))
+    for length, one in zip(lengths, stream, strict=True):
+        natural = one.reason == STOP and len(one.token_ids) <= length and not subject.supports_full_length
         exact = one.reason == LENGTH and len(one.token_ids) == length
-        expect(exact or natural, f"With max_tokens {length} it ended with {one.describe()}.")
-    return f"{', '.join(map(str, lengths))} tokens asked for and received."
+        expect(exact or natural, f"With max_tokens {length}, the request ended with {one.describe()}.")
+    return f"{', '.join(map(str, lengths))} tokens requested and received."
 
 
 @rule(
@@ -35,19 +35,19 @@ async def max_tokens(subject: Subject) -> str:
     "StopOptions.stop_token_ids",
 )
 async def stop_ids(subject: Subject) -> str:
-    heard, stop_id = await _stopped(subject)
-    at = heard.token_ids.index(stop_id)
-    expect(at == len(heard.token_ids) - 1, f"{len(heard.token_ids) - 1 - at} tokens came after the stop id.")
-    expect(heard.reason == STOP, f"It ended with {heard.describe()}, not with STOP.")
+    stream, stop_id = await _stopped(subject)
+    at = stream.token_ids.index(stop_id)
+    expect(at == len(stream.token_ids) - 1, f"{len(stream.token_ids) - 1 - at} tokens followed the stop id.")
+    expect(stream.reason == STOP, f"The request ended with {stream.describe()}, not with STOP.")
     return f"Ended with id {stop_id} as token {at + 1}."
 
 
-@rule("stop-id-reported", "The terminal delta names the id that ended the generation.", "TokenExtra.stop_token_id")
+@rule("stop-id-reported", "The terminal delta reports the id that ended the generation.", "TokenExtra.stop_token_id")
 async def stop_id_reported(subject: Subject) -> str:
-    heard, stop_id = await _stopped(subject)
-    said = heard.terminal.stop_token_id if heard.terminal.HasField("stop_token_id") else None
-    expect(said == stop_id, f"stop_token_id is {said}, the generation ended with {stop_id}.")
-    return f"stop_token_id is {said}."
+    stream, stop_id = await _stopped(subject)
+    reported = stream.terminal.stop_token_id if stream.terminal.HasField("stop_token_id") else None
+    expect(reported == stop_id, f"stop_token_id is {reported}, the generation ended with {stop_id}.")
+    return f"stop_token_id is {reported}."
 
 
 @rule(
@@ -60,74 +60,74 @@ async def eos(subject: Subject) -> str:
     for eos_id in _candidates(sample):
         request = subject.request(_prompt(sample), max_tokens=SAMPLE_TOKENS, stops=(eos_id,))
         request.stop.eos_token_ids = pack_u32((eos_id,))
-        heard = await subject.ask(request)
-        if eos_id in heard.token_ids:
+        stream = await subject.complete(request)
+        if eos_id in stream.token_ids:
             break
     else:
-        raise NotChecked("No id of the sample came out a second time: the engine repeats nothing.")
-    expect(heard.token_ids[-1] == eos_id, "Tokens came after the end of the sequence.")
-    expect(heard.reason == STOP, f"It ended with {heard.describe()}, not with STOP.")
-    said = heard.terminal.stop_token_id if heard.terminal.HasField("stop_token_id") else None
-    expect(said == eos_id, f"stop_token_id is {said}, the sequence ended with {eos_id}.")
-    counted = heard.terminal.usage.completion_tokens
-    expect(counted == len(heard.token_ids), f"usage counts {counted} tokens of {len(heard.token_ids)}.")
+        raise NotChecked("No id of a sample was generated again; the output is not reproducible.")
+    expect(stream.token_ids[-1] == eos_id, "Tokens followed the end-of-sequence id.")
+    expect(stream.reason == STOP, f"The request ended with {stream.describe()}, not with STOP.")
+    reported = stream.terminal.stop_token_id if stream.terminal.HasField("stop_token_id") else None
+    expect(reported == eos_id, f"stop_token_id is {reported}, the sequence ended with {eos_id}.")
+    counted = stream.terminal.usage.completion_tokens
+    expect(counted == len(stream.token_ids), f"usage has {counted} tokens, {len(stream.token_ids)} were received.")
     return f"Ended with id {eos_id} as token {counted}, counted and reported."
 
 
-@rule("ignore-eos", "With ignore_eos the end-of-sequence ids end nothing.", "StopOptions.ignore_eos")
+@rule("ignore-eos", "With ignore_eos, end-of-sequence ids do not end a generation.", "StopOptions.ignore_eos")
 async def ignore_eos(subject: Subject) -> str:
     if not subject.claims(Capability.IGNORE_EOS):
         request = subject.request()
         request.stop.ignore_eos = True
-        await unclaimed_option(subject, request)
+        await expect_unsupported_option(subject, request)
     sample = await _sample(subject)
     eos_id = _candidates(sample)[0]
     request = subject.request(_prompt(sample), max_tokens=SAMPLE_TOKENS, stops=(eos_id,))
     request.stop.eos_token_ids = pack_u32((eos_id,))
     request.stop.ignore_eos = True
-    heard = await subject.ask(request)
+    stream = await subject.complete(request)
     expect(
-        heard.reason == LENGTH and len(heard.token_ids) == SAMPLE_TOKENS,
-        f"It ended with {heard.describe()} instead of LENGTH after {SAMPLE_TOKENS}.",
+        stream.reason == LENGTH and len(stream.token_ids) == SAMPLE_TOKENS,
+        f"The request ended with {stream.describe()} instead of LENGTH after {SAMPLE_TOKENS}.",
     )
-    return f"All {SAMPLE_TOKENS} tokens came, whatever their ids."
+    return f"All {SAMPLE_TOKENS} tokens were generated."
 
 
-@rule("min-tokens", "No end-of-sequence and no stop id counts before min_tokens tokens.", "StopOptions.min_tokens")
+@rule("min-tokens", "End-of-sequence and stop ids have no effect before min_tokens tokens.", "StopOptions.min_tokens")
 async def min_tokens(subject: Subject) -> str:
     if not subject.claims(Capability.MIN_TOKENS):
         request = subject.request()
         request.stop.min_tokens = 4
-        await unclaimed_option(subject, request)
+        await expect_unsupported_option(subject, request)
     sample = await _sample(subject)
     least = len(sample.token_ids) // 2 + 1
     request = subject.request(_prompt(sample), max_tokens=2 * SAMPLE_TOKENS, stops=_candidates(sample))
     request.stop.min_tokens = least
-    heard = await subject.ask(request)
-    expect(heard.reason in (STOP, LENGTH), f"It ended with {heard.describe()}.")
-    expect(len(heard.token_ids) >= least, f"It ended with {heard.describe()}; min_tokens is {least}.")
-    return f"{len(heard.token_ids)} tokens with a min_tokens of {least}."
+    stream = await subject.complete(request)
+    expect(stream.reason in (STOP, LENGTH), f"The request ended with {stream.describe()}.")
+    expect(len(stream.token_ids) >= least, f"The request ended with {stream.describe()}; min_tokens is {least}.")
+    return f"{len(stream.token_ids)} tokens with a min_tokens of {least}."
 
 
 async def _stopped(subject: Subject) -> tuple[ObservedStream, int]:
-    """A generation with a stop id that came out of it before, and the id."""
+    """Returns a generation that contains a stop id taken from an earlier sample, and the id."""
     sample = await _sample(subject)
     for stop_id in _candidates(sample):
-        heard = await subject.ask(subject.request(_prompt(sample), max_tokens=SAMPLE_TOKENS, stops=(stop_id,)))
-        if stop_id in heard.token_ids:
-            return heard, stop_id
-    raise NotChecked("No id of the sample came out a second time: the engine repeats nothing.")
+        stream = await subject.complete(subject.request(_prompt(sample), max_tokens=SAMPLE_TOKENS, stops=(stop_id,)))
+        if stop_id in stream.token_ids:
+            return stream, stop_id
+    raise NotChecked("No id of a sample was generated again; the output is not reproducible.")
 
 
 async def _sample(subject: Subject) -> ObservedStream:
-    """What the engine says when left alone."""
-    heard = await subject.ask(subject.endless(max_tokens=SAMPLE_TOKENS))
-    expect(bool(heard.token_ids), f"A plain generation ended with {heard.describe()}.")
-    return heard
+    """Returns a generation without stop ids."""
+    stream = await subject.complete(subject.full_length(max_tokens=SAMPLE_TOKENS))
+    expect(bool(stream.token_ids), f"A plain generation ended with {stream.describe()}.")
+    return stream
 
 
 def _candidates(sample: ObservedStream) -> list[int]:
-    """Ids to end with, those from the middle first: an end in the middle shows more than one at either side."""
+    """Returns ids to stop at, starting with one from the middle, which allows tokens on both sides."""
     ids = sample.token_ids[:-1] or sample.token_ids
     middle = len(ids) // 2
     return list(dict.fromkeys((ids[middle], ids[-1], ids[0])))

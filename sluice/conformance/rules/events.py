@@ -1,4 +1,4 @@
-"""What a worker tells a router: its card, its load, and every change of its cache. The kit is the router."""
+"""Rules about the messages to a router: registration, heartbeats and cache events. The kit is the router."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ SNAPSHOTS = 10
 
 
 async def _watcher(subject: Subject) -> Watcher:
-    """The kit's router, with the worker registered."""
+    """Returns the kit's router after the worker has registered with it."""
     watcher = subject.target.watcher
     if watcher is None:
         raise NotChecked(
-            "The kit is not the worker's router: give --router-listen HOST:PORT and start the worker with "
+            "The worker does not register with the kit; set --router-listen HOST:PORT and start the worker with "
             "--routers HOST:PORT."
         )
     if not await watcher.registered(subject.patience.attach_s):
         raise NotChecked(
-            f"Nobody registered at {watcher.address} within {subject.patience.attach_s:g} s; "
-            "is the worker attached elsewhere?"
+            f"No worker registered at {watcher.address} within {subject.patience.attach_s:g} s; "
+            "check the worker's --routers."
         )
     return watcher
 
 
-async def _watched_cache(subject: Subject) -> Watcher:
+async def _cache_watcher(subject: Subject) -> Watcher:
     if not subject.claims(Capability.KV_EVENTS):
         raise NotClaimed("The card does not claim kv_events.")
     return await _watcher(subject)
 
 
-async def _told(subject: Subject, watcher: Watcher, prompt: list[int]) -> RankView | None:
-    """The rank that holds every full block of the prompt, as soon as one does; None when none does in time."""
+async def _rank_with(subject: Subject, watcher: Watcher, prompt: list[int]) -> RankView | None:
+    """Waits for a rank that reports every full block of the prompt; returns None on timeout."""
     wanted = set(block_hashes(prompt, subject.card.block_size))
 
     def holders() -> list[RankView]:
@@ -47,24 +47,24 @@ async def _told(subject: Subject, watcher: Watcher, prompt: list[int]) -> RankVi
 
 @rule(
     "registration",
-    "A worker registers with the id, epoch and card that GetInfo tells.",
+    "A worker registers with the id, epoch and card that GetInfo returns.",
     "router.proto, Registration",
     generates=False,
 )
 async def registration(subject: Subject) -> str:
     watcher = await _watcher(subject)
-    said = watcher.registration
-    expect(said is not None and said.worker_id == subject.info.worker_id, "worker_id is not that of GetInfo.")
-    assert said is not None
-    expect(said.epoch == subject.info.epoch, f"The epoch is {said.epoch}, that of GetInfo {subject.info.epoch}.")
-    expect(said.card == subject.card, "The card is not that of GetInfo.")
-    expect(":" in said.address, f"The address {said.address!r} is no host:port.")
-    return f"{said.worker_id} at {said.address}, epoch {said.epoch}."
+    sent = watcher.registration
+    expect(sent is not None and sent.worker_id == subject.info.worker_id, "worker_id is not that of GetInfo.")
+    assert sent is not None
+    expect(sent.epoch == subject.info.epoch, f"The epoch is {sent.epoch}, that of GetInfo {subject.info.epoch}.")
+    expect(sent.card == subject.card, "The card is not that of GetInfo.")
+    expect(":" in sent.address, f"The address {sent.address!r} is not a host:port.")
+    return f"{sent.worker_id} at {sent.address}, epoch {sent.epoch}."
 
 
 @rule(
     "heartbeat",
-    "A worker speaks at least as often as the router asks.",
+    "A worker sends heartbeats at least at the interval that the router requests.",
     "router.proto, Attached.heartbeat_interval_ms",
     generates=False,
 )
@@ -72,71 +72,76 @@ async def heartbeat(subject: Subject) -> str:
     watcher = await _watcher(subject)
     before = watcher.heartbeats
     await watcher.until(lambda: watcher.heartbeats >= before + 2, subject.patience.settle_s)
-    came = watcher.heartbeats - before
-    expect(came >= 2, f"{came} heartbeats came in {subject.patience.settle_s:g} s; one every 0.5 s was asked for.")
-    return "Two heartbeats came."
+    received = watcher.heartbeats - before
+    expect(
+        received >= 2,
+        f"{received} heartbeats arrived within {subject.patience.settle_s:g} s; one every 0.5 s was requested.",
+    )
+    return "Two heartbeats arrived."
 
 
 @rule(
     "kv-events",
-    "Every full block of a prompt is told under the hash that all services agree on.",
+    "Every full block of a prompt is reported with the block hash shared by all services.",
     "router.proto, BlocksStored; hash scheme sluice-xxh3-v1",
 )
 async def kv_events(subject: Subject) -> str:
-    watcher = await _watched_cache(subject)
+    watcher = await _cache_watcher(subject)
     prompt = subject.block_prompt()
-    await subject.ask(subject.request(prompt, max_tokens=2))
-    view = await _told(subject, watcher, prompt)
+    await subject.complete(subject.request(prompt, max_tokens=2))
+    view = await _rank_with(subject, watcher, prompt)
     blocks = len(prompt) // subject.card.block_size
-    expect(view is not None, f"The {blocks} blocks of a prompt were not told within {subject.patience.settle_s:g} s.")
-    return f"{blocks} blocks of a fresh prompt were told."
+    expect(
+        view is not None, f"The {blocks} blocks of a prompt were not reported within {subject.patience.settle_s:g} s."
+    )
+    return f"{blocks} blocks of a new prompt were reported."
 
 
-@rule("kv-event-numbers", "Event batches are numbered without holes.", "router.proto, KvEventBatch.sequence")
+@rule("kv-event-numbers", "Event batches are numbered without gaps.", "router.proto, KvEventBatch.sequence")
 async def kv_event_numbers(subject: Subject) -> str:
-    watcher = await _watched_cache(subject)
+    watcher = await _cache_watcher(subject)
     batches = sum(view.batches for view in watcher.ranks.values())
     for _ in range(6):
-        await subject.ask(subject.request(subject.block_prompt(), max_tokens=2))
+        await subject.complete(subject.request(subject.block_prompt(), max_tokens=2))
     await watcher.until(
         lambda: sum(view.batches for view in watcher.ranks.values()) > batches, subject.patience.settle_s
     )
-    came = sum(view.batches for view in watcher.ranks.values()) - batches
-    expect(came > 0, "No batch came for six new prompts.")
+    received = sum(view.batches for view in watcher.ranks.values()) - batches
+    expect(received > 0, "No batch arrived for six new prompts.")
     faults = [fault for view in watcher.ranks.values() for fault in view.faults]
-    expect(not faults, f"{faults[0] if faults else ''}: {len(faults)} such.")
-    return f"{came} batches for six prompts, each the next number."
+    expect(not faults, f"{len(faults)} faults; the first: {faults[0] if faults else ''}.")
+    return f"{received} consecutive batches for six prompts."
 
 
-@rule("resync", "A snapshot holds what the events before it told, no more and no less.", "router.proto, Snapshot")
+@rule("resync", "A snapshot has exactly the blocks reported by the events before it.", "router.proto, Snapshot")
 async def resync(subject: Subject) -> str:
-    watcher = await _watched_cache(subject)
+    watcher = await _cache_watcher(subject)
     prompt = subject.block_prompt()
-    await subject.ask(subject.request(prompt, max_tokens=2))
+    await subject.complete(subject.request(prompt, max_tokens=2))
     await watcher.until(lambda: bool(watcher.ranks), subject.patience.settle_s)
-    expect(bool(watcher.ranks), "The worker never told anything of its cache.")
+    expect(bool(watcher.ranks), "The worker sent no cache events.")
     for rank, view in tuple(watcher.ranks.items()):
         await _comparable_snapshot(subject, watcher, rank, view)
-        expect(not view.lost, f"{view.lost} blocks that events had told are not in the snapshot of rank {rank}.")
-        expect(not view.gained, f"{view.gained} blocks in the snapshot of rank {rank} were told by no event.")
-    return f"{sum(len(view.blocks) for view in watcher.ranks.values())} blocks, as the events had told."
+        expect(not view.lost, f"{view.lost} blocks reported by events are not in the snapshot of rank {rank}.")
+        expect(not view.gained, f"{view.gained} blocks in the snapshot of rank {rank} were not reported by events.")
+    return f"{sum(len(view.blocks) for view in watcher.ranks.values())} blocks, as reported by the events."
 
 
 async def _comparable_snapshot(subject: Subject, watcher: Watcher, rank: int, view: RankView) -> None:
-    """Asks until no event was under way when the worker made its snapshot.
+    """Requests snapshots until one is not ahead of the events.
 
-    A snapshot that is ahead of the events replaces what they had told, and the next one is compared with it: so the
-    first one has to be asked for when all is quiet.
+    A snapshot that is ahead of the events replaces the blocks, and the next one is compared with it. The first one must
+    therefore be requested while no events arrive.
     """
     for _ in range(SNAPSHOTS):
-        told = -1
-        while told != view.batches:
-            told = view.batches
-            await watcher.until(lambda: view.batches > told, QUIET_S)  # noqa: B023
+        batches = -1
+        while batches != view.batches:
+            batches = view.batches
+            await watcher.until(lambda: view.batches > batches, QUIET_S)  # noqa: B023
         before = view.snapshots
         await watcher.resync(rank)
-        came = await watcher.until(lambda: view.snapshots > before, subject.patience.settle_s)  # noqa: B023
-        expect(came, f"No snapshot of rank {rank} came within {subject.patience.settle_s:g} s.")
+        received = await watcher.until(lambda: view.snapshots > before, subject.patience.settle_s)  # noqa: B023
+        expect(received, f"No snapshot of rank {rank} arrived within {subject.patience.settle_s:g} s.")
         if view.lost is not None:
             return
-    raise NotChecked("Events came with every snapshot; somebody else uses the worker.")
+    raise NotChecked("Events arrived with every snapshot; make sure that no other client uses the worker.")

@@ -1,4 +1,4 @@
-"""Constraints on the output: what comes out satisfies them."""
+"""Rules about structured output: the output satisfies its constraint."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import re
 from collections.abc import Callable
 
 from services.worker.contract.capabilities import Capability
-from sluice.conformance.heard import REASONS
-from sluice.conformance.refusals import unclaimed
+from sluice.conformance.observed_stream import REASONS
+from sluice.conformance.refusals import expect_unsupported
 from sluice.conformance.rule import NotChecked, expect, rule
 from sluice.conformance.subject import Subject
 from sluice.conformance.texts import text_reader
 from sluice.v1 import common_pb2
 
 STOP, LENGTH = REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH
-MOST_TOKENS = 200
+MAX_TOKENS = 200
 ATTEMPTS = 5
 CHOICES = ("apple", "pear", "a cherry")
 COLOURS = ("red", "green", "blue")
@@ -36,69 +36,74 @@ async def _constrained(
     subject: Subject,
     capability: Capability,
     guided: common_pb2.GuidedDecoding,
-    fits: Callable[[str], bool],
-    begins: Callable[[str], bool],
+    is_valid: Callable[[str], bool],
+    is_prefix: Callable[[str], bool],
 ) -> str:
-    """One constrained generation: `fits` tells a text that was asked for, `begins` one that may still become it."""
-    request = subject.request(max_tokens=MOST_TOKENS)
+    """Runs constrained generations until one is complete.
+
+    Args:
+        is_valid: whether a text satisfies the constraint.
+        is_prefix: whether a text may be continued to one that does.
+    """
+    request = subject.request(max_tokens=MAX_TOKENS)
     request.guided.CopyFrom(guided)
     if not subject.claims(capability):
-        await unclaimed(subject, request)
+        await expect_unsupported(subject, request)
     read = await text_reader(subject)
     for attempt in range(ATTEMPTS if subject.claims(Capability.TEMPERATURE) else 1):
         if attempt:
-            # The likeliest words of a model without training may be spaces for ever; chance gets it out of that.
+            # Greedy output of an untrained model may be whitespace forever; sampling avoids that.
             request.sampling.temperature = 1.0
             request.request_id = f"{request.request_id}-{attempt}"
-        heard = await subject.ask(request)
-        text = read(heard.token_ids)
+        stream = await subject.complete(request)
+        text = read(stream.token_ids)
         shown = text if len(text) < 80 else f"{text[:80]}…"
-        expect(heard.reason in (STOP, LENGTH), f"It ended with {heard.describe()}.")
-        if fits(text):
-            return f"{shown!r} came out."
-        expect(heard.reason == LENGTH and begins(text), f"{shown!r} came out, which is not what was asked for.")
-    raise NotChecked(f"The output was not complete after {MOST_TOKENS} tokens: {shown!r}.")
+        expect(stream.reason in (STOP, LENGTH), f"The request ended with {stream.describe()}.")
+        if is_valid(text):
+            return f"The output is {shown!r}."
+        expect(stream.reason == LENGTH and is_prefix(text), f"The output {shown!r} violates the constraint.")
+    raise NotChecked(f"The output was not complete after {MAX_TOKENS} tokens: {shown!r}.")
 
 
-@rule("guided-json", "With a JSON Schema the output is JSON that satisfies it.", "GuidedDecoding.json_schema")
+@rule("guided-json", "With a JSON Schema, the output is JSON that satisfies it.", "GuidedDecoding.json_schema")
 async def guided_json(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(json_schema=json.dumps(SCHEMA))
-    return await _constrained(subject, Capability.GUIDED_JSON, wanted, _is_the_object, _begins_an_object)
+    return await _constrained(subject, Capability.GUIDED_JSON, wanted, _matches_schema, _is_object_prefix)
 
 
-@rule("guided-regex", "With a regular expression the whole output matches it.", "GuidedDecoding.regex")
+@rule("guided-regex", "With a regular expression, the complete output matches it.", "GuidedDecoding.regex")
 async def guided_regex(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(regex=REGEX)
     return await _constrained(
-        subject, Capability.GUIDED_REGEX, wanted, lambda text: re.fullmatch(REGEX, text) is not None, _begins_a_match
+        subject, Capability.GUIDED_REGEX, wanted, lambda text: re.fullmatch(REGEX, text) is not None, _is_regex_prefix
     )
 
 
-@rule("guided-choice", "With choices the output is one of them.", "GuidedDecoding.choice")
+@rule("guided-choice", "With choices, the output is one of them.", "GuidedDecoding.choice")
 async def guided_choice(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(choice=common_pb2.GuidedDecoding.ChoiceList(choices=CHOICES))
     return await _constrained(
-        subject, Capability.GUIDED_CHOICE, wanted, lambda text: text in CHOICES, _begins_one_of(*CHOICES)
+        subject, Capability.GUIDED_CHOICE, wanted, lambda text: text in CHOICES, _is_prefix_of(*CHOICES)
     )
 
 
-@rule("guided-grammar", "With a grammar the output is a sentence of it.", "GuidedDecoding.ebnf")
+@rule("guided-grammar", "With a grammar, the output is a sentence of it.", "GuidedDecoding.ebnf")
 async def guided_grammar(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(ebnf=GRAMMAR)
     return await _constrained(
-        subject, Capability.GUIDED_GRAMMAR, wanted, lambda text: text in SENTENCES, _begins_one_of(*SENTENCES)
+        subject, Capability.GUIDED_GRAMMAR, wanted, lambda text: text in SENTENCES, _is_prefix_of(*SENTENCES)
     )
 
 
-@rule("structural-tag", "With a structural tag the output has its structure.", "GuidedDecoding.structural_tag")
+@rule("structural-tag", "With a structural tag, the output has its structure.", "GuidedDecoding.structural_tag")
 async def structural_tag(subject: Subject) -> str:
     wanted = common_pb2.GuidedDecoding(structural_tag=json.dumps(TAG))
     return await _constrained(
-        subject, Capability.STRUCTURAL_TAG, wanted, lambda text: text == WORD, _begins_one_of(WORD)
+        subject, Capability.STRUCTURAL_TAG, wanted, lambda text: text == WORD, _is_prefix_of(WORD)
     )
 
 
-def _is_the_object(text: str) -> bool:
+def _matches_schema(text: str) -> bool:
     try:
         found = json.loads(text)
     except ValueError:
@@ -111,13 +116,13 @@ def _is_the_object(text: str) -> bool:
     )
 
 
-def _begins_an_object(text: str) -> bool:
+def _is_object_prefix(text: str) -> bool:
     return text.strip()[:1] in ("", "{")
 
 
-def _begins_a_match(text: str) -> bool:
-    return _begins_one_of("red-", "green-")(text[:4]) and len(text) < len("green-000")
+def _is_regex_prefix(text: str) -> bool:
+    return _is_prefix_of("red-", "green-")(text[:4]) and len(text) < len("green-000")
 
 
-def _begins_one_of(*texts: str) -> Callable[[str], bool]:
-    return lambda text: any(whole.startswith(text) for whole in texts)
+def _is_prefix_of(*texts: str) -> Callable[[str], bool]:
+    return lambda text: any(candidate.startswith(text) for candidate in texts)

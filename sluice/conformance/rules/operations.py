@@ -1,4 +1,4 @@
-"""What operators and probes rely on."""
+"""Rules about health, reflection, load and shutdown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.errors import ErrorKind
 from services.common.net.addresses import listens_on_loopback
-from sluice.conformance.heard import REASONS, ObservedStream
-from sluice.conformance.rule import Broken, NotChecked, expect, rule
+from sluice.conformance.observed_stream import REASONS, ObservedStream
+from sluice.conformance.rule import NotChecked, RuleFailed, expect, rule
 from sluice.conformance.subject import POLL_S, Subject
 from sluice.v1 import common_pb2, worker_pb2
 
@@ -19,12 +19,12 @@ SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 DRAINED_TOKENS = 200
 SERVING = health_pb2.HealthCheckResponse.SERVING
 ENDS = (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH)
-GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+STOPPED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 @rule(
     "health",
-    "grpc.health.v1 says SERVING for the server and for the Worker service.",
+    "grpc.health.v1 reports SERVING for the server and for the Worker service.",
     "every gRPC server offers health",
     generates=False,
 )
@@ -49,14 +49,16 @@ async def reflection(subject: Subject) -> str:
         answer = await call.read()
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED and not listens_on_loopback(subject.target.address):
-            raise NotChecked("Reflection is off, as it is by default beyond loopback.") from error
-        raise Broken(f"Reflection is off ({error.code().name}).") from error
+            raise NotChecked(
+                "Reflection is disabled, which is the default for other than loopback addresses."
+            ) from error
+        raise RuleFailed(f"Reflection is disabled ({error.code().name}).") from error
     finally:
         call.cancel()
-    expect(answer is not grpc.aio.EOF, "The reflection stream ended without an answer.")
+    expect(answer is not grpc.aio.EOF, "The reflection stream ended without a response.")
     names = [service.name for service in answer.list_services_response.service]
     expect(SERVICE in names, f"{SERVICE} is not among {', '.join(names) or 'no services'}.")
-    return f"{len(names)} services, {SERVICE} among them."
+    return f"{len(names)} services, including {SERVICE}."
 
 
 @rule(
@@ -66,10 +68,10 @@ async def reflection(subject: Subject) -> str:
 )
 async def load_returns(subject: Subject) -> str:
     async with subject.session() as caller:
-        await caller.ask(*(subject.request() for _ in range(8)))
-    left = await subject.settles(lambda load: not _leftover(load))
-    expect(not _leftover(left), f"Still there: {_leftover(left)}.")
-    return "No running and no waiting request, no block held, no prompt token to compute."
+        await caller.complete(*(subject.request() for _ in range(8)))
+    load = await subject.wait_for_load(lambda load: not _leftover(load))
+    expect(not _leftover(load), f"The load after all requests ended: {_leftover(load)}.")
+    return "No running or waiting requests, no used blocks and no prefill tokens."
 
 
 def _leftover(load: common_pb2.WorkerLoad) -> str:
@@ -79,76 +81,79 @@ def _leftover(load: common_pb2.WorkerLoad) -> str:
 
 @rule(
     "drain",
-    "A worker that is told to stop leaves health, finishes what runs, and refuses the rest as retryable.",
+    "A worker that receives a stop signal reports NOT_SERVING, completes running requests, and refuses new ones as "
+    "retryable.",
     "shutdown order: leave discovery, grace, drain, cleanup, stop the server",
     disturbs=True,
 )
 async def drain(subject: Subject) -> str:
     stop = subject.target.stop
     if stop is None:
-        raise NotChecked("The kit may not stop the worker: give --stop-command, such as 'kill PID'.")
+        raise NotChecked("The kit cannot stop the worker; set --stop-command, such as 'kill PID'.")
     async with subject.session() as caller:
-        (running,) = await caller.start(subject.endless(max_tokens=DRAINED_TOKENS))
-        await caller.began(running)
+        (running,) = await caller.start(subject.full_length(max_tokens=DRAINED_TOKENS))
+        await caller.wait_begun(running)
         await stop()
-        await _leaves_health(subject)
+        await _wait_not_serving(subject)
         while not running.terminals:
             try:
-                late = await caller.ask_one(subject.request(max_tokens=1))
-            except Broken:
+                late = await caller.complete_one(subject.request(max_tokens=1))
+            except RuleFailed:
                 if running.terminals:  # the worker stops as soon as its last request has ended
                     break
                 raise
             if late.reason == REASONS.FINISH_REASON_ERROR:
-                _check_turned_away(late)
+                _check_shutdown_refusal(late)
                 break
-        await caller.ended(running)
+        await caller.wait_ended(running)
         expect(running.reason in ENDS, f"The running request ended with {running.describe()}.")
     refusal = await _later_request(subject)
     return f"The running request ended with {running.describe()}; then: {refusal}"
 
 
-async def _leaves_health(subject: Subject) -> None:
+async def _wait_not_serving(subject: Subject) -> None:
     loop = asyncio.get_running_loop()
     until = loop.time() + subject.patience.settle_s
-    while await _health(subject, SERVICE, gone=True) == SERVING:
-        expect(loop.time() < until, f"It was SERVING {subject.patience.settle_s:g} s after it was told to stop.")
+    while await _health(subject, SERVICE, may_be_stopped=True) == SERVING:
+        expect(
+            loop.time() < until, f"The worker was still SERVING {subject.patience.settle_s:g} s after the stop signal."
+        )
         await asyncio.sleep(POLL_S)
 
 
 async def _later_request(subject: Subject) -> str:
-    """How requests after the stop are turned away; none may be accepted for good."""
+    """Sends requests after the stop until one is refused; returns the error message."""
     loop = asyncio.get_running_loop()
     until = loop.time() + subject.patience.settle_s
     while loop.time() < until:
         try:
-            heard = await subject.ask(subject.request(max_tokens=1))
-        except Broken as gone:
-            return f"{gone}"
-        if heard.reason == REASONS.FINISH_REASON_ERROR:
-            return _check_turned_away(heard)
-        await asyncio.sleep(POLL_S)  # the grace period: what was routed here before the news spread
-    raise Broken(f"Requests were still taken {subject.patience.settle_s:g} s after the worker was told to stop.")
+            stream = await subject.complete(subject.request(max_tokens=1))
+        except RuleFailed as closed:
+            return f"{closed}"
+        if stream.reason == REASONS.FINISH_REASON_ERROR:
+            return _check_shutdown_refusal(stream)
+        await asyncio.sleep(POLL_S)  # requests routed before the departure are accepted during the grace period
+    raise RuleFailed(f"Requests were still accepted {subject.patience.settle_s:g} s after the stop signal.")
 
 
-def _check_turned_away(heard: ObservedStream) -> str:
-    error = heard.terminal.error
+def _check_shutdown_refusal(stream: ObservedStream) -> str:
+    error = stream.terminal.error
     expect(
         int(error.kind) == ErrorKind.ENGINE_SHUTDOWN and error.retryable,
-        f"A later request is refused with kind {error.kind}, retryable {error.retryable}: {error.message}",
+        f"A later request was refused with kind {error.kind}, retryable {error.retryable}: {error.message}",
     )
     return error.message
 
 
-async def _health(subject: Subject, service: str, gone: bool = False) -> int:
-    """The health status; 0 (UNKNOWN) when the server is gone and that is fine."""
+async def _health(subject: Subject, service: str, may_be_stopped: bool = False) -> int:
+    """Returns the health status; 0 (UNKNOWN) when the server has stopped and may have."""
     stub = health_pb2_grpc.HealthStub(subject.channel)
     try:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=subject.patience.answer_s)
     except grpc.aio.AioRpcError as error:
-        if gone and error.code() in GONE:
+        if may_be_stopped and error.code() in STOPPED:
             return 0
-        raise Broken(f"Health of {service or 'the server'} cannot be asked ({error.code().name}).") from error
+        raise RuleFailed(f"The health check of {service or 'the server'} failed ({error.code().name}).") from error
     return int(answer.status)
 
 

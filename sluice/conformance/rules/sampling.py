@@ -1,4 +1,4 @@
-"""How the next token is chosen: what is claimed is honoured, what is not is refused."""
+"""Rules about sampling options: claimed ones take effect, others are refused or ignored."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ from collections.abc import Callable
 
 from services.common.packing import pack_u32
 from services.worker.contract.capabilities import Capability
-from sluice.conformance.heard import REASONS
-from sluice.conformance.refusals import UNSUPPORTED, refusal_of, unclaimed, unclaimed_option
-from sluice.conformance.rule import Broken, NotChecked, NotClaimed, expect, rule
+from sluice.conformance.observed_stream import REASONS
+from sluice.conformance.refusals import (
+    UNSUPPORTED,
+    expect_unsupported,
+    expect_unsupported_option,
+    refusal_message,
+)
+from sluice.conformance.rule import NotChecked, NotClaimed, RuleFailed, expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 
@@ -55,90 +60,91 @@ async def sampling_options(subject: Subject) -> str:
         raise NotClaimed("The card claims no sampling option.")
     async with subject.session() as caller:
         requests = [_with(subject, option) for option in claimed]
-        for option, heard in zip(claimed, await caller.ask(*requests), strict=True):
-            expect(heard.reason in ENDS, f"{option} is claimed, and a request with it ended with {heard.describe()}.")
+        for option, stream in zip(claimed, await caller.complete(*requests), strict=True):
+            expect(stream.reason in ENDS, f"{option} is claimed but a request with it ended with {stream.describe()}.")
     return f"Accepted: {', '.join(claimed)}."
 
 
 @rule(
     "unclaimed-options",
-    "A sampling option that the card does not claim is refused in words, or taken and does no harm.",
+    "A sampling option that the card does not claim is refused with a message, or ignored.",
     "common.proto, ModelCard.capabilities",
 )
 async def unclaimed_options(subject: Subject) -> str:
-    told = []
+    outcomes = []
     for option in OPTIONS:
         if not subject.claims(option):
-            heard = await subject.ask(_with(subject, option))
+            stream = await subject.complete(_with(subject, option))
             try:
-                told.append(f"{option} {'taken' if heard.reason in ENDS else refusal_of(heard, UNSUPPORTED)}")
-            except Broken as reason:
-                raise Broken(f"{option} is not claimed. {reason}") from None
-    return f"{', '.join(told)}." if told else "Every sampling option is claimed."
+                outcomes.append(
+                    f"{option} {'ignored' if stream.reason in ENDS else refusal_message(stream, UNSUPPORTED)}"
+                )
+            except RuleFailed as reason:
+                raise RuleFailed(f"{option} is not claimed. {reason}") from None
+    return f"{', '.join(outcomes)}." if outcomes else "Every sampling option is claimed."
 
 
-@rule(
-    "engine-options", "Options of the engine's own are refused unless claimed.", "SamplingOptions.engine_options_json"
-)
+@rule("engine-options", "Engine-specific options are refused unless claimed.", "SamplingOptions.engine_options_json")
 async def engine_options(subject: Subject) -> str:
     request = subject.request()
     if not subject.claims(Capability.ENGINE_OPTIONS):
         request.sampling.engine_options_json = b'{"sluice_conformance": 1}'
-        await unclaimed(subject, request)
+        await expect_unsupported(subject, request)
     request.sampling.engine_options_json = b"{}"
-    heard = await subject.ask(request)
-    expect(heard.reason in ENDS, f"With no option in it, the request ended with {heard.describe()}.")
-    return "An object without options is taken."
+    stream = await subject.complete(request)
+    expect(stream.reason in ENDS, f"A request with an empty object ended with {stream.describe()}.")
+    return "An object without options is accepted."
 
 
-@rule("allowed-token-ids", "Only the allowed ids come out.", "common.proto, SamplingOptions.allowed_token_ids")
+@rule("allowed-token-ids", "Only allowed ids are generated.", "common.proto, SamplingOptions.allowed_token_ids")
 async def allowed_token_ids(subject: Subject) -> str:
     allowed = subject.prompt(5)
-    request = subject.endless()
+    request = subject.full_length()
     request.sampling.allowed_token_ids = pack_u32(allowed)
     if not subject.claims(Capability.ALLOWED_TOKEN_IDS):
-        await unclaimed_option(subject, request)
-    heard = await subject.ask(request)
-    expect(heard.reason in ENDS, f"It ended with {heard.describe()}.")
-    outside = set(heard.token_ids) - {*allowed, *subject.eos_token_ids}
-    expect(not outside, f"Ids {sorted(outside)[:5]} came, which were not allowed.")
-    return f"{len(heard.token_ids)} tokens, all of the 5 allowed ids."
+        await expect_unsupported_option(subject, request)
+    stream = await subject.complete(request)
+    expect(stream.reason in ENDS, f"The request ended with {stream.describe()}.")
+    outside = set(stream.token_ids) - {*allowed, *subject.eos_token_ids}
+    expect(not outside, f"Ids {sorted(outside)[:5]} were generated but are not allowed.")
+    return f"{len(stream.token_ids)} tokens, all among the 5 allowed ids."
 
 
-@rule("logit-bias", "A bias of 100 makes an id win, one of -100 keeps it away.", "SamplingOptions.logit_bias")
+@rule("logit-bias", "A bias of 100 forces an id, a bias of -100 prevents it.", "SamplingOptions.logit_bias")
 async def logit_bias(subject: Subject) -> str:
-    favoured = subject.prompt(1)[0]
-    pushed = subject.endless()
-    pushed.sampling.logit_bias[favoured] = 100.0
+    forced = subject.prompt(1)[0]
+    request = subject.full_length()
+    request.sampling.logit_bias[forced] = 100.0
     if not subject.claims(Capability.LOGIT_BIAS):
-        await unclaimed_option(subject, pushed)
-    heard = await subject.ask(pushed)
-    expect(set(heard.token_ids) == {favoured}, f"Id {favoured} was favoured; {sorted(set(heard.token_ids))[:5]} came.")
+        await expect_unsupported_option(subject, request)
+    stream = await subject.complete(request)
+    generated = sorted(set(stream.token_ids))
+    expect(generated == [forced], f"Id {forced} has a bias of 100 but ids {generated[:5]} were generated.")
     prompt = subject.prompt()
-    plain = await subject.ask(subject.endless(prompt))
-    shunned = plain.token_ids[0]
-    pulled = subject.endless(prompt)
-    pulled.sampling.logit_bias[shunned] = -100.0
-    heard = await subject.ask(pulled)
-    expect(shunned not in heard.token_ids, f"Id {shunned} came in spite of its bias of -100.")
-    return f"Only id {favoured} with 100; no id {shunned} with -100."
+    plain = await subject.complete(subject.full_length(prompt))
+    prevented = plain.token_ids[0]
+    request = subject.full_length(prompt)
+    request.sampling.logit_bias[prevented] = -100.0
+    stream = await subject.complete(request)
+    expect(prevented not in stream.token_ids, f"Id {prevented} was generated despite its bias of -100.")
+    return f"Only id {forced} with a bias of 100; no id {prevented} with -100."
 
 
-@rule("bad-words", "A forbidden sequence of ids does not come out.", "common.proto, SamplingOptions.bad_words")
+@rule("bad-words", "A forbidden sequence of ids is not generated.", "common.proto, SamplingOptions.bad_words")
 async def bad_words(subject: Subject) -> str:
     prompt = subject.prompt()
     if not subject.claims(Capability.BAD_WORDS):
-        await unclaimed_option(subject, _with(subject, Capability.BAD_WORDS))
-    plain = await subject.ask(subject.endless(prompt))
+        await expect_unsupported_option(subject, _with(subject, Capability.BAD_WORDS))
+    plain = await subject.complete(subject.full_length(prompt))
     if len(plain.token_ids) < 2:
-        raise NotChecked(f"There is no sequence to forbid: the engine ended with {plain.describe()}.")
+        raise NotChecked(f"No sequence to forbid: a plain generation ended with {plain.describe()}.")
     word = plain.token_ids[:2]
-    request = subject.endless(prompt)
+    request = subject.full_length(prompt)
     request.sampling.bad_words.append(pack_u32(word))
-    heard = await subject.ask(request)
-    pairs = list(zip(heard.token_ids, heard.token_ids[1:], strict=False))
-    expect(tuple(word) not in pairs, f"The ids {word} came one after the other although they were forbidden.")
-    return f"The ids {word} came before they were forbidden and not after."
+    stream = await subject.complete(request)
+    pairs = list(zip(stream.token_ids, stream.token_ids[1:], strict=False))
+    expect(tuple(word) not in pairs, f"The ids {word} were generated in sequence although they were forbidden.")
+    return f"The ids {word} were generated before they were forbidden but not after."
 
 
 def _with(subject: Subject, option: Capability) -> worker_pb2.GenerateRequest:

@@ -126,10 +126,10 @@ BAD: dict[str, Predicate] = {
     "bad-packed-ids": lambda request: len(request.tokens.token_ids) % 4 != 0,
     "bad-lengths": lambda request: request.stop.max_tokens == 0,
     "bad-sampling": lambda request: request.sampling.top_p > 1,
-    "bad-model": lambda request: request.model.endswith("-which-nobody-serves"),
-    "bad-lora": lambda request: request.lora == "adapter-which-nobody-loaded",
+    "bad-model": lambda request: request.model.endswith("-that-is-not-served"),
+    "bad-lora": lambda request: request.lora == "adapter-that-is-not-loaded",
     "bad-request-id": lambda request: not request.request_id,
-    "bad-handoff": lambda request: b"this is no handoff" in request.disaggregation.handoff,
+    "bad-handoff": lambda request: b"not a handoff" in request.disaggregation.handoff,
     "bad-engine-options": lambda request: request.sampling.engine_options_json == b"[1,",
     "bad-stop-ids": lambda request: len(request.stop.stop_token_ids) % 4 != 0,
     "bad-rank": lambda request: request.data_parallel_rank >= 7,
@@ -347,7 +347,7 @@ class TakesTwins(Honest):
 @breaks("neighbours")
 class FailsTogether(Honest):
     def refuses(self, seen: Seen, together: Sequence[Seen]) -> SluiceError | None:
-        wrong = [one for one in together if one.request.model.endswith("-which-nobody-serves")]
+        wrong = [one for one in together if one.request.model.endswith("-that-is-not-served")]
         return failure() if wrong and len(together) == 4 else None
 
 

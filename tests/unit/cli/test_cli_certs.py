@@ -95,9 +95,9 @@ def test_what_is_there_stays_until_it_is_renewed_by_the_same_authority(tmp_path:
     ("spoil", "says"),
     [
         (lambda folder: (folder / "ca.key").unlink(), "without ca.key"),
-        (lambda folder: (folder / "ca.key").write_text("junk"), "no authority"),
+        (lambda folder: (folder / "ca.key").write_text("junk"), "not an authority"),
         (lambda folder: (folder / "ca.key").write_bytes((folder / "router.key").read_bytes()), "is not the key"),
-        (lambda folder: (folder / "ca.pem").write_text("junk"), "no authority"),
+        (lambda folder: (folder / "ca.pem").write_text("junk"), "not an authority"),
     ],
 )
 def test_an_authority_that_cannot_issue_is_one_sentence(tmp_path: Path, spoil, says: str) -> None:  # type: ignore[no-untyped-def]
@@ -137,11 +137,11 @@ def test_up_gives_every_process_its_own_certificate(tmp_path: Path) -> None:
 
 
 def test_up_says_which_certificate_is_missing_or_wrong(tmp_path: Path) -> None:
-    with pytest.raises(BadFlag, match=r"gateway\.pem cannot be read.*`sluice certs .*` makes a set"):
+    with pytest.raises(BadFlag, match=r"gateway\.pem cannot be read.*Create the certificates with `sluice certs"):
         plan(UpOptions(tls=tmp_path), lambda: 0)
     make(tmp_path, Options())
     (tmp_path / "worker.key").write_bytes((tmp_path / "router.key").read_bytes())
-    with pytest.raises(BadFlag, match=r"worker\.pem and tls-key .* are no certificate with its unencrypted key"):
+    with pytest.raises(BadFlag, match=r"worker\.pem and tls-key .* must be a certificate and its unencrypted key"):
         plan(UpOptions(tls=tmp_path), lambda: 0)
 
 
@@ -179,7 +179,7 @@ def test_a_certificate_whose_key_is_gone_is_made_anew(tmp_path: Path) -> None:
     make(tmp_path, Options(names=("router",)))
     (tmp_path / "router.key").unlink()
     (said,) = make(tmp_path, Options(names=("router",)))
-    assert said.startswith("made")
+    assert said.startswith("created")
     settings = TlsSettings(tls_cert=tmp_path / "router.pem", tls_key=tmp_path / "router.key")
     assert server_credentials(settings) is not None
 

@@ -76,8 +76,8 @@ def test_chats_of_ones_own_are_compared(
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("{", "is no chat"),
-        ("[1]", "is no chat"),
+        ("{", "is not a chat"),
+        ("[1]", "is not a chat"),
         ("{}", "array"),
         ('{"messages": []}', "at least one"),
         ('{"messages": 1}', "array"),

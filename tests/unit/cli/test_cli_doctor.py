@@ -35,11 +35,11 @@ def certificate(begins: datetime, ends: datetime) -> x509.Certificate:
         (NOW - DAY, NOW + 60 * DAY, State.OK, "59 days"),
         (NOW - DAY, NOW + 3 * DAY, State.WARN, "2 days"),
         (NOW - 9 * DAY, NOW - DAY, State.FAIL, "expired"),
-        (NOW + DAY, NOW + 9 * DAY, State.FAIL, "valid from"),
+        (NOW + DAY, NOW + 9 * DAY, State.FAIL, "not valid before"),
     ],
 )
 def test_certificates(begins: datetime, ends: datetime, state: State, said: str) -> None:
-    found = certificates.judged("certificate", certificate(begins, ends), "Renew it")
+    found = certificates.validity("certificate", certificate(begins, ends), "Renew it")
     assert found.state is state
     assert said in found.found
     assert bool(found.advice) == (state is not State.OK)
@@ -67,7 +67,7 @@ def test_clocks(ahead_s: float, state: State) -> None:
 
 @pytest.mark.parametrize(
     ("url", "said"),
-    [("redis://127.0.0.1:1/0", "cannot be asked"), ("http://redis", "no Redis URL")],
+    [("redis://127.0.0.1:1/0", "cannot be reached"), ("http://redis", "not a Redis URL")],
 )
 async def test_a_redis_that_cannot_be_asked(url: str, said: str) -> None:
     (found,) = await redis_checks.examine(url)

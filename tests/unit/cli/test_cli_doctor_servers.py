@@ -21,10 +21,10 @@ class Asked:
     """Stands for a running suite: every server says what is given."""
 
     def __init__(self, said: dict[str, Seen]) -> None:
-        self.place = Endpoint()
+        self.endpoint = Endpoint()
         self._said = said
 
-    async def look(self, address: str) -> Seen:
+    async def status_of(self, address: str) -> Seen:
         return self._said[address]
 
 
@@ -66,7 +66,7 @@ async def test_a_clock_that_is_wrong_is_named() -> None:
 
 async def test_a_worker_that_drains_is_no_fault() -> None:
     (found, _) = await examined({"h:1": Seen("NOT_SERVING", __version__, 0.0)}, draining=True)
-    assert (found.state, found.found) == (State.WARN, "drains")
+    assert (found.state, found.found) == (State.WARN, "is draining")
 
 
 def test_addresses_that_nobody_serves_are_named() -> None:

@@ -77,7 +77,7 @@ def test_suite_and_worker_take_the_folder_of_certificates(
 ) -> None:
     assert "--tls" in flags_of("up")
     assert run(monkeypatch, "worker", "--tls", str(tmp_path)) == 2
-    assert f"--tls {tmp_path} holds no worker.pem; `sluice certs" in capsys.readouterr().err
+    assert f"--tls {tmp_path} has no worker.pem; create the certificates with `sluice certs" in capsys.readouterr().err
     assert run(monkeypatch, "certs", str(tmp_path)) == 0
     loaded: list[WorkerSettings] = []
     monkeypatch.setattr(worker, "run", lambda name, settings, serve: loaded.append(settings))

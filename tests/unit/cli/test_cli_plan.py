@@ -203,7 +203,7 @@ def test_native_processing_leaves_a_hub_model_to_its_workers_engine() -> None:
 )
 def test_native_processing_without_native_code_is_noted(engine: str, noted: bool) -> None:
     note = ProcessingFlags(native_framework_processing=True).note(engine)
-    assert (f"the engine {engine} brings no code" in note) is noted
+    assert (f"the engine {engine} has no code" in note) is noted
     assert ProcessingFlags(vllm_processing=True).note(engine) == ""
 
 
@@ -271,7 +271,7 @@ def test_refusals_are_one_sentence_that_names_the_flag(changes: dict[str, object
 
 
 def test_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadFlag, match="holds no tokenizer"):
+    with pytest.raises(BadFlag, match="contains no tokenizer"):
         check(Options(model=str(tmp_path)))
 
 
@@ -312,7 +312,7 @@ def test_a_gateway_port_inside_the_suites_own_range_is_refused() -> None:
 
 def test_redis_may_be_wherever_routers_find_it_and_nowhere_else() -> None:
     assert plan(Options(redis="rediss+sentinel://a:1,b:2/mine/0"), no_free_port)
-    with pytest.raises(BadFlag, match=r"--redis is no Redis URL: its scheme is 'http'"):
+    with pytest.raises(BadFlag, match=r"--redis is not a Redis URL: its scheme is 'http'"):
         plan(Options(redis="http://h"), no_free_port)
 
 

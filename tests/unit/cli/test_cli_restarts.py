@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.cli.up.restarts import Restarts
+from sluice.cli.up.supervisor import Restarts
 
 
 def test_each_process_has_its_own_allowance_and_gets_it_back() -> None:

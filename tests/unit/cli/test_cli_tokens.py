@@ -44,7 +44,7 @@ def test_each_service_shows_each_other_that_it_calls_a_token_of_its_own(tmp_path
     assert set(found) == {(a, b) for a, callees in CALLS.items() if a != "scheduler" for b in callees}
     secrets = [secret for tokens in found.values() for secret in tokens]
     assert len(set(secrets)) == len(secrets) == len(found)
-    assert f"made {len(found)} tokens" in said
+    assert f"created {len(found)} tokens" in said
     assert not any(secret in said for secret in secrets)
     for (caller, callee), (secret,) in found.items():
         accepting = [
@@ -70,7 +70,7 @@ def test_tokens_for_each_worker_alone(tmp_path: Path) -> None:
 def test_what_is_there_stays_and_what_is_missing_is_added(tmp_path: Path) -> None:
     make(tmp_path, Options())
     before = arrows(tmp_path)
-    assert "left the 14 tokens" in make(tmp_path, Options())[0]
+    assert "kept the 14 tokens" in make(tmp_path, Options())[0]
     assert arrows(tmp_path) == before
     make(tmp_path, Options(scheduler=True))
     after = arrows(tmp_path)
@@ -99,7 +99,7 @@ def test_rotation_has_a_valid_token_at_every_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("steps", "says"), [
     (("switch",), "prepare first"),
-    (("prepare", "prepare"), "prepared already"),
+    (("prepare", "prepare"), "already prepared"),
     (("prepare", "finish"), "switch first"),
 ])  # fmt: skip
 def test_a_step_out_of_order_changes_nothing(tmp_path: Path, steps: tuple[str, ...], says: str) -> None:
@@ -138,5 +138,5 @@ def test_in_a_container_every_user_of_a_services_volume_can_read_it(tmp_path: Pa
     command = [sys.executable, "-m", "sluice.cli.tokens", str(tmp_path)]
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "left the 14 tokens" in done.stdout
+    assert "kept the 14 tokens" in done.stdout
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*/*")} == {0o444}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sluice.cli.live.render import SMALLEST, frame, sparks, summary
+from sluice.cli.live.render import MIN_SIZE, frame, sparks, summary
 from sluice.cli.live.top import REQUESTS, SAMPLES, Picture
 from sluice.cli.main import main
 
@@ -84,7 +84,7 @@ def test_it_fits(width: int, height: int, workers: int) -> None:
 def test_a_terminal_that_is_too_small_says_so_and_still_shows_the_summary() -> None:
     text = " ".join(shown(40, 6))
     assert "The terminal has 40×6" in text
-    assert f"{SMALLEST[0]}×{SMALLEST[1]}" in text
+    assert f"{MIN_SIZE[0]}×{MIN_SIZE[1]}" in text
     assert "3.5 requests/s" in text
 
 
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_shown_beside_what_is_known() -> None:
 
 
 def test_the_summary_counts_workers_that_are_well() -> None:
-    assert summary(state()).endswith("2 of 3 workers well")
+    assert summary(state()).endswith("2 of 3 workers healthy")
 
 
 def test_deltas_change_what_they_name_and_nothing_grows() -> None:
@@ -137,11 +137,11 @@ def test_sparks_follow_the_values() -> None:
     ("arguments", "said"),
     [
         (("top", "--once", "--gateway", "http://127.0.0.1:1"), "cannot be reached"),
-        (("top", "--gateway", "nowhere"), "--gateway nowhere is no URL"),
-        (("workers", "--router", "127.0.0.1:1"), "No router answers at 127.0.0.1:1"),
-        (("workers", "--router", "nowhere"), "--router nowhere is no host:port"),
-        (("route", ""), "not empty"),
-        (("route", "hello", "--tls", "/no/such/folder"), "holds no ca.pem"),
+        (("top", "--gateway", "nowhere"), "--gateway nowhere is not a URL"),
+        (("workers", "--router", "127.0.0.1:1"), "No router responds at 127.0.0.1:1"),
+        (("workers", "--router", "nowhere"), "--router nowhere is not a host:port"),
+        (("route", ""), "must not be empty"),
+        (("route", "hello", "--tls", "/no/such/folder"), "has no ca.pem"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_exit_code_two(

@@ -45,7 +45,7 @@ def refuses(_: httpx.Request) -> httpx.Response:
     ["http://[::1", "http://h:abc", "http://h:99999", "http://h:0", "http://", "http://:8000", "ftp://h", "h:8000"],
 )
 async def test_what_is_no_url_is_a_wrong_flag(gateway: str) -> None:
-    with pytest.raises(BadFlag, match=r"--gateway .* is no URL"):
+    with pytest.raises(BadFlag, match=r"--gateway .* is not a URL"):
         async with reached(Endpoint(gateway)):
             pass
 
@@ -53,7 +53,7 @@ async def test_what_is_no_url_is_a_wrong_flag(gateway: str) -> None:
 @pytest.mark.parametrize("gateway", ["http://h", "https://h:8443/", "http://[::1]:8000", "http://h:8000/prefix"])
 async def test_what_is_a_url_is_taken(gateway: str) -> None:
     async with reached(Endpoint(gateway)) as running:
-        assert running.place.gateway == gateway
+        assert running.endpoint.gateway == gateway
 
 
 @pytest.mark.parametrize("secret", ["schlüssel", "one\ntwo", "sluice-1\n"])
@@ -80,10 +80,10 @@ def _encrypted(key: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda folder: (folder / "ca.pem").write_text("no certificate"), "ca.pem holds no certificate"),
-        (lambda folder: (folder / "ca.pem").write_text(""), "ca.pem holds no certificate"),
+        (lambda folder: (folder / "ca.pem").write_text("no certificate"), "ca.pem contains no certificate"),
+        (lambda folder: (folder / "ca.pem").write_text(""), "ca.pem contains no certificate"),
         (lambda folder: (folder / "client.key").unlink(), "client.key cannot be read: No such file"),
-        (lambda folder: shutil.copy(folder / "router.key", folder / "client.key"), "no certificate with its"),
+        (lambda folder: shutil.copy(folder / "router.key", folder / "client.key"), "must be a certificate and its"),
         (lambda folder: _encrypted(folder / "client.key"), "unencrypted key"),
     ],
 )
@@ -102,13 +102,13 @@ async def test_files_that_do_not_fit_are_a_wrong_flag(
 async def test_another_service_that_answers_json_is_no_gateway(body: object) -> None:
     async with asked(Endpoint("http://other"), says(body)) as running:
         for question in (running.state, running.workers, lambda: running.tokens("hi", "m", False)):
-            with pytest.raises(NotReached, match="not as a Sluice gateway does"):
+            with pytest.raises(NotReached, match="is not a Sluice gateway"):
                 await question()
         findings = await examine(running, "")
         assert findings[0].state is State.FAIL
-        assert "not as a Sluice gateway does" in findings[0].found
+        assert "is not a Sluice gateway" in findings[0].found
         async with asked(Endpoint("http://other"), says(body)) as other:
-            with pytest.raises(NotReached, match="not as a Sluice gateway does"):
+            with pytest.raises(NotReached, match="is not a Sluice gateway"):
                 await anext(other.deltas())
 
 

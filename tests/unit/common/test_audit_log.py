@@ -107,7 +107,7 @@ def test_audit_queue_of_long_lines_over_its_bytes_drops_lines(tmp_path: Path) ->
             long.answer.append("x" * audit.MAX_CONTENT)
             long.with_content = True
             log.write(long)
-        log._write_waiting()
+        log._flush()
     log.close()
     written = [line for line in lines(path) if "lost" not in line]
     assert [line["request_id"] for line in written] == ["r0", "r1", "r2"] * 2
@@ -145,7 +145,7 @@ def test_a_log_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     log = AuditLog(settings(path))
     log.write(entry(1))
-    log._write_waiting()
+    log._flush()
     os.replace(path, tmp_path / "moved")
     log.write(entry(2))
     log.close()
@@ -161,7 +161,7 @@ def test_it_rotates_and_keeps_so_many(tmp_path: Path, keep: int, kept: set[str])
     log = AuditLog(settings(path, audit_max_mb=0.0001, audit_keep=keep))
     for number in range(5):
         log.write(entry(number))
-        log._write_waiting()
+        log._flush()
     log.close()
     assert {one.name for one in tmp_path.iterdir()} == kept
     if keep:

@@ -22,7 +22,7 @@ METHOD = "/sluice.v1.Router/ListWorkers"
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.0)
 
 
 def caller_of(tokens: AcceptedTokens | None, shown: str | bytes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.rpc.least_loaded import idlest
+from services.common.rpc.replicas import idlest
 
 
 def test_equals_are_chosen_alike_and_the_idlest_always() -> None:

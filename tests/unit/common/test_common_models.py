@@ -106,7 +106,7 @@ def test_processor_by_files(tmp_path: Path, files: list[str], processor: str) ->
 
 def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("")
-    with pytest.raises(SluiceError, match="holds no tokenizer"):
+    with pytest.raises(SluiceError, match="contains no tokenizer"):
         models.detect_processor(tmp_path)
     assert models.tokenizer_files(tmp_path) == []
 

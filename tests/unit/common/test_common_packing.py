@@ -46,7 +46,7 @@ def test_ids_out_of_range_do_not_wrap(value: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_truncated_field_is_named(length: int) -> None:
-    with pytest.raises(SluiceError, match="prompt holds") as refused:
+    with pytest.raises(SluiceError, match="prompt has") as refused:
         unpack_u32(b"x" * length, "prompt")
     assert (refused.value.kind, refused.value.param) == (ErrorKind.INVALID_ARGUMENT, "prompt")
     with pytest.raises(SluiceError):

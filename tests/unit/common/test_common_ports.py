@@ -19,7 +19,7 @@ def test_problems_are_named() -> None:
         assert ports.problem("127.0.0.1", port) == "the port is taken"
     assert ports.problem("127.0.0.1", port) == ""
     assert ports.problem("192.0.2.1", port) == "the address is not one of this machine"
-    assert ports.problem("not a host", port) == "the host name is not known"
+    assert ports.problem("not a host", port) == "the host name cannot be resolved"
 
 
 def test_they_are_free_and_differ() -> None:
@@ -40,7 +40,7 @@ def test_a_row_is_in_a_row() -> None:
 def test_a_row_goes_around_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ports.free_row(8)
     monkeypatch.setattr(ports, "FREE_RANGE", range(first - 1, first + 4))
-    with pytest.raises(OSError, match="no 4 free ports in a row"):
+    with pytest.raises(OSError, match="no 4 consecutive ports are free"):
         ports.free_row(4)
 
 

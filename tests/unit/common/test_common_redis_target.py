@@ -54,12 +54,12 @@ def test_passwords_come_from_the_url_or_from_elsewhere() -> None:
     ],
 )
 def test_what_is_no_redis_url_is_refused_in_a_sentence(url: str) -> None:
-    with pytest.raises(SluiceError, match=r"redis-url is no Redis URL: .*redis\+sentinel") as refused:
+    with pytest.raises(SluiceError, match=r"redis-url is not a Redis URL: .*redis\+sentinel") as refused:
         parse(url)
     assert "secret" not in refused.value.message
 
 
 def test_the_sentence_names_the_setting() -> None:
-    with pytest.raises(SluiceError, match=r"limits-redis-url is no Redis URL: .*redis\+sentinel") as refused:
+    with pytest.raises(SluiceError, match=r"limits-redis-url is not a Redis URL: .*redis\+sentinel") as refused:
         parse("http://host", None, "limits-redis-url")
     assert refused.value.param == "limits-redis-url"

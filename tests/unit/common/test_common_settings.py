@@ -120,9 +120,9 @@ def test_settings_do_not_change() -> None:
 
 def test_a_misspelt_variable_is_named_with_what_is_meant() -> None:
     assert ToySettings.misspelt(["SLUICE_TOY_PEER", "sluice_toy_cuont", "SLUICE_TOY_COLOUR"]) == [
-        "SLUICE_TOY_COLOUR is no setting and changes nothing.",
-        "SLUICE_TOY_CUONT is no setting and changes nothing; is SLUICE_TOY_COUNT meant?",
-        "SLUICE_TOY_PEER is no setting and changes nothing; is SLUICE_TOY_PEERS meant?",
+        "SLUICE_TOY_COLOUR is not a setting and has no effect.",
+        "SLUICE_TOY_CUONT is not a setting and has no effect; did you mean SLUICE_TOY_COUNT?",
+        "SLUICE_TOY_PEER is not a setting and has no effect; did you mean SLUICE_TOY_PEERS?",
     ]
 
 
@@ -143,7 +143,7 @@ def test_what_is_no_address_is_refused_at_once(address: str, capsys: pytest.Capt
     with pytest.raises(SystemExit) as ended:
         ToySettings.load(["--callers", f"h:1,{address}"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"python -m services.toy: --callers: {address!r} is no host:port\n"
+    assert capsys.readouterr().err == f"python -m services.toy: --callers: {address!r} is not host:port\n"
 
 
 def test_addresses_are_names_and_numbers_with_a_port() -> None:

@@ -132,7 +132,7 @@ def test_size_and_number_of_files_are_bounded(store: TokenizerStore) -> None:
 @pytest.mark.parametrize("wanted", ["", "abc", "../" + "0" * 61, "G" * 64])
 def test_what_is_no_fingerprint_is_neither_found_nor_received(store: TokenizerStore, wanted: str) -> None:
     assert store.find(wanted) is None
-    with pytest.raises(SluiceError, match="no fingerprint"):
+    with pytest.raises(SluiceError, match="no valid fingerprint"):
         store.receive(wanted)
 
 
@@ -153,6 +153,6 @@ def test_what_others_left_behind_is_removed_when_it_is_old(store: TokenizerStore
 
 def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SluiceError, match="cannot be kept") as caught:
+    with pytest.raises(SluiceError, match="cannot be stored") as caught:
         TokenizerStore(tmp_path / "file" / "cache").receive("0" * 64)
     assert caught.value.kind is ErrorKind.FAILED_PRECONDITION

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.security.certificate_check import refusal
-from services.common.security.tls import Identity, server_credentials
+from services.common.security.tls import Identity, refusal, server_credentials
 from services.common.settings import TlsSettings
 from sluice.cli.certs import Options, make
 from tests.support.data.authority import Authority
@@ -22,7 +21,7 @@ def test_who_has_expired_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     late = Authority(tmp_path).issue("late", expired=True)
     assert late.tls_cert is not None
     assert server_credentials(late) is not None
-    assert f"tls-cert {late.tls_cert} will be refused by everybody: certificate has expired" in caplog.text
+    assert f"tls-cert {late.tls_cert} will be rejected by all peers: certificate has expired" in caplog.text
     assert refusal(served(late), late.tls_cert) == "certificate has expired"
 
 

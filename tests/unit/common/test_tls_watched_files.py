@@ -18,7 +18,7 @@ from services.common.file_watcher import WatchedFiles
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING")
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.0)
 
 
 def pair(folder: Path) -> WatchedFiles[str]:
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     write(tmp_path / "left", "b")
     for _ in range(20):
         assert files.value == "a"
-    assert [record.message for record in caplog.records] == ["They do not fit. What was read before stays valid."]
+    assert [record.message for record in caplog.records] == ["They do not fit. The previous content stays in use."]
     (tmp_path / "left").unlink()
     for _ in range(20):
         assert files.value == "a"

@@ -90,7 +90,7 @@ def test_a_line_that_is_none_is_named_without_its_secret(tmp_path: Path, line: s
 
 
 def test_a_bad_line_that_comes_later_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.0)
     path = accept(tmp_path / "tokens", "good gateway")
     tokens = accepted_tokens(NONE, path)
     path.write_text(f"{digest_of('better')} gateway\nworse nobody\n")

@@ -154,4 +154,4 @@ def test_a_refusal_names_scope_field_and_key_and_is_counted() -> None:
 
 
 def test_clients_cannot_reach_the_priority_of_the_workers_own_probes() -> None:
-    assert canary.FIRST < -MAX_PRIORITY
+    assert canary.HIGHEST_PRIORITY < -MAX_PRIORITY

@@ -99,14 +99,14 @@ class Message:
 async def test_failed_calls_on_a_shared_stream(timeout_s: float) -> None:
     stream: MultiplexedCall[Any, Any] = MultiplexedCall("peer", cast(Any, None), cast(Any, None), dict, dict)
     stream._session = cast(Any, SimpleNamespace(wake=lambda: None, close=lambda: None))
-    stream._greeted = True
+    stream._established = True
     stream._welcome.set()
 
     async def call() -> None:
         asking = asyncio.ensure_future(stream(Message(), timeout=timeout_s))
         await asyncio.sleep(0)
         if timeout_s > 1:
-            call_stream._fail(next(iter(stream._waiting.values())), grpc.StatusCode.NOT_FOUND)
+            call_stream._fail(next(iter(stream._pending.values())), grpc.StatusCode.NOT_FOUND)
         try:
             await asking
         finally:

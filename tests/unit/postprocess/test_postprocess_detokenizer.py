@@ -141,7 +141,7 @@ def test_a_special_id_ends_a_character_in_tekken_as_its_library_does() -> None:
 def test_an_id_outside_the_vocabulary_is_an_error(name: str) -> None:
     vocabulary = ALL[name]().vocabulary
     detokenizer = vocabulary.detokenizer(True)
-    with pytest.raises(SluiceError, match=f"outside the vocabulary of {vocabulary.size}") as caught:
+    with pytest.raises(SluiceError, match=f"outside the vocabulary; use ids below {vocabulary.size}") as caught:
         detokenizer.step(vocabulary.size)
     assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
     with pytest.raises(SluiceError):

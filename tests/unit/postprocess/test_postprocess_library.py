@@ -70,7 +70,7 @@ async def test_nobody_waits_longer_than_the_limit() -> None:
 
 async def test_an_unknown_model_is_answered_with_those_that_are_known() -> None:
     library = VocabularyRegistry([ModelSpec("b", "x"), ModelSpec("a", "y")], 30)
-    with pytest.raises(SluiceError, match="there is a, b") as caught:
+    with pytest.raises(SluiceError, match="available: a, b") as caught:
         await library.get("c")
     assert (caught.value.kind, caught.value.code) == (ErrorKind.NOT_FOUND, "model_not_found")
 
@@ -96,7 +96,7 @@ def test_broken_and_missing_tokenizers_are_sentences(tmp_path: Path) -> None:
     assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
     (tmp_path / "tokenizer.json").unlink()
     for processor in ("", "hf", "mistral"):
-        with pytest.raises(SluiceError, match="holds no"):
+        with pytest.raises(SluiceError, match="contains no"):
             load(ModelSpec("m", str(tmp_path), processor))
     with pytest.raises(SluiceError, match="does not exist"):
         load(ModelSpec("m", str(tmp_path / "nowhere")))
@@ -127,7 +127,7 @@ async def test_the_cards_parsers_count_unless_the_operator_says_otherwise() -> N
 
 async def test_a_card_that_names_a_parser_nobody_has_is_not_served() -> None:
     library = VocabularyRegistry([], 30, lambda spec: byte_level().vocabulary, check=Registry().check)
-    with pytest.raises(SluiceError, match="nearest: hermes"):
+    with pytest.raises(SluiceError, match="similar names: hermes"):
         await library.add(ModelSpec("a", DEFAULT_SOURCE, tool_parser="hermess"))
     with pytest.raises(SluiceError, match="--native-parsers vllm"):
         await library.add(ModelSpec("a", DEFAULT_SOURCE, tool_parser="vllm:hermes", reasoning_parser="vllm:qwen3"))

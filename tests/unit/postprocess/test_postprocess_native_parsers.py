@@ -60,12 +60,12 @@ def test_a_prefix_says_whose_parser_it_is() -> None:
 @pytest.mark.parametrize(
     ("names", "sentence"),
     [
-        (ParserNames("vllm:hermess"), "vllm 0.33.0 has no such one; nearest: vllm:hermes"),
-        (ParserNames("sglang:deepseek_v3"), "nearest: sglang:deepseekv3"),
-        (ParserNames("", "vllm:qwen2"), "nearest: vllm:qwen3"),
-        (ParserNames("hermess"), "nearest: hermes"),
-        (ParserNames("vllm:hermes", "think"), "do not go together"),
-        (ParserNames("vllm:hermes", "sglang:qwen3"), "do not go together"),
+        (ParserNames("vllm:hermess"), "vllm 0.33.0 does not have it; similar names: vllm:hermes"),
+        (ParserNames("sglang:deepseek_v3"), "similar names: sglang:deepseekv3"),
+        (ParserNames("", "vllm:qwen2"), "similar names: vllm:qwen3"),
+        (ParserNames("hermess"), "similar names: hermes"),
+        (ParserNames("vllm:hermes", "think"), "cannot be combined"),
+        (ParserNames("vllm:hermes", "sglang:qwen3"), "cannot be combined"),
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest(names: ParserNames, sentence: str) -> None:
@@ -89,9 +89,9 @@ def test_the_settings_know_which_engines_they_need() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--tool-parsers", "a=vllm:hermess"], "nearest: vllm:hermes"),
-        (["--tool-parsers", "a=vllm:hermes", "--reasoning-parsers", "a=think"], "do not go together"),
-        (["--native-parsers", "tgi"], "no engine with parsers"),
+        (["--tool-parsers", "a=vllm:hermess"], "similar names: vllm:hermes"),
+        (["--tool-parsers", "a=vllm:hermes", "--reasoning-parsers", "a=think"], "cannot be combined"),
+        (["--native-parsers", "tgi"], "not an engine with parsers"),
     ],
 )
 def test_wrong_names_end_the_start_with_2(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,14 +146,14 @@ async def test_what_is_not_usable_is_said_of_the_pair() -> None:
     host = EngineHost("vllm", "", 1.0, 64)
     usable, not_usable = Pair("/m", "hermes", ""), Pair("/m", "openai", "")
     assert host.facts(usable) is None
-    host._learn(usable, {"keeps_special": True, "keeps_special_always": False})
-    host._learn(not_usable, {"error": "the tokenizer lacks a token."})
+    host._set_facts(usable, {"keeps_special": True, "keeps_special_always": False})
+    host._set_facts(not_usable, {"error": "the tokenizer lacks a token."})
     assert host.facts(usable) == Facts(True, False)
     assert await host.prepare(usable) == Facts(True, False)
-    with pytest.raises(SluiceError, match="parser openai with this model: the tokenizer lacks a token") as caught:
+    with pytest.raises(SluiceError, match="the tokenizer lacks a token") as caught:
         await host.prepare(not_usable)
     assert caught.value.kind is ErrorKind.FAILED_PRECONDITION
-    with pytest.raises(SluiceError, match="nearest: hermes"):
+    with pytest.raises(SluiceError, match="similar names: hermes"):
         await host.prepare(Pair("/m", "hermez", ""))
     await host.close()
 
@@ -169,7 +169,7 @@ async def test_what_is_only_preferred_gives_way_where_it_cannot_work(asked: bool
     vocabulary = await library.get("m")
     host = stream_factory.host("vllm:mistral")
     assert isinstance(host, EngineHost)
-    host._learn(Pair(vocabulary.source, "mistral", ""), {"error": "the tokenizer lacks a token."})
+    host._set_facts(Pair(vocabulary.source, "mistral", ""), {"error": "the tokenizer lacks a token."})
     if asked:
         with pytest.raises(SluiceError, match="lacks a token"):
             await stream_factory.prepare_for(vocabulary)

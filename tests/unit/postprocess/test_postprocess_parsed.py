@@ -218,7 +218,7 @@ def test_options_that_cannot_be_honoured_are_refused(options: dict[str, Any], pa
 
 
 def test_an_unknown_parser_is_answered_with_those_there_are() -> None:
-    with pytest.raises(SluiceError, match=r"'nope' is not available; there is auto, deepseek_r1, .*hermes.*"):
+    with pytest.raises(SluiceError, match=r"'nope' is not available; use one of auto, deepseek_r1, .*hermes.*"):
         plan(tool_parser="nope")
 
 
@@ -275,9 +275,9 @@ async def test_an_operator_knows_better() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tool-parsers", "tekken=nope"], "'nope' is not available; there is"),
-        (["--reasoning-parsers", "tekken"], "is not MODEL=PARSER"),
-        (["--own-parsers", "os.system"], "is not module:Class"),
+        (["--tool-parsers", "tekken=nope"], "'nope' is not available; use one of"),
+        (["--reasoning-parsers", "tekken"], "does not have the form MODEL=PARSER"),
+        (["--own-parsers", "os.system"], "does not have the form module:Class"),
     ],
 )
 def test_parsers_in_the_settings_are_checked_at_the_start(

@@ -94,7 +94,8 @@ def test_streams_share_short_stop_strings_and_own_long_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stops", "sentence"), [([""], "is empty"), (["a"] * 3, "too many; the limit is 2"), (["abcd", "e"], "limit is 4")]
+    ("stops", "sentence"),
+    [([""], "is empty"), (["a"] * 3, "too many; send at most 2"), (["abcd", "e"], "send at most 4")],
 )
 def test_bad_stop_strings_are_refused(stops: list[str], sentence: str) -> None:
     with pytest.raises(SluiceError, match=sentence) as caught:

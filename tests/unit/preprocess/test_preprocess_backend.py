@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.models import DEFAULT_SOURCE, resolve
-from services.preprocess.encoders.backend import Backend, fastest
-from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.encoders.backend import Backend, EncoderOptions, fastest
 from services.preprocess.encoders.samples import SAMPLES
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
@@ -58,7 +57,7 @@ def test_one_that_differs_on_any_sample_is_not_used_and_said_so(
     assert fastest(Letters("slow"), lambda: Letters("fast", **flaw)).name == "fast"
     with caplog.at_level(logging.WARNING):
         assert fastest(Letters("slow"), lambda: Letters("fast", **flaw), ["x", "a 🤖 b"]).name == "slow"
-    assert "gives other ids and is not used" in caplog.text
+    assert "returns different ids and is not used" in caplog.text
 
 
 def test_one_that_cannot_read_the_files_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +98,7 @@ def test_prompts_are_not_remembered_where_cuts_are_not_known_to_be_exact(
         tokenizer = HfTokenizer(folder, limits())
     assert tokenizer.cache_stats is None
     assert "word boundaries" in tokenizer.facts.cache_refusal
-    assert "prompts are not remembered" in caplog.text
+    assert "prompt segments are not cached" in caplog.text
 
 
 @cache

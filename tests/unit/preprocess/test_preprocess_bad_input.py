@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec, resolve
-from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer

@@ -32,20 +32,20 @@ def test_the_first_candidate_that_is_exact_is_taken() -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "reason"),
     [
-        (pipeline(added(normalized=True)), "looked for in normalized text"),
-        (pipeline(added(lstrip=True)), "takes white space from its left"),
+        (pipeline(added(normalized=True)), "matched in normalized text"),
+        (pipeline(added(lstrip=True)), "strips whitespace on its left"),
         (pipeline(added(single_word=True)), "word boundaries"),
         (pipeline(added(), added("<w>", single_word=True)), "word boundaries"),
         (pipeline(added(), added("<|t|>x")), "overlaps with"),
         (pipeline(added(), added("t|")), "overlaps with"),
         (pipeline(added(), added("x<|")), "overlaps with"),
         (pipeline(added(), added(">y")), "overlaps with"),
-        (pipeline(added("aba")), "no token"),
-        (pipeline(model={"type": "Neural"}), "model Neural is not known"),
+        (pipeline(added("aba")), "no added token"),
+        (pipeline(model={"type": "Neural"}), "model type Neural is not supported"),
         (pipeline(model={"type": "BPE", "dropout": 0.1}), "at random"),
         (pipeline(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Magic"}]}), "Magic"),
         (pipeline(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Magic"}]}), "Magic"),
-        ({}, "no token"),
+        ({}, "no added token"),
     ],
 )
 def test_what_is_not_known_to_be_exact_is_refused_with_a_reason(tokenizer: dict[str, Any], reason: str) -> None:
@@ -54,7 +54,7 @@ def test_what_is_not_known_to_be_exact_is_refused_with_a_reason(tokenizer: dict[
     assert reason in cut.refusal
 
 
-@pytest.mark.parametrize(("token", "reason"), [("aba", "overlaps with aba"), (" x", "white space"), ("x\n", "white")])
+@pytest.mark.parametrize(("token", "reason"), [("aba", "overlaps with aba"), (" x", "whitespace"), ("x\n", "white")])
 def test_tokens_that_cannot_be_cut_at_for_themselves(token: str, reason: str) -> None:
     assert reason in find_cut(pipeline(added(token)), [token]).refusal
 

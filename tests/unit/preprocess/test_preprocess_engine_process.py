@@ -47,7 +47,7 @@ def test_calls_are_answered_with_what_the_tokenizer_says(ready: EngineProcess) -
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("fail", r"does not accept this request: this will not do\."), ("memory", "too much memory")],
+    [("fail", r"rejected this request: this will not do\."), ("memory", "too much memory")],
 )
 def test_what_the_tokenizer_raises_is_a_typed_error(ready: EngineProcess, text: str, sentence: str) -> None:
     with pytest.raises(SluiceError, match=sentence) as caught:
@@ -91,7 +91,7 @@ def test_a_call_that_kills_fails_alone(ready: EngineProcess) -> None:
         deadly = pool.submit(ready.call, "encode_chat", chat("die"))
         others = [pool.submit(ready.call, "encode_chat", chat(f"text {index}")) for index in range(20)]
         assert [future.result(120) for future in others] == [list(f"text {index}".encode()) for index in range(20)]
-        with pytest.raises(SluiceError, match="ends whenever it gets this prompt") as caught:
+        with pytest.raises(SluiceError, match="prompt crashes the tokenizer") as caught:
             deadly.result(120)
     assert caught.value.kind is ErrorKind.INTERNAL
     assert ready.restarts == engine_process.ATTEMPTS
@@ -105,7 +105,7 @@ def test_a_call_that_hangs_is_given_up_and_the_others_are_answered() -> None:
             stuck = pool.submit(made.call, "encode_chat", chat("hang"))
             others = [pool.submit(made.call, "encode_chat", chat(f"text {index}")) for index in range(10)]
             assert [future.result(120) for future in others] == [list(f"text {index}".encode()) for index in range(10)]
-            with pytest.raises(SluiceError, match=r"within 1\.5 s") as caught:
+            with pytest.raises(SluiceError, match=r"longer than 1\.5 s") as caught:
                 stuck.result(120)
         assert caught.value.kind is ErrorKind.DEADLINE_EXCEEDED
     finally:
@@ -134,8 +134,8 @@ def test_calls_that_travel_with_one_that_hangs_or_kills_are_answered(text: str, 
     ("mode", "kind", "sentence"),
     [
         ("refuses", ErrorKind.FAILED_PRECONDITION, "No such engine"),
-        ("dies", ErrorKind.UNAVAILABLE, "ended while it was starting"),
-        ("hangs", ErrorKind.UNAVAILABLE, "ended while it was starting"),
+        ("dies", ErrorKind.UNAVAILABLE, "exited during startup"),
+        ("hangs", ErrorKind.UNAVAILABLE, "exited during startup"),
     ],
 )
 def test_a_process_that_does_not_start_says_why(mode: str, kind: ErrorKind, sentence: str) -> None:
@@ -150,7 +150,7 @@ def test_a_process_that_does_not_start_says_why(mode: str, kind: ErrorKind, sent
 
 def test_an_interpreter_that_does_not_exist_is_named_as_the_cause() -> None:
     made = EngineProcess(["/nowhere/python"], 1, 1, 1)
-    with pytest.raises(SluiceError, match="cannot be started: No such file"):
+    with pytest.raises(SluiceError, match="could not be started: No such file"):
         made.facts()
     made.close()
 
@@ -167,7 +167,7 @@ def test_what_waits_is_bounded() -> None:
         assert caught.value.kind is ErrorKind.OVERLOADED
         made.close()
         for future in stuck:
-            with pytest.raises(SluiceError, match="is gone"):
+            with pytest.raises(SluiceError, match="has ended"):
                 future.result(30)
 
 

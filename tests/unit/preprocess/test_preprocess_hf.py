@@ -241,7 +241,7 @@ def test_settings_of_a_training_run_do_not_cut_or_pad_prompts(folder: Path) -> N
 
 
 def test_text_that_is_no_unicode_is_refused() -> None:
-    with pytest.raises(SluiceError, match="no valid Unicode"):
+    with pytest.raises(SluiceError, match="send valid Unicode"):
         tiny_hf().encode_text("\ud800")
 
 

@@ -13,8 +13,8 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Referen
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, resolve
 from services.common.packing import unpack_u32
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.encoders.mistral_plain import PlainEncoder
-from services.preprocess.encoders.options import EncoderOptions
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.data.loaded_tokenizers import tekken
@@ -181,11 +181,11 @@ REFUSED: list[tuple[ChatRequest, str, str]] = [
     (ChatRequest([USER, {"role": "tool", "content": "x"}]), "messages[1].tool_call_id", "is missing"),
     (ChatRequest([USER], tools=[{"type": "function", "function": {"name": "a b"}}]), "tools", "Function name was a b"),
     (ChatRequest([USER], tools=[{"function": {"name": "a", "parameters": {"type": "x"}}}]), "tools", "tool schema"),
-    (ChatRequest([USER], chat_template="x"), "chat_template", "no chat template"),
-    (ChatRequest([USER], documents=[{}]), "documents", "no documents"),
-    (ChatRequest([USER], template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking", "leave"),
+    (ChatRequest([USER], chat_template="x"), "chat_template", "not support chat templates"),
+    (ChatRequest([USER], documents=[{}]), "documents", "not support documents"),
+    (ChatRequest([USER], template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking", "omit it"),
     (ChatRequest([USER], template_kwargs={"reasoning_effort": 5}), "chat_template_kwargs.reasoning_effort", "should"),
-    (ChatRequest([USER], continue_final_message=True), "continue_final_message", "Only an assistant's"),
+    (ChatRequest([USER], continue_final_message=True), "continue_final_message", "Only an assistant message"),
 ]  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_what_the_model_cannot_take_is_one_sentence(chat: ChatRequest, param: st
 def test_runs_that_break_mistral_commons_encoder_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     slow = MistralTokenizer(resolve("mistral-common:tekken_240718"), EncoderOptions(fast_backend=False))
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": " " * 1_000_000}]
-    with pytest.raises(SluiceError, match="white space that is too long") as caught:
+    with pytest.raises(SluiceError, match="whitespace that is too long") as caught:
         slow.encode_chat(ChatRequest(messages))
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "messages")
     with pytest.raises(SluiceError) as caught:

@@ -67,10 +67,10 @@ def test_engines_are_run_as_the_settings_say() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--vllm-processing", "--sglang-processing"], "only one can be set"),
-        (["--vllm-processing", "--native-framework-processing"], "only one can be set"),
-        (["--native-framework-processing"], "needs routers or workers"),
-        (["--trtllm-processing"], "section TensorRT-LLM of docs/preprocessing.md"),
+        (["--vllm-processing", "--sglang-processing"], "set only one of"),
+        (["--vllm-processing", "--native-framework-processing"], "set only one of"),
+        (["--native-framework-processing"], "requires routers or workers"),
+        (["--trtllm-processing"], "TensorRT-LLM in docs/preprocessing.md"),
     ],
 )
 @pytest.mark.parametrize("service", [PreprocessSettings, PostprocessSettings])

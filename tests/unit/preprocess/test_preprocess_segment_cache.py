@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.common.models import resolve
-from services.preprocess.encoders.backend import Backend
-from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.encoders.backend import Backend, EncoderOptions
 from services.preprocess.encoders.segment_cache import ENTRY_OVERHEAD, SegmentCache
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.hf import HfTokenizer

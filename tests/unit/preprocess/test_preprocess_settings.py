@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
-from services.preprocess.encoders.options import EncoderOptions
+from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.settings import PreprocessSettings
 
 

@@ -78,7 +78,7 @@ def test_an_image_is_refused_as_not_supported() -> None:
     ids=["cut", "nan", "no utf-8", "lone surrogate", "deep"],
 )
 def test_what_is_no_json_is_refused(data: bytes) -> None:
-    with pytest.raises(SluiceError, match="messages is no valid JSON") as caught:
+    with pytest.raises(SluiceError, match="messages is not valid JSON") as caught:
         parse_chat(data)
     assert caught.value.param == "messages"
 

@@ -67,6 +67,6 @@ async def test_what_is_no_hub_id_is_not_fetched(source: str, monkeypatch: pytest
 
 async def test_a_model_that_nobody_has_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", Hub(Path(), OSError("no route")))
-    with pytest.raises(SluiceError, match="neither a folder nor available from the hub") as refused:
+    with pytest.raises(SluiceError, match="neither a local folder nor available from the hub") as refused:
         await download("nobody/model", lambda phase, share: None)
     assert refused.value.kind is ErrorKind.NOT_FOUND

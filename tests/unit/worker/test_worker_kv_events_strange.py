@@ -84,7 +84,7 @@ def test_a_strange_event_is_a_loss_and_the_next_ones_are_followed(feed: Any, eve
 
 @FEEDS
 def test_settings_that_do_not_fit_the_engine_are_loud_from_the_start(feed: Any) -> None:
-    with pytest.raises(SluiceError, match="Set block-size to the engine's"):
+    with pytest.raises(SluiceError, match="Set --block-size to the engine's"):
         feed(source()).say(0, stored(1, 6))
 
 

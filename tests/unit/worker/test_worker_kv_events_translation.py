@@ -145,7 +145,7 @@ def test_smaller_engine_blocks_make_one_of_ours_together() -> None:
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_sizes_that_do_not_go_together_are_refused_by_name(size: int) -> None:
-    with pytest.raises(SluiceError, match=f"blocks have {size} tokens and the index's 4") as refused:
+    with pytest.raises(SluiceError, match=f"block size is {size} and the configured one is 4") as refused:
         translate(stored([1], [1] * size, size=size))
     assert refused.value.param == "block_size"
 

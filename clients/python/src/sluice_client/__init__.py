@@ -1,7 +1,7 @@
-"""Sluice's router and workers for external schedulers: choose, reserve, run, free.
+"""Client of Sluice's router and workers for external schedulers: select, reserve, run, free.
 
-`RouterClient` and `WorkerClient` are the way in; `prompts` prepares prompts, `errors` has what can go wrong, and
-`wire` every message as a dataclass.
+Start with `RouterClient` and `WorkerClient`; `prompts` prepares prompts, `errors` has the exceptions, and `wire` has
+every message as a dataclass.
 """
 
 from sluice_client.errors import (

@@ -1,4 +1,4 @@
-"""A channel whose attempts to connect have an end: their own, or that of the channel."""
+"""A channel with bounded connection attempts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from grpclib.protocol import H2Protocol
 
 
 class BoundedChannel(Channel):
-    """grpclib's channel; its calls share one attempt, and a call without a deadline gives that none.
+    """Limits the connection attempts of grpclib's channel, which calls share and which otherwise have no deadline.
 
     Args:
-        connect_s: longest that an attempt may take, seconds.
+        connect_s: maximum duration of an attempt, seconds.
     """
 
     def __init__(
@@ -23,22 +23,22 @@ class BoundedChannel(Channel):
         super().__init__(host, port, ssl=ssl, config=config)
         self._connect_s = connect_s
         self._attempt: asyncio.Timeout | None = None
-        self._over = False
+        self._closed = False
 
     async def _create_connection(self) -> H2Protocol:
-        if self._over:  # a call that waited for the attempt which the end of the channel ended
+        if self._closed:  # a call that waited for an attempt ended by `close`
             raise ConnectionError("the client is closed")
         try:
             async with asyncio.timeout(self._connect_s) as self._attempt:
                 return await super()._create_connection()
-        except TimeoutError as error:  # the call's own time is not over, and another address may answer
+        except TimeoutError as error:  # not a timeout of the call: another address may respond
             raise ConnectionError(f"no connection within {self._connect_s:g} s") from error
         finally:
             self._attempt = None
 
     def close(self) -> None:
-        """Ends the attempt under way as well; there is none after it."""
-        self._over = True
+        """Closes the channel, ends a running attempt and allows no new one."""
+        self._closed = True
         if self._attempt is not None:
             self._attempt.reschedule(0)
         super().close()

@@ -1,4 +1,4 @@
-"""One HTTP/2 connection to one service, and the two kinds of calls on it."""
+"""One HTTP/2 connection to one service, with unary and streaming calls."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ _CALL_FAILED = (GRPCError, StreamTerminatedError, ProtocolError, H2Error, Timeou
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Q, A]):
-    """A method of a service: its path and what goes in and out."""
+    """Describes a method of a service: its path, request type and response type."""
 
     path: str
     request: type[Q]
     answer: type[A]
 
 
-class _Cancels:
-    """How often the task was asked to cancel.
+class _CancelCount:
+    """Tracks the task's cancellation requests.
 
-    grpclib wakes a waiting task by cancelling it, once or twice, and then raises something else. That must not outlive
-    the call, or an asyncio.timeout around it would count those requests as its own and let a CancelledError out.
+    grpclib wakes a waiting task by cancelling it, once or twice, and then raises something else. These requests must be
+    removed, or an enclosing asyncio.timeout would count them as its own and raise CancelledError.
     """
 
     def __init__(self) -> None:
         self.count()
 
     def count(self) -> None:
-        """Takes what there is now as given."""
+        """Records the current number of requests."""
         task = asyncio.current_task()
-        assert task is not None  # a coroutine that waits runs in one
-        self._task, self._given = task, task.cancelling()
+        assert task is not None  # a coroutine that awaits runs in a task
+        self._task, self._recorded = task, task.cancelling()
 
     def forget_new(self) -> None:
-        """Goes back to what was given."""
-        while self._task.cancelling() > self._given:
+        """Removes the requests made since the last `count`."""
+        while self._task.cancelling() > self._recorded:
             self._task.uncancel()
 
 
 class Connection:
-    """Connects on the first call and again after the connection was lost.
+    """Connects on the first call, and again after the connection was lost.
 
     Args:
         address: host:port.
@@ -75,28 +75,28 @@ class Connection:
         self._channel: Channel | None = None
 
     def close(self) -> None:
-        """Ends every call under way."""
+        """Closes the connection, which ends every running call."""
         self.closed = True
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
     async def unary(self, method: Method[Q, A], request: Q, timeout_s: float) -> A:
-        """One question, one answer; SluiceError for everything that can go wrong."""
+        """Makes a unary call; raises SluiceError if it fails."""
         stream = self._open(method, Cardinality.UNARY_UNARY, timeout_s)
         with self._typed_errors(stream, timeout_s):
             async with stream:
                 await stream.send_message(request, end=True)
                 answer = await stream.recv_message()
-            if answer is None:  # grpclib does not mind a connection that was closed meanwhile
+            if answer is None:  # grpclib reports no error for a connection closed meanwhile
                 raise StreamTerminatedError("Connection closed")
         return answer
 
     async def stream(self, method: Method[Q, A], request: Q, timeout_s: float | None) -> AsyncGenerator[A, None]:
-        """One question, many answers; ends without an error when this connection is closed from this side.
+        """Makes a call with a response stream; ends without an error if `close` was called.
 
         Args:
-            timeout_s: for the whole stream; None for one that goes on until somebody ends it.
+            timeout_s: for the whole stream; None for an unlimited one.
         """
         stream = self._open(method, Cardinality.UNARY_STREAM, timeout_s)
         try:
@@ -136,27 +136,29 @@ class Connection:
             _http2_min_sent_ping_interval_without_data=keepalive_s / 2,
             ssl_target_name_override=(self._options.tls.server_name or None) if self._options.tls else None,
         )
-        # A peer that is gone is noticed as soon before there is a connection as when there was one.
+        # An unreachable peer is detected as fast while connecting as on an open connection.
         return BoundedChannel(self._host, self._port, ssl=self._ssl, config=config, connect_s=2 * keepalive_s)
 
     @contextmanager
-    def _typed_errors(self, stream: Stream[Any, Any], timeout_s: float | None) -> Iterator[_Cancels]:
+    def _typed_errors(self, stream: Stream[Any, Any], timeout_s: float | None) -> Iterator[_CancelCount]:
         deadline = time.monotonic() + timeout_s if timeout_s is not None else None
-        cancels = _Cancels()
+        cancels = _CancelCount()
         try:
             yield cancels
         except _CALL_FAILED as error:
             cancels.forget_new()
-            late = deadline is not None and _is_over(deadline - time.monotonic(), timeout_s)
+            late = deadline is not None and _is_expired(deadline - time.monotonic(), timeout_s)
             raise self._typed(error, stream, late) from error
 
     def _typed(self, error: Exception, stream: Stream[Any, Any], late: bool) -> SluiceError:
         if isinstance(error, GRPCError):
             return error_of_status(error, stream.trailing_metadata or {}, self.address)
-        # The service resets a stream whose deadline has passed, and its clock may be the first.
+        # The service resets a stream whose deadline has expired, possibly before the client does.
         if isinstance(error, TimeoutError) or (isinstance(error, StreamTerminatedError) and late):
             return error_of(
-                ErrorKind.DEADLINE_EXCEEDED, f"{self.address} did not answer in time.", code="client_timeout"
+                ErrorKind.DEADLINE_EXCEEDED,
+                f"{self.address} did not respond in time; retry, or raise timeout_s.",
+                code="client_timeout",
             )
         if isinstance(error, OSError):
             return error_of(
@@ -170,6 +172,6 @@ class Connection:
         )
 
 
-def _is_over(remaining_s: float, timeout_s: float | None) -> bool:
-    # grpclib tells the service whole seconds when there are more than ten.
+def _is_expired(remaining_s: float, timeout_s: float | None) -> bool:
+    # grpclib sends whole seconds to the service if there are more than ten.
     return remaining_s <= (1.0 if timeout_s is not None and timeout_s > 10 else 0.02)

@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions: one class per group of kinds, all of them SluiceError."""
+"""The exceptions: one class per group of error kinds, all derived from SluiceError."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ DETAIL_KEY = "sluice-error-bin"
 
 
 class SluiceError(Exception):
-    """A call failed.
+    """Raised if a call fails.
 
     Attributes:
-        kind: what went wrong.
-        message: one sentence that says what is wrong and what to do.
-        param: the request field at fault; empty for none.
+        kind: kind of the error.
+        message: one sentence with the problem and what to do.
+        param: the invalid request field; empty for none.
         code: stable and machine-readable, such as ``model_not_found``; empty for none.
-        retry_after_s: how long to wait before a retry makes sense; None when unknown.
-        retryable: the same request may succeed on another replica or worker right away.
+        retry_after_s: seconds to wait before a retry; None if unknown.
+        retryable: whether the same request may succeed immediately on another replica or worker.
     """
 
     def __init__(
@@ -44,43 +44,43 @@ class SluiceError(Exception):
 
 
 class InvalidRequestError(SluiceError):
-    """The request can never work: an invalid argument or one that is too large."""
+    """Raised for a request that can never succeed: an invalid argument or one that is too large."""
 
 
 class NotFoundError(SluiceError):
-    """The model or the worker is not known."""
+    """Raised for an unknown model or worker."""
 
 
 class OverloadedError(SluiceError):
-    """Shed or rate limited: wait for `retry_after_s`."""
+    """Raised for a request that was shed or rate limited; wait for `retry_after_s`."""
 
 
 class UnavailableError(SluiceError):
-    """Nobody can serve this now: no worker, or a service that stops or is not ready."""
+    """Raised if the request cannot be served now: no worker, or a service that stops or is not ready."""
 
 
 class FailedPreconditionError(SluiceError):
-    """Valid, but not in this state or not with this engine."""
+    """Raised for a request that is valid, but not in this state or not with this engine."""
 
 
 class DeadlineExceededError(SluiceError):
-    """No answer in time."""
+    """Raised if there is no response in time."""
 
 
 class RequestCancelledError(SluiceError):
-    """Cancelled by somebody else, such as another caller's Abort."""
+    """Raised if another party cancelled the request, such as a caller of Abort."""
 
 
 class UnauthenticatedError(SluiceError):
-    """No or wrong credentials."""
+    """Raised for missing or wrong credentials."""
 
 
 class PermissionDeniedError(SluiceError):
-    """Who calls is known, and may not do this."""
+    """Raised if the authenticated caller is not allowed to make the call."""
 
 
 class ConnectionFailedError(UnavailableError):
-    """The service could not be reached, or the connection to it or to its engine was lost."""
+    """Raised if the service cannot be reached, or the connection to it or to its engine was lost."""
 
 
 _CLASSES: Mapping[ErrorKind, type[SluiceError]] = {
@@ -102,11 +102,11 @@ _CLASSES: Mapping[ErrorKind, type[SluiceError]] = {
     ErrorKind.STREAM_INCOMPLETE: ConnectionFailedError,
 }
 
-# A status without a detail did not come from Sluice's own code: grpc itself, a proxy, or no Sluice at all.
+# For a status without a detail, which does not come from Sluice's code: gRPC itself, a proxy, or another server.
 _KINDS: Mapping[Status, ErrorKind] = {
     Status.INVALID_ARGUMENT: ErrorKind.INVALID_ARGUMENT,
     Status.NOT_FOUND: ErrorKind.NOT_FOUND,
-    Status.RESOURCE_EXHAUSTED: ErrorKind.TOO_LARGE,  # grpc's word for a message over the size limit
+    Status.RESOURCE_EXHAUSTED: ErrorKind.TOO_LARGE,  # gRPC's status for a message over the size limit
     Status.UNAVAILABLE: ErrorKind.UNAVAILABLE,
     Status.FAILED_PRECONDITION: ErrorKind.FAILED_PRECONDITION,
     Status.UNIMPLEMENTED: ErrorKind.FAILED_PRECONDITION,
@@ -118,12 +118,12 @@ _KINDS: Mapping[Status, ErrorKind] = {
 
 
 def error_of(kind: ErrorKind, message: str, *, code: str = "", retryable: bool = False) -> SluiceError:
-    """An error of this library's own."""
+    """Returns an error of this library."""
     return _CLASSES.get(kind, SluiceError)(kind, message, code=code, retryable=retryable)
 
 
 def error_of_detail(detail: ErrorDetail) -> SluiceError:
-    """The error that a service described; a kind this version does not know is a plain SluiceError."""
+    """Returns the error described by a service; an unknown kind becomes a plain SluiceError."""
     return _CLASSES.get(detail.kind, SluiceError)(
         detail.kind,
         detail.message,
@@ -135,18 +135,18 @@ def error_of_detail(detail: ErrorDetail) -> SluiceError:
 
 
 def error_of_status(error: GRPCError, trailers: Mapping[str, str | bytes], peer: str) -> SluiceError:
-    """The error behind a failed call.
+    """Returns the error of a failed call.
 
     Args:
-        error: with the call's status.
-        trailers: the call's trailing metadata; it holds the detail.
-        peer: address of the service, for the message when there is no detail.
+        error: has the call's status.
+        trailers: the call's trailing metadata, which contains the detail.
+        peer: address of the service, for the message if there is no detail.
     """
-    found = trailers.get(DETAIL_KEY)
-    if isinstance(found, bytes):
-        detail = ErrorDetail.parse(found)
+    encoded = trailers.get(DETAIL_KEY)
+    if isinstance(encoded, bytes):
+        detail = ErrorDetail.parse(encoded)
         if detail.kind != ErrorKind.UNSPECIFIED:
             return error_of_detail(detail)
     kind = _KINDS.get(error.status, ErrorKind.INTERNAL)
-    said = f"{peer} answered {error.status.name}: {error.message or 'no reason given'}"
-    return error_of(kind, said, retryable=error.status is Status.UNAVAILABLE)
+    message = f"{peer} returned {error.status.name}: {error.message or 'no reason given'}"
+    return error_of(kind, message, retryable=error.status is Status.UNAVAILABLE)

@@ -1,8 +1,8 @@
-"""Block hashes: the names of KV-cache blocks, computed as Sluice's services do (scheme "sluice-xxh3-v1").
+"""Block hashes, which identify KV-cache blocks, computed as in Sluice's services (scheme "sluice-xxh3-v1").
 
-A full block's local hash is xxh3-64, seed 1337, of its little-endian uint32 token ids. The first block is named by its
-local hash, each next one by the hash of parent ‖ local (little-endian uint64 each). A LoRA name and a cache salt shift
-the seed, so that their blocks never match others. A partial block has no name.
+A full block's local hash is xxh3-64, seed 1337, of its little-endian uint32 token ids. The first block is identified by
+its local hash, each next one by the hash of parent ‖ local (little-endian uint64 each). A LoRA name and a cache salt
+shift the seed, so that their blocks never match others. A partial block has no hash.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def _seed(lora: str, cache_salt: str) -> int:
 
 
 def block_hashes(token_ids: TokenIds, block_size: int, lora: str = "", cache_salt: str = "") -> array[int]:
-    """Names of all full blocks of a prompt.
+    """Returns the hashes of all full blocks of a prompt.
 
     Args:
-        token_ids: of the prompt.
-        block_size: tokens a block, as in the model's card.
+        token_ids: ids of the prompt.
+        block_size: tokens per block, as in the model's card.
         lora: adapter name; empty for the base model.
         cache_salt: tenant salt; empty for none.
 

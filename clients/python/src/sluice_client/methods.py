@@ -1,4 +1,4 @@
-"""The methods of the contracts that this library calls."""
+"""The RPCs that this library calls."""
 
 from sluice_client import wire
 from sluice_client.connection import Method

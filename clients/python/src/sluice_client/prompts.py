@@ -1,4 +1,4 @@
-"""Prompts as the router takes them: by token ids, block hashes, OpenAI body, or length alone."""
+"""Prepares prompts for the router: by token ids, block hashes, OpenAI body, or length alone."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from sluice_client.packing import TokenIds, pack_u64, packed_ids
 from sluice_client.wire import PromptRef, RouteQueryResponse
 
 PromptLike: TypeAlias = PromptRef | TokenIds
-"""A prompt that was prepared by one of the functions here, or simply its token ids."""
+"""A prompt prepared by one of the functions here, or its token ids."""
 
 
 def by_tokens(token_ids: TokenIds) -> PromptRef:
-    """The router hashes the ids itself. 4 bytes a token on the wire."""
+    """Returns a prompt of token ids, which the router hashes; 4 bytes per token on the wire."""
     return PromptRef(token_ids=packed_ids(token_ids))
 
 
 def by_hashes(hashes: Iterable[int], block_size: int, prompt_tokens: int = 0) -> PromptRef:
-    """Hashes that are there already, such as those of Preprocess.Tokenize.
+    """Returns a prompt of existing block hashes, such as those of Preprocess.Tokenize.
 
     Args:
         hashes: chained, one per full block; adapter and salt are part of them.
-        block_size: tokens a block; must be the model's.
+        block_size: tokens per block; must be the model's.
         prompt_tokens: length of the prompt; 0 for a prompt that ends with its last full block.
     """
     return PromptRef(
@@ -32,25 +32,25 @@ def by_hashes(hashes: Iterable[int], block_size: int, prompt_tokens: int = 0) ->
 
 
 def hashed_here(token_ids: TokenIds, block_size: int, lora: str = "", cache_salt: str = "") -> PromptRef:
-    """Hashes the ids in this process: 8 bytes a block on the wire, and the prompt stays here."""
+    """Returns a prompt of block hashes computed in this process; 8 bytes per block on the wire, no token ids."""
     packed = packed_ids(token_ids)
     return by_hashes(block_hashes(packed, block_size, lora, cache_salt), block_size, len(packed) // 4)
 
 
 def by_length(prompt_tokens: int) -> PromptRef:
-    """Nothing but the number of tokens: enough for policies that do not look at prefixes."""
+    """Returns a prompt with only its number of tokens, enough for policies that ignore prefixes."""
     return PromptRef(prompt_tokens=prompt_tokens)
 
 
 def by_openai_body(body: bytes) -> PromptRef:
-    """The JSON body of an OpenAI chat completion or completion, for a router that may ask a preprocess service."""
+    """Returns a prompt of the JSON body of a chat completion or completion; the router needs a preprocess service."""
     return PromptRef(openai_body=body)
 
 
 def by_answer(answer: RouteQueryResponse) -> PromptRef:
-    """The prompt of an earlier answer that was asked for with `return_token_ids`; nothing is tokenized again.
+    """Returns the prompt of an earlier response with `return_token_ids`, which is not tokenized again.
 
-    It goes by its block hashes where it has any, else by its token ids.
+    Uses its block hashes if it has any, else its token ids.
     """
     if not answer.block_hashes:
         return by_tokens(answer.token_ids)
@@ -63,5 +63,5 @@ def by_answer(answer: RouteQueryResponse) -> PromptRef:
 
 
 def prompt_ref(prompt: PromptLike) -> PromptRef:
-    """What goes on the wire."""
+    """Returns the message for a prompt."""
     return prompt if isinstance(prompt, PromptRef) else by_tokens(prompt)

@@ -1,4 +1,4 @@
-"""TLS from files that may be replaced: every new connection takes them as they are then."""
+"""TLS from files that may be replaced: every new connection uses their current content."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Files = Sequence[str | PathLike[str]]
 
 
 class RenewingContext(ssl.SSLContext):
-    """A client's context; files that cannot be read, or that do not fit together yet, leave what was read before.
+    """A client's context; while files cannot be read or do not match, the previous content stays in use.
 
     Args:
-        files: whose change matters.
-        make: reads them; OSError when one is missing or does not fit.
+        files: files whose change is detected.
+        make: reads them; raises OSError if one is missing or does not match.
     """
 
     _files: Files
@@ -27,11 +27,11 @@ class RenewingContext(ssl.SSLContext):
     def __new__(cls, files: Files, make: Callable[[], ssl.SSLContext]) -> RenewingContext:
         context = super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
         context._files, context._make = files, make
-        context._state, context._current = _look(files), make()
+        context._state, context._current = _state_of(files), make()
         return context
 
     def wrap_bio(self, *args: Any, **more: Any) -> ssl.SSLObject:
-        state = _look(self._files)
+        state = _state_of(self._files)
         if state != self._state:
             try:
                 self._current, self._state = self._make(), state
@@ -40,9 +40,9 @@ class RenewingContext(ssl.SSLContext):
         return self._current.wrap_bio(*args, **more)
 
 
-def _look(files: Files) -> object:
+def _state_of(files: Files) -> object:
     try:
-        found = [os.stat(file) for file in files]
+        stats = [os.stat(file) for file in files]
     except OSError:
         return None
-    return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in found]
+    return [(one.st_mtime_ns, one.st_size, one.st_ino) for one in stats]

@@ -1,4 +1,4 @@
-"""A reservation: load that the router has booked on a worker for one request."""
+"""A reservation: load that the router has reserved on a worker for one request."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ log = logging.getLogger("sluice_client")
 
 
 class Reservation:
-    """Leave it with `async with`, or call `free`, when the request is over; else the router frees it when it expires.
+    """Represents a reservation; use `async with` or call `free` at the end, otherwise the router frees it on expiry.
 
     Attributes:
-        id: names it in RouterClient.free and RouterClient.mark_prefill_complete.
-        request_id: the request it is for.
-        target: the worker that answers; its address is empty after `add_request`, whose caller knows it.
-        prefill: the worker that runs the prompt first; None when `target` does everything.
-        overlap: blocks of the prompt that the worker which runs it holds already.
-        expires_unix_ms: when the router gives the load back by itself.
-        answer: all that the router said; None after `add_request`.
+        id: for RouterClient.free and RouterClient.mark_prefill_complete.
+        request_id: id of its request.
+        target: the worker that decodes; its address is empty after `add_request`.
+        prefill: the worker that runs the prefill; None if `target` runs the whole request.
+        overlap: blocks of the prompt that the worker which prefills it has cached.
+        expires_unix_ms: when the reservation expires.
+        answer: the router's response; None after `add_request`.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Reservation:
 
     @property
     def token_ids(self) -> bytes:
-        """The prompt as packed u32, ready for WorkerClient.generate; empty unless `return_token_ids` asked for it."""
+        """The prompt as packed u32, ready for WorkerClient.generate; empty unless requested by `return_token_ids`."""
         return self.answer.token_ids if self.answer is not None else b""
 
     async def mark_prefill_complete(self) -> None:
-        """The first token is there. Only the first call costs anything, so it may be made for every token.
+        """Releases the prefill load, after the first token. Further calls do nothing, so call it for every token.
 
-        A router that cannot be told is logged and ends no request: the load is given back with the rest.
+        A failed call is logged and not raised: `free` releases the load as well.
         """
         if self._marked or self._freed:
             return
@@ -71,18 +71,18 @@ class Reservation:
             log.warning("reservation %s keeps its prefill load: %s", self.id, error.message)
 
     def report(self, output_tokens: int, cached_tokens: int | None = None) -> None:
-        """What the request turned out to be, for the router's record of decisions. Travels with `free`.
+        """Records the outcome of the request for the router's decision records; sent with `free`.
 
         Args:
-            output_tokens: generated in all.
-            cached_tokens: prompt tokens that the worker found in its cache; None when it did not say.
+            output_tokens: total number of generated tokens.
+            cached_tokens: prompt tokens that the worker had cached; None if not reported.
         """
         self._outcome = RequestOutcome(reservation_id=self.id, output_tokens=output_tokens, cached_tokens=cached_tokens)
 
     async def free(self) -> None:
-        """The request is over. Only the first call costs anything.
+        """Frees the reservation, at the end of the request. Further calls do nothing.
 
-        A router that cannot be told is logged, because the reservation expires by itself.
+        A failed call is logged and not raised, because the reservation expires.
         """
         if self._freed:
             return

@@ -1,4 +1,4 @@
-"""The router: which worker should run a prompt, and the book of who runs what."""
+"""Client of the router: worker selection and reservations."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from sluice_client.wire import (
 
 
 class RouterClient:
-    """Asks a router. Use it with `async with`, or `close` it.
+    """Calls a router; use it with `async with`, or `close` it.
 
-    One client carries any number of calls at once on one connection. Every method raises SluiceError, see `errors`.
+    One client makes any number of concurrent calls on one connection. Every method raises SluiceError, see `errors`.
 
     Args:
-        addresses: host:port of the router, or of several replicas that share their state: the next one is asked when
-            one cannot answer.
+        addresses: host:port of the router, or of several replicas that share their state: if one fails, the next
+            one is used.
         tls: None for plain text.
-        token: bearer token, or what gives one for each call.
-        metadata: gives more metadata for each call, such as ``traceparent``.
-        timeout_s: for each call that does not say otherwise.
-        keepalive_s: how often a connection with calls under way is tested.
+        token: bearer token, or a function that returns one for each call.
+        metadata: returns more metadata for each call, such as ``traceparent``.
+        timeout_s: default timeout of a call.
+        keepalive_s: interval of pings on a connection with running calls.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RouterClient:
         self.close()
 
     def close(self) -> None:
-        """Ends every call under way; watches end without an error."""
+        """Closes the client, which ends every running call; watches end without an error."""
         self._replicas.close()
 
     async def query(
@@ -97,7 +97,7 @@ class RouterClient:
         return_token_ids: bool = False,
         timeout_s: float | None = None,
     ) -> RouteQueryResponse:
-        """Which worker would be chosen? Books nothing. The arguments are those of `select_and_reserve`."""
+        """Returns the worker that would be selected, without a reservation; arguments as in `select_and_reserve`."""
         request = RouteQueryRequest(
             mode=RouteQueryRequestMode.QUERY_ONLY,
             model=model,
@@ -136,14 +136,13 @@ class RouterClient:
         return_token_ids: bool = False,
         timeout_s: float | None = None,
     ) -> Reservation:
-        """Chooses a worker and books the request on it, in one atomic step.
+        """Selects a worker and reserves it for the request, in one atomic step.
 
-        A repeated call with the same model and request id gets the same reservation and books nothing more, so a call
-        that failed half-way may be repeated. Nobody frees what a call has booked that the caller gave up, except its
-        repetition or the expiry.
+        A repeated call with the same model and request id returns the same reservation, so a call that failed half-way
+        may be repeated. A reservation made by an abandoned call is freed only by repeating the call or on expiry.
 
         Args:
-            request_id: unique among all requests alive.
+            request_id: unique among all active requests.
             model: served name.
             prompt: token ids, or a prompt made by `prompts`.
             lora: adapter name; empty for the base model.
@@ -157,10 +156,10 @@ class RouterClient:
             ttl_s: when the reservation expires, seconds; 0 for the router's setting.
             session_id: requests of one session go to the worker of the last one while that is possible; empty for none.
             session_ttl_s: how long the session is remembered; 0 for the router's setting.
-            owner: whose watch holds the reservation, see `watch_workers`; empty for nobody's.
-            max_wait_s: how long to wait in line while every candidate is too busy; 0 fails at once.
-            return_token_ids: also asks for the prompt in token ids and block hashes; see `Reservation.token_ids`.
-            timeout_s: for this call; None for the client's and the wait together.
+            owner: owner of the reservation, held by its watch, see `watch_workers`; empty for none.
+            max_wait_s: maximum time in the queue while every candidate is busy; 0 fails at once.
+            return_token_ids: also return the prompt as token ids and block hashes; see `Reservation.token_ids`.
+            timeout_s: for this call; None for the client's timeout plus the wait.
         """
         request = RouteQueryRequest(
             mode=RouteQueryRequestMode.SELECT_AND_RESERVE,
@@ -183,7 +182,7 @@ class RouterClient:
             return_token_ids=return_token_ids,
         )
         answer = await self.route(request, timeout_s=self._timeout_s + max_wait_s if timeout_s is None else timeout_s)
-        assert answer.decode is not None  # `route` has looked
+        assert answer.decode is not None  # checked by `route`
         return Reservation(
             self,
             answer.reservation_id,
@@ -195,10 +194,12 @@ class RouterClient:
         )
 
     async def route(self, request: RouteQueryRequest, *, timeout_s: float | None = None) -> RouteQueryResponse:
-        """The call behind `query` and `select_and_reserve`, with every field of the contract."""
+        """Makes the call behind `query` and `select_and_reserve`, with every field of the contract."""
         answer = await self._call(methods.ROUTE, request, timeout_s, wait_s=request.max_wait_ms / 1000)
         if answer.decode is None:
-            raise error_of(ErrorKind.INTERNAL, "The router's answer names no worker.")
+            raise error_of(
+                ErrorKind.INTERNAL, "The router's response names no worker; check the versions of client and router."
+            )
         return answer
 
     async def add_request(
@@ -216,7 +217,7 @@ class RouterClient:
         owner: str = "",
         timeout_s: float | None = None,
     ) -> Reservation:
-        """Books a request on a worker that the caller chose itself. The arguments are those of `select_and_reserve`."""
+        """Reserves a worker selected by the caller; arguments as in `select_and_reserve`."""
         request = AddRequestRequest(
             request_id=request_id,
             model=model,
@@ -240,25 +241,25 @@ class RouterClient:
         )
 
     async def mark_prefill_complete(self, *reservation_ids: str, timeout_s: float | None = None) -> int:
-        """These prompts are computed: gives their prefill load back. Returns how many ids the router did not know."""
+        """Releases the prefill load of computed prompts; returns the number of unknown ids."""
         request = MarkPrefillCompleteRequest(reservation_ids=list(reservation_ids))
         return (await self._call(methods.MARK, request, timeout_s)).unknown
 
     async def free(
         self, *reservation_ids: str, outcomes: Iterable[RequestOutcome] = (), timeout_s: float | None = None
     ) -> int:
-        """These requests are over: gives their load back. Returns how many ids the router did not know.
+        """Frees the reservations of ended requests; returns the number of unknown ids.
 
         Args:
-            outcomes: what requests turned out to be, these or others, as far as the caller knows.
+            outcomes: outcomes of these or other requests, as far as available.
         """
         request = FreeRequestRequest(reservation_ids=list(reservation_ids), outcomes=list(outcomes))
         return (await self._call(methods.FREE, request, timeout_s)).unknown
 
     async def report_progress(self, output_tokens: Mapping[str, int], *, timeout_s: float | None = None) -> int:
-        """How many tokens requests have generated so far, by reservation id: decode load grows with them.
+        """Reports the tokens generated so far, by reservation id, with which the decode load grows.
 
-        Meant for a batch every now and then. Returns how many ids the router did not know.
+        Call it occasionally, with a batch. Returns the number of unknown ids.
         """
         progress = [RequestProgress(reservation_id=each, output_tokens=n) for each, n in output_tokens.items()]
         return (await self._call(methods.PROGRESS, ReportProgressRequest(progress=progress), timeout_s)).unknown
@@ -266,42 +267,42 @@ class RouterClient:
     async def get_decisions(
         self, model: str = "", limit: int = 0, *, timeout_s: float | None = None
     ) -> Sequence[Decision]:
-        """The last reservations that one replica made for a model, or all, newest first; at most `limit`, 0 for 100."""
+        """Returns the last reservations of one replica for a model, or all, newest first; `limit` 0 means 100."""
         request = GetDecisionsRequest(model=model, limit=limit)
         return (await self._call(methods.DECISIONS, request, timeout_s)).decisions
 
     async def list_workers(self, model: str = "", *, timeout_s: float | None = None) -> Sequence[WorkerInfo]:
-        """The workers of a model, or all, by worker id."""
+        """Returns the workers of a model, or all, ordered by worker id."""
         return (await self._call(methods.LIST, ListWorkersRequest(model=model), timeout_s)).workers
 
     def watch_workers(
         self, model: str = "", *, owner: str = "", timeout_s: float | None = None
     ) -> AsyncGenerator[WorkerChange, None]:
-        """Every worker of a model (or all), a SYNCED change, then every change as it happens.
+        """Yields every worker of a model (or all), a SYNCED change, then every change as it happens.
 
-        Ends when this client is closed. Raises when the router goes away: watch again then, and forget the workers
-        that were not named before SYNCED.
+        Ends when this client is closed. Raises if the connection is lost: then watch again, and remove the workers that
+        were not yielded before SYNCED.
 
         Args:
-            owner: makes this watch the lease of every reservation under that owner: the router gives them back when
-                it ends and is not begun again within the lease.
-            timeout_s: None to watch until one of the two ends it.
+            owner: makes this watch the lease of every reservation of that owner: the router frees them if the watch
+                ends and is not started again within the lease.
+            timeout_s: None for an unlimited watch.
         """
         return self._replicas.stream(methods.WATCH, WatchWorkersRequest(model=model, owner=owner), timeout_s)
 
     async def get_loads(self, model: str = "", *, timeout_s: float | None = None) -> Sequence[BookedLoad]:
-        """Booked and reported load of every worker and rank of a model, or all."""
+        """Returns the reserved and reported load of every worker and rank of a model, or all."""
         return (await self._call(methods.LOADS, GetLoadsRequest(model=model), timeout_s)).loads
 
     async def get_overlaps(
         self, model: str, prompt: PromptLike, *, lora: str = "", cache_salt: str = "", timeout_s: float | None = None
     ) -> Sequence[WorkerOverlap]:
-        """How much of a prompt each worker and rank holds; those with nothing are left out."""
+        """Returns the overlap of a prompt with each worker and rank; those without any are left out."""
         request = GetOverlapsRequest(model=model, prompt=prompt_ref(prompt), lora=lora, cache_salt=cache_salt)
         return (await self._call(methods.OVERLAPS, request, timeout_s)).overlaps
 
     def dump_index(self, model: str = "", *, timeout_s: float = 60.0) -> AsyncGenerator[IndexDump, None]:
-        """The block index of a model (or all) as one replica sees it, in pieces: unpack them with `unpack_u64`."""
+        """Yields the block index of a model (or all) on one replica, in parts; unpack them with `unpack_u64`."""
         return self._replicas.stream(methods.DUMP, DumpIndexRequest(model=model), timeout_s)
 
     async def _call(self, method: Method[Q, A], request: Q, timeout_s: float | None, wait_s: float = 0.0) -> A:

@@ -1,4 +1,4 @@
-"""The messages of Sluice's contracts that callers meet, as dataclasses. Their fields are documented in place."""
+"""The messages of Sluice's contracts that callers use, as dataclasses with documented fields."""
 
 from sluice_client._wire.sluice.v1 import (
     AbortRequest,

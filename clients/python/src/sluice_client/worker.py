@@ -1,4 +1,4 @@
-"""A worker: runs prompts."""
+"""Client of a worker, which runs prompts."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from sluice_client.wire import (
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a worker has generated since the last delta.
+    """Output of a worker since the last delta.
 
     Attributes:
         token_ids: array("I"); may be empty.
-        extra: logprobs, cached tokens, and on the last delta reason and usage; None when there is nothing to add.
+        extra: logprobs, cached tokens, and on the last delta finish reason and usage; None if there are none.
     """
 
     token_ids: array[int]
@@ -47,7 +47,7 @@ class Delta:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the generation ended; UNSPECIFIED on every delta but the last."""
+        """The finish reason; UNSPECIFIED on every delta but the last."""
         return self.extra.finish_reason if self.extra is not None else FinishReason.UNSPECIFIED
 
     @property
@@ -57,17 +57,17 @@ class Delta:
 
 
 class WorkerClient:
-    """Asks one worker. Use it with `async with`, or `close` it.
+    """Calls one worker; use it with `async with`, or `close` it.
 
-    One client carries any number of calls at once on one connection. Every method raises SluiceError, see `errors`.
+    One client makes any number of concurrent calls on one connection. Every method raises SluiceError, see `errors`.
 
     Args:
         address: host:port, as in a reservation's target.
         tls: None for plain text.
-        token: bearer token, or what gives one for each call.
-        metadata: gives more metadata for each call.
-        timeout_s: for each call but `generate` that does not say otherwise.
-        keepalive_s: how often a connection with calls under way is tested.
+        token: bearer token, or a function that returns one for each call.
+        metadata: returns more metadata for each call.
+        timeout_s: default timeout of every call but `generate`.
+        keepalive_s: interval of pings on a connection with running calls.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class WorkerClient:
         self.close()
 
     def close(self) -> None:
-        """Ends every call under way."""
+        """Closes the client, which ends every running call."""
         self._connection.close()
 
     async def generate(
@@ -114,30 +114,30 @@ class WorkerClient:
         trace: TraceContext | None = None,
         timeout_s: float = 600.0,
     ) -> AsyncGenerator[Delta, None]:
-        """Runs a prompt. The last delta, and only that, has a finish reason.
+        """Runs a prompt and yields its deltas; only the last one has a finish reason.
 
-        A caller that stops reading cancels the generation when the iterator is closed; `contextlib.aclosing` does that
-        at once. A generation that fails half-way raises, and is never repeated here.
+        Closing the iterator cancels the generation; use `contextlib.aclosing` to close it at once. A generation that
+        fails half-way raises, and is never repeated here.
 
         Args:
-            request_id: unique among all requests alive; the reservation's.
+            request_id: unique among all active requests; the reservation's.
             model: served name, or one of the worker's adapters.
             token_ids: the prompt, at least one.
-            max_tokens: short for StopOptions(max_tokens=...).
-            sampling: unset fields take the model's defaults.
-            stop: when to end; unset: the worker's defaults. Not together with max_tokens.
+            max_tokens: shorthand for StopOptions(max_tokens=...).
+            sampling: unset fields use the model's defaults.
+            stop: stop conditions; unset: the worker's defaults. Not together with max_tokens.
             output: log-probabilities.
-            guided: grammar.
+            guided: constraint of the output.
             lora: adapter name; empty for the base model.
             cache_salt: tenant salt, the same as in the reservation; empty for none.
             priority: lower runs first.
             data_parallel_rank: the reservation's; None lets the engine choose.
-            disaggregation: the worker's part in a request that is split.
+            disaggregation: the worker's part of a disaggregated request.
             trace: W3C trace context.
             timeout_s: for the whole generation.
         """
         if max_tokens is not None and stop is not None:
-            raise ValueError("give max_tokens or stop, not both")
+            raise ValueError("pass max_tokens or stop, not both")
         request = GenerateRequest(
             request_id=request_id,
             model=model,
@@ -165,20 +165,20 @@ class WorkerClient:
         if not ended:
             raise error_of(
                 ErrorKind.STREAM_INCOMPLETE,
-                f"{self._connection.address} ended the generation without saying why.",
+                f"{self._connection.address} ended the generation without a finish reason; retry it on another worker.",
                 code="stream_incomplete",
                 retryable=True,
             )
 
     async def abort(self, request_id: str, *, timeout_s: float | None = None) -> bool:
-        """Stops a request, whoever started it; False when no such request was alive."""
+        """Cancels a request, started by any caller; returns False if it was not active."""
         request = AbortRequest(request_id=request_id)
         return (
             await self._connection.unary(methods.ABORT, request, self._timeout_s if timeout_s is None else timeout_s)
         ).found
 
     async def get_info(self, *, timeout_s: float | None = None) -> GetInfoResponse:
-        """The worker's card, engine and load."""
+        """Returns the worker's card, engine and load."""
         return await self._connection.unary(
             methods.INFO, GetInfoRequest(), self._timeout_s if timeout_s is None else timeout_s
         )

@@ -1,5 +1,7 @@
-"""The parsers that vLLM and SGLang ship. Each engine's run in a process of its own, which may belong to another
-interpreter; what is imported here needs nothing but the standard library.
+"""Parsers of vLLM and SGLang.
+
+The parsers of each engine run in a separate process, possibly with another interpreter, so this module imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True, slots=True)
 class BundledParsers:
-    """The names of one engine's parsers, and the version of its package that has exactly these."""
+    """Names of an engine's parsers, and the package version they were taken from."""
 
     version: str
     tool: frozenset[str]
     reasoning: frozenset[str]
 
     def of(self, kind: str) -> frozenset[str]:
-        """The names of one kind, `tool` or `reasoning`."""
+        """Returns the names of one kind, `tool` or `reasoning`."""
         return self.tool if kind == "tool" else self.reasoning
 
 
@@ -63,20 +65,20 @@ ENGINES: dict[str, BundledParsers] = {
 }
 
 NOT_NEEDED = {"sglang": ("torchvision", "torchaudio", "sgl_kernel", "triton")}
-"""What an engine imports at once and no parser needs; some of it exists for GPUs only."""
+"""Packages that an engine imports but no parser needs; some require a GPU."""
 
 
 def engine_of(name: str) -> str:
-    """The engine that a name such as `vllm:hermes` belongs to; empty for none."""
+    """Returns the engine of a name such as `vllm:hermes`; empty for none."""
     engine, separator, _ = name.partition(":")
     return engine if separator and engine in ENGINES else ""
 
 
 def bare(name: str) -> str:
-    """The name as the engine has it."""
+    """Returns a name without its engine prefix."""
     return name.partition(":")[2] if engine_of(name) else name
 
 
 def nearest(name: str, known: frozenset[str]) -> list[str]:
-    """The names most like this one, best first."""
+    """Returns up to three similar names, best first."""
     return get_close_matches(name, sorted(known), n=3, cutoff=0.4)

@@ -1,4 +1,4 @@
-"""What an engine's parsers look like from here: tokens and their texts in, events out."""
+"""Interface to an engine's parsers: they receive tokens with their texts and return events."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LETTERS = re.compile(r"[0-9A-Za-z]{9}")
 
 @dataclass(frozen=True)
 class Facts:
-    """What the service must know about a model's parsers before a stream begins.
+    """Properties of a model's parsers that are needed before a stream starts.
 
     Attributes:
-        keeps_special: the parsers read special tokens as text when a request has tools.
-        keeps_special_always: and when it has none.
+        keeps_special: the parsers need special tokens in the text of requests with tools.
+        keeps_special_always: the same for requests without tools.
     """
 
     keeps_special: bool
@@ -29,11 +29,11 @@ class Facts:
 
 
 class Engine(Protocol):
-    """One engine's package in this process.
+    """An engine's package, imported in this process.
 
     Attributes:
         version: of the package.
-        tool, reasoning: the names it has.
+        tool, reasoning: names of its parsers.
     """
 
     version: str
@@ -41,58 +41,57 @@ class Engine(Protocol):
     reasoning: Sequence[str]
 
     def load(self, source: str, tool: str, reasoning: str) -> Facts:
-        """Gets a model's tokenizer and a pair of parsers ready; ValueError says why they do not go together.
+        """Loads a model's tokenizer and a pair of parsers; raises ValueError if they are incompatible.
 
         Args:
-            source: the model's folder, or its tokenizer's file.
+            source: the model's folder, or its tokenizer file.
             tool, reasoning: names of parsers; empty for none.
         """
         ...
 
     def sources(self) -> Collection[str]:
-        """The models that are loaded, as `load` was told their files."""
+        """Returns the sources of the loaded models."""
         ...
 
     def forget(self, source: str) -> None:
-        """Gives back what is loaded for a model; unknown ones are ignored."""
+        """Unloads a model; ignores unknown ones."""
         ...
 
     def open(self, tool: str, reasoning: str, context: ParserContext) -> EngineParser:
-        """The parser of one stream, for a model that was loaded."""
+        """Returns the parser of one stream of a loaded model."""
         ...
 
 
 class EngineParser(Parser):
-    """One stream, parsed by an engine's own code.
+    """Parser of one stream that uses an engine's code.
 
-    The engine gets one token at a time with the text that the token completed, so that its answer does not depend on
-    how tokens come in batches.
+    The engine receives one token at a time with the text it completed, so the events do not depend on batching.
     """
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
-        self._untold = ""
+        self._unparsed = ""
         self._text = ""
         self._numbers: dict[int, int] = {}
         self._nameless: dict[int, str] = {}
 
     def feed(self, text: str) -> list[Event]:
-        """See Parser; text that no token came with."""
+        """See Parser; for text without a token."""
         return self.feed_token(text, None)
 
     def feed_token(self, text: str, token: int | None) -> list[Event]:
-        """The next token and the text it completed, which may be empty; None for text without a token."""
-        self._untold += text
+        """Parses the next token and the text it completed, possibly empty; None for text without a token."""
+        self._unparsed += text
         if self.context.tools:
             self._text += text
         events = self.step(text, [] if token is None else [token], last=False)
         if events:
-            self._untold = ""
+            self._unparsed = ""
         return events
 
     def finish_with(self, text: str, token: int | None) -> list[Event]:
-        """The end, with the last text and the token that ended it."""
-        self._untold += text
+        """Ends the stream with the last text and the token that ended it."""
+        self._unparsed += text
         return self.step(text, [] if token is None else [token], last=True)
 
     def finish(self) -> list[Event]:
@@ -101,18 +100,18 @@ class EngineParser(Parser):
 
     @abstractmethod
     def step(self, text: str, tokens: list[int], last: bool) -> list[Event]:
-        """Asks the engine."""
+        """Passes text and tokens to the engine; returns its events."""
 
     @property
     def held(self) -> str:
-        """See Parser; what the engine took since it last said something."""
-        return self._untold
+        """See Parser; the text since the engine's last event."""
+        return self._unparsed
 
     def call(self, index: int, call_id: str, name: str | None, arguments: str | None) -> list[Event]:
-        """The events of a piece of a call; a name begins it once.
+        """Returns the events for a piece of a call.
 
-        Some of the engines' parsers speak of arguments before they know whose they are, or leave a number out. Clients
-        hear of calls with names, numbered without holes; arguments that never get a name are nobody's.
+        Some engine parsers return arguments before the name of their call, or skip an index. The returned calls have
+        names and consecutive numbers; arguments of a call that never receives a name are dropped.
         """
         events: list[Event] = []
         if name and index not in self._numbers:
@@ -127,8 +126,10 @@ class EngineParser(Parser):
         return events
 
     def _own_id(self, index: int, call_id: str) -> str:
-        """The id in the engine's form, but the same whenever the stream is parsed again: engines draw them by lot. One
-        that the model wrote itself stays."""
+        """Returns an id in the engine's format that is reproducible, unlike the engine's random ids.
+
+        An id written by the model is kept.
+        """
         if not call_id:
             return "call_" + self.context.token(index, 24)
         if call_id in self._text:

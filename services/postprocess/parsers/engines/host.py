@@ -1,8 +1,8 @@
-"""The processes of an engine's parsers: one that has the engine's package loaded, and a copy of it that parses.
+"""Processes of an engine's parsers: a loader that has imported the engine, and a fork of it that parses.
 
-`main` runs in the engine's interpreter. It imports the engine, loads tokenizers, and then makes a copy of itself for
-each request on its control socket. The copy parses; whenever it dies, the next one is there at once, with everything
-loaded. Ends when the control socket ends, and the copy with it.
+`main` runs in the engine's interpreter. It imports the engine, loads tokenizers, and forks for each request on its
+control socket. The fork parses; when it dies, the next one starts immediately with everything loaded. Both end when the
+control socket is closed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ REQUEST_AT_MOST = 1 << 20
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the process.
+    """Runs the loader.
 
     Args:
-        arguments: the engine; descriptors of the control socket and of the shared progress; MiB a copy may grow.
+        arguments: the engine; file descriptors of the control socket and of the shared progress; MiB that a fork may
+            allocate.
     """
     engine_name, control_fd, progress_fd, memory_mb = arguments[0], *map(int, arguments[1:4])
     control = socket.socket(fileno=control_fd)
@@ -44,21 +45,21 @@ def main(arguments: list[str]) -> None:
     except Exception as failure:
         traceback.print_exc()
         engine, error = None, _missing(engine_name, failure)
-    copy = 0
+    child = 0
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, REQUEST_AT_MOST, 1)
-        if copy:
-            _end(copy)
+        if child:
+            _kill(child)
         if not request or not descriptors:
             return
-        with socket.socket(fileno=descriptors[0]) as answers:
+        with socket.socket(fileno=descriptors[0]) as channel:
             hello = {"error": error} if engine is None else _prepared(engine, json.loads(request))
-            copy = os.fork() if engine is not None else 0
-            if engine is not None and not copy:
+            child = os.fork() if engine is not None else 0
+            if engine is not None and not child:
                 control.close()
-                _serve(engine, answers, progress, memory_mb, hello)
+                _serve(engine, channel, progress, memory_mb, hello)
             if engine is None:
-                answers.sendall(frame(hello))
+                channel.sendall(frame(hello))
 
 
 def _engine(name: str) -> Engine:
@@ -72,10 +73,10 @@ def _missing(name: str, error: Exception) -> str:
     if isinstance(error, ImportError):
         missing = (error.name or str(error)).split(".")[0]
         return (
-            f"The parsers of {name} need the package {missing}: install sluice-llm[{name}] "
-            f"({name}=={ENGINES[name].version}), or name an interpreter that has it with --{name}-python."
+            f"The parsers of {name} require the package {missing}; install sluice-llm[{name}] "
+            f"({name}=={ENGINES[name].version}), or set --{name}-python to an interpreter that has it."
         )
-    return f"The parsers of {name} cannot be loaded ({type(error).__name__}: {_first_line(error)})."
+    return f"The parsers of {name} cannot be loaded ({type(error).__name__}: {_first_line(error)}); see the log."
 
 
 def _first_line(error: Exception) -> str:
@@ -83,9 +84,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _prepared(engine: Engine, pairs: list[list[str]]) -> dict[str, Any]:
-    """What the copy says first: the engine's names, and of each pair of parsers what is to be known.
+    """Returns the first message of a fork: the engine's parser names, and the facts of each pair of parsers.
 
-    Models of which no pair is asked for any more are forgotten.
+    Unloads the models without a requested pair.
     """
     for source in set(engine.sources()) - {source for source, *_ in pairs}:
         engine.forget(source)
@@ -98,7 +99,7 @@ def _prepared(engine: Engine, pairs: list[list[str]]) -> dict[str, Any]:
 
 
 def load(engine: Engine, source: str, tool: str, reasoning: str) -> dict[str, Any]:
-    """Facts of a pair of parsers, or an error."""
+    """Returns the facts of a pair of parsers, or an error."""
     try:
         return asdict(engine.load(source, tool, reasoning))
     except Exception as error:
@@ -107,24 +108,24 @@ def load(engine: Engine, source: str, tool: str, reasoning: str) -> dict[str, An
         return {"error": _first_line(error) or type(error).__name__}
 
 
-def _serve(engine: Engine, answers: socket.socket, progress: mmap.mmap, memory_mb: int, hello: Any) -> NoReturn:
-    """The copy: answers batches until its socket ends. Never returns into the other's code."""
+def _serve(engine: Engine, channel: socket.socket, progress: mmap.mmap, memory_mb: int, hello: Any) -> NoReturn:
+    """Processes batches in a fork until its socket is closed; never returns to the code of the loader."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         limit_memory(memory_mb)
         hello["pid"] = os.getpid()
-        answers.sendall(frame(hello))
+        channel.sendall(frame(hello))
         streams = Streams(progress, lambda names, context: _build(engine, names, context))
-        with answers.makefile("rb") as source:
+        with channel.makefile("rb") as source:
             while (operations := read(source)) is not None:
                 if operations and operations[0][0] == "load":
-                    answers.sendall(frame([load(engine, *pair) for _, *pair in operations]))
+                    channel.sendall(frame([load(engine, *pair) for _, *pair in operations]))
                 elif operations and operations[0][0] == "unload":
                     for _, source in operations:
                         engine.forget(source)
-                    answers.sendall(frame([]))
+                    channel.sendall(frame([]))
                 else:
-                    answers.sendall(frame(streams.run(operations)))
+                    channel.sendall(frame(streams.run(operations)))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -135,8 +136,8 @@ def _build(engine: Engine, names: ParserNames, context: ParserContext) -> Engine
     return engine.open(bare(names.tool), bare(names.reasoning), context)
 
 
-def _end(pid: int) -> None:
-    """The copy before is of no use any more; until it is waited for, its number belongs to nobody else."""
+def _kill(pid: int) -> None:
+    """Kills the previous fork; its pid cannot be reused before waitpid."""
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 

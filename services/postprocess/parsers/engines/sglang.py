@@ -1,4 +1,4 @@
-"""SGLang's parsers, driven as its API server drives them. Everything of SGLang that is used is imported here."""
+"""Runs SGLang's parsers as its API server does. All imports from SGLang are in this module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from services.postprocess.parsers.events import Content, Event, Reasoning
 
 _PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
 KEEP_SPECIAL = ("apertus2509", "kimi_k3", "inkling", "muse", "gpt-oss", "gemma4", "mistral")
-"""Reasoning parsers for which SGLang's server leaves special tokens in every answer."""
+"""Reasoning parsers for which SGLang's server keeps special tokens in every response."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Engine:
 
 
 def _calls(model: _Model, name: str, request: Any) -> Any:
-    """The parser of calls as the server chooses it; None where it parses none."""
+    """Returns the tool call parser that the server selects; None if it parses no calls."""
     tools = list(request.tools or ())
     if not tools:
         detector = FunctionCallParser.ToolCallParserEnum[name]
@@ -95,7 +95,7 @@ def _calls(model: _Model, name: str, request: Any) -> Any:
 
 
 class SglangParser(EngineParser):
-    """One stream in SGLang's hands."""
+    """Parser of one stream that uses SGLang."""
 
     def __init__(self, context: ParserContext, name: str, thoughts: Any, calls: Any, request: Any) -> None:
         super().__init__(context)
@@ -121,7 +121,7 @@ class SglangParser(EngineParser):
         for call in calls:
             events += self._call(call)
         if last:
-            events += self._unsaid()
+            events += self._remaining_arguments()
         return events
 
     def _think(self, text: str, last: bool) -> tuple[str, str]:
@@ -149,28 +149,28 @@ class SglangParser(EngineParser):
         return self.call(call.tool_index, self._id(call), call.name, call.parameters)
 
     def _id(self, call: Any) -> str:
-        """As the server makes it."""
+        """Returns the call id in the server's format; empty for the default."""
         if self._name == "kimi_k3":
             return f"{call.name}:{call.tool_index}"
         return f"functions.{call.name}:{call.tool_index}" if self._name == "kimi_k2" else ""
 
-    def _unsaid(self) -> list[Event]:
-        """Arguments that the detector knows and did not say, as the server adds them at the end."""
+    def _remaining_arguments(self) -> list[Event]:
+        """Returns arguments that the detector parsed but did not stream, which the server adds at the end."""
         detector = getattr(self._calls, "detector", self._calls)
-        known = getattr(detector, "prev_tool_call_arr", None)
-        said = getattr(detector, "streamed_args_for_tool", None)
-        if not known or not said or len(known) > len(said):
+        parsed = getattr(detector, "prev_tool_call_arr", None)
+        streamed = getattr(detector, "streamed_args_for_tool", None)
+        if not parsed or not streamed or len(parsed) > len(streamed):
             return []
-        last = len(known) - 1
-        arguments = known[last].get("arguments", {})
-        whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if not whole.startswith(said[last]) or (self.context.single and last > 0):
+        last = len(parsed) - 1
+        arguments = parsed[last].get("arguments", {})
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        if not text.startswith(streamed[last]) or (self.context.single and last > 0):
             return []
-        return self.call(last, "", None, whole[len(said[last]) :])
+        return self.call(last, "", None, text[len(streamed[last]) :])
 
 
 def request_of(context: ParserContext) -> Any:
-    """The request as SGLang's server would have it, as far as parsing is concerned."""
+    """Returns the request as SGLang's server sees it, with the fields that affect parsing."""
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": ""}], "stream": True}
     if context.tools:
         body |= {"tools": list(context.tools), "parallel_tool_calls": not context.single, "tool_choice": "auto"}

@@ -1,4 +1,4 @@
-"""vLLM's parsers, driven as its API server drives them. Everything of vLLM that is used is imported here."""
+"""Runs vLLM's parsers as its API server does. All imports from vLLM are in this module."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Engine:
     def forget(self, source: str) -> None:
         """See adapter.Engine."""
         self._models.pop(source, None)
-        self._classes = {names: made for names, made in self._classes.items() if names[0] != source}
+        self._classes = {key: parser for key, parser in self._classes.items() if key[0] != source}
 
     def _keeps_special(self, source: str, tool: str, reasoning: str, tools: list[Any]) -> bool:
         request = request_of(ParserContext(tools))
@@ -82,8 +82,8 @@ class Engine:
 
     def _parser(self, source: str, tool: str, reasoning: str, request: Any, kwargs: dict[str, Any]) -> Any:
         model = self._models[source]
-        made = self._classes[source, tool, reasoning]
-        return made(model.tokenizer, request.tools, chat_template_kwargs=kwargs, model_config=model.config)
+        parser_class = self._classes[source, tool, reasoning]
+        return parser_class(model.tokenizer, request.tools, chat_template_kwargs=kwargs, model_config=model.config)
 
     def open(self, tool: str, reasoning: str, context: ParserContext) -> EngineParser:
         """See adapter.Engine."""
@@ -100,7 +100,7 @@ class Engine:
 
 
 class VllmParser(EngineParser):
-    """One stream in vLLM's hands."""
+    """Parser of one stream that uses vLLM."""
 
     def __init__(self, context: ParserContext, processor: Any) -> None:
         super().__init__(context)
@@ -129,7 +129,7 @@ class VllmParser(EngineParser):
 
 
 def request_of(context: ParserContext) -> Any:
-    """The request as vLLM's server would have it, as far as parsing is concerned."""
+    """Returns the request as vLLM's server sees it, with the fields that affect parsing."""
     body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": ""}], "stream": True}
     if context.tools:
         body |= {"tools": list(context.tools), "parallel_tool_calls": not context.single, "tool_choice": "auto"}
@@ -146,7 +146,9 @@ def _tokenizer(path: Path) -> Any:
     if path.is_dir() and not (path / "tokenizer.json").is_file():
         return get_tokenizer(str(path), tokenizer_mode="mistral")
     if path.name != "tokenizer.json" and not path.is_dir():
-        with TemporaryDirectory() as folder:  # vllm reads Mistral's files from folders only, and Tekken's by this name
+        with (
+            TemporaryDirectory() as folder
+        ):  # vLLM reads Mistral tokenizers only from folders, and Tekken only by this file name
             (Path(folder) / ("tekken.json" if path.suffix == ".json" else path.name)).symlink_to(path)
             return get_tokenizer(folder, tokenizer_mode="mistral")
     from transformers import PreTrainedTokenizerFast
@@ -157,7 +159,7 @@ def _tokenizer(path: Path) -> Any:
 
 
 def _config(path: Path) -> Any:
-    """Of a model's configuration what parsers ask for: its type and its architecture."""
+    """Returns the fields of a model's configuration that parsers read: its type and architecture."""
     file = path / "config.json"
     if not file.is_file():
         return None

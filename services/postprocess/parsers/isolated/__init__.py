@@ -1,1 +1,1 @@
-"""The child process that runs parsers which are not Sluice's own, and its client."""
+"""Child processes that run custom parsers and parsers of engines, and their clients."""

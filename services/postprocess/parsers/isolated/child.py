@@ -1,7 +1,7 @@
-"""The process of plugin parsers: `… -m services.postprocess.parsers.isolated.child PROGRESS_FD MEMORY_MB NAME…`.
+"""Process of custom parsers: `… -m services.postprocess.parsers.isolated.child PROGRESS_FD MEMORY_MB NAME…`.
 
-Reads batches of operations from standard input and answers each batch with one frame. What a parser prints goes to
-standard error. Ends when its input ends.
+Reads batches of operations from standard input and writes one frame of results per batch. Output of parsers is
+redirected to standard error. Exits at the end of the input.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Build = Callable[[ParserNames, ParserContext], Parser]
 
 
 class Streams:
-    """The parsers of the streams that live.
+    """Parsers of the open streams.
 
     Args:
-        progress: where the other side sees what is being done.
-        build: makes a stream's parser.
+        progress: shared memory that shows the current operation to the parent process.
+        build: creates a stream's parser.
     """
 
     def __init__(self, progress: mmap.mmap, build: Build = build) -> None:
@@ -42,8 +42,8 @@ class Streams:
         self._begun = 0
 
     def run(self, operations: list[list[Any]]) -> list[list[Any]]:
-        """Applies a batch; an answer for each operation that has one."""
-        answers = []
+        """Runs a batch; returns the results of the feed and end operations."""
+        results = []
         for kind, stream, *rest in operations:
             self._begun += 1
             PROGRESS.pack_into(self._progress, 0, self._begun, stream)
@@ -52,24 +52,24 @@ class Streams:
             elif kind == "open":
                 self._open(stream, *rest)
             elif stream in self._parsers:
-                answers.append(self._feed(stream, rest[0], rest[1], kind == "end"))
+                results.append(self._feed(stream, rest[0], rest[1], kind == "end"))
         PROGRESS.pack_into(self._progress, 0, self._begun + 1, 0)
-        return answers
+        return results
 
     def _open(
         self, stream: int, names: list[str], context: dict[str, Any], replayed: list[str], tokens: list[int] | None
     ) -> None:
-        """A stream, with what it has answered already in a process before this one."""
+        """Opens a stream, and replays the pieces that a previous process parsed."""
         try:
             parser = self._build(ParserNames(*names), ParserContext(**context))
             _parse(parser, replayed, tokens)
         except Exception:
             traceback.print_exc()
-            parser = _Raises(ParserContext())
+            parser = _FailedParser(ParserContext())
         self._parsers[stream] = parser
 
     def _feed(self, stream: int, pieces: list[str], tokens: list[int] | None, ends: bool) -> list[Any]:
-        """[stream, pieces taken, events, held, tokens of reasoning, whether the parser failed]."""
+        """Returns [stream, pieces parsed, events, held text, reasoning tokens, whether the parser failed]."""
         parser = self._parsers[stream]
         events: list[Event] = []
         progress = _Progress()
@@ -90,7 +90,7 @@ class Streams:
 
 
 class _Progress:
-    """How far a parser came: pieces taken, what it held before the one under way, tokens of reasoning."""
+    """Progress of a parser: pieces parsed, text held before the current piece, reasoning tokens."""
 
     def __init__(self) -> None:
         self.taken, self.held, self.reasoning = 0, "", 0
@@ -103,12 +103,12 @@ def _parse(
     events: list[Event] | None = None,
     progress: _Progress | None = None,
 ) -> None:
-    """Feeds pieces, with the token of each where the parser wants them."""
+    """Feeds pieces, with their tokens if the parser needs them."""
     events, progress = [] if events is None else events, progress or _Progress()
-    for place, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         progress.held = parser.held
         if isinstance(parser, EngineParser):
-            events += checked(parser.feed_token(piece, tokens[place] if tokens else None))
+            events += checked(parser.feed_token(piece, tokens[index] if tokens else None))
         elif piece:
             events += checked(parser.feed(piece))
         progress.taken += 1
@@ -124,20 +124,20 @@ def _ended(parser: Parser, piece: str, token: int, progress: _Progress) -> list[
     return [*events, *parser.finish()]
 
 
-class _Raises(Parser):
-    """Stands for a parser that could not be made."""
+class _FailedParser(Parser):
+    """Replaces a parser that could not be created."""
 
     def feed(self, text: str) -> list[Event]:
         """See Parser."""
-        raise RuntimeError("the parser could not be made")
+        raise RuntimeError("the parser could not be created")
 
     def finish(self) -> list[Event]:
         """See Parser."""
-        raise RuntimeError("the parser could not be made")
+        raise RuntimeError("the parser could not be created")
 
 
 def limit_memory(megabytes: int) -> None:
-    """From here on the process may take so much more than it has; MemoryError beyond."""
+    """Limits how much more memory the process can allocate from now on; beyond it, allocations raise MemoryError."""
     if sys.platform == "linux":
         import resource
 
@@ -147,7 +147,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def read(source: BinaryIO) -> Any:
-    """The next message, None at the end."""
+    """Returns the next message; None at the end."""
     head = source.read(HEADER.size)
     if len(head) < HEADER.size:
         return None
@@ -155,19 +155,19 @@ def read(source: BinaryIO) -> Any:
 
 
 def main() -> None:
-    """Runs until the input ends."""
+    """Runs until the end of the input."""
     progress = mmap.mmap(int(sys.argv[1]), PROGRESS.size)
-    answers = os.fdopen(os.dup(1), "wb")
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.path.insert(0, os.getcwd())
     markers = {name: sorted(own_class(name).markers) for name in sys.argv[3:]}
     limit_memory(int(sys.argv[2]))
     streams = Streams(progress)
-    answers.write(frame(markers))
-    answers.flush()
+    output.write(frame(markers))
+    output.flush()
     while (operations := read(sys.stdin.buffer)) is not None:
-        answers.write(frame(streams.run(operations)))
-        answers.flush()
+        output.write(frame(streams.run(operations)))
+        output.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs the parsers that an engine ships, in its own interpreter; see `engines.host` for the other side."""
+"""Runs an engine's parsers in a separate process and interpreter; see `engines.host` for the other side."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 120.0
 _SERVICES = Path(__file__).resolve().parents[3]
-# Of this project the process sees only `services`; every package it needs is its own interpreter's.
+# Only `services` is importable from this project; all other packages come from the process's own interpreter.
 _BOOTSTRAP = (
     "import sys, types; services = types.ModuleType('services'); services.__path__ = [sys.argv[1]]; "
     "sys.modules['services'] = services; from services.postprocess.parsers.engines.host import main; main(sys.argv[2:])"
@@ -37,7 +37,7 @@ _BOOTSTRAP = (
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Parsers of one model: where its files are, and bare names, empty for none."""
+    """Parsers of one model: location of its files, and names without the engine prefix, empty for none."""
 
     source: str
     tool: str
@@ -45,20 +45,20 @@ class Pair:
 
 
 def pair_of(source: str, names: ParserNames) -> Pair:
-    """The pair that a stream needs."""
+    """Returns the pair that a stream needs."""
     return Pair(source, bare(names.tool), bare(names.reasoning))
 
 
 class EngineHost(ParserHost):
-    """The processes of one engine's parsers.
+    """Manages the processes of one engine's parsers.
 
-    One process has the engine loaded and never parses; a copy of it does. A copy that raises, loops, grows or dies is
-    replaced by the next one within milliseconds, and the streams that are not to blame go on where they were. When the
-    last model that they were loaded for has gone, both end; the next model starts them again.
+    A loader process has imported the engine and never parses; a fork of it does. A fork that raises, hangs, exceeds its
+    memory or dies is replaced within milliseconds, and the streams that did not cause it continue. Both processes end
+    when the last model is released; the next model starts them again.
 
     Args:
         engine: its name.
-        python: an interpreter that has its package; empty for this one.
+        python: an interpreter that has its package; empty: this one.
         time_s, memory_mb, on_death: see ParserHost.
     """
 
@@ -76,43 +76,46 @@ class EngineHost(ParserHost):
         self._pid = 0
         self._known: dict[Pair, Facts | str] = {}
         self._to_load: dict[Pair, asyncio.Future[None]] = {}
-        self._released: set[str] = set()  # sources of models that have gone
+        self._released: set[str] = set()  # sources of removed models
 
     @property
     def pid(self) -> int:
-        """Of the copy that parses now; 0 for none."""
+        """Process id of the current fork; 0 for none."""
         return self._pid
 
     def facts(self, pair: Pair) -> Facts | None:
-        """What is known about a pair of parsers, None before it is loaded.
+        """Returns the facts of a pair of parsers; None before it is loaded.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION when the engine cannot use them with this model.
+            SluiceError: FAILED_PRECONDITION if the engine cannot use them with this model.
         """
         found = self._known.get(pair)
         if isinstance(found, str):
             names = " and ".join(filter(None, (pair.tool, pair.reasoning)))
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                f"{self.name} cannot use its parser {names} with this model: {found.rstrip('.')}.",
+                f"{self.name} cannot use its parser {names} with this model ({found.rstrip('.')}); choose another.",
                 param="tool_parser" if pair.tool else "reasoning_parser",
                 code="parser_unusable",
             )
         return found
 
     async def prepare(self, pair: Pair) -> Facts:
-        """Loads what a pair of parsers needs; SluiceError as `facts`, UNAVAILABLE when it does not come in time."""
+        """Loads a pair of parsers; raises SluiceError as `facts`, or UNAVAILABLE after a timeout."""
         self._check(pair)
         self._released.discard(pair.source)
         while (found := self.facts(pair)) is None:
-            waiting = self._to_load.get(pair)
-            if waiting is None:
-                waiting = self._to_load[pair] = asyncio.get_running_loop().create_future()
-                self._news.set()
+            loaded = self._to_load.get(pair)
+            if loaded is None:
+                loaded = self._to_load[pair] = asyncio.get_running_loop().create_future()
+                self._pending.set()
             try:
-                await asyncio.wait_for(asyncio.shield(waiting), LOAD_TIMEOUT_S)
+                await asyncio.wait_for(asyncio.shield(loaded), LOAD_TIMEOUT_S)
             except TimeoutError:
-                raise unavailable(f"The parsers of {self.name} do not load.", code="parser_loading") from None
+                raise unavailable(
+                    f"The parsers of {self.name} did not load within {LOAD_TIMEOUT_S:.0f} s; retry later.",
+                    code="parser_loading",
+                ) from None
         return found
 
     def _check(self, pair: Pair) -> None:
@@ -122,7 +125,7 @@ class EngineHost(ParserHost):
                 near = ", ".join(nearest(name, known))
                 raise SluiceError(
                     ErrorKind.INVALID_ARGUMENT,
-                    f"{self.name} has no {kind} parser {quoted(name)}; nearest: {near or 'none'}.",
+                    f"{self.name} has no {kind} parser {quoted(name)}; similar names: {near or 'none'}.",
                 )
 
     def open(self, stream: Stream, names: ParserNames, context: ParserContext) -> RemoteStream:
@@ -132,16 +135,16 @@ class EngineHost(ParserHost):
         return remote
 
     def release(self, source: str) -> None:
-        """Forgets the parsers of a model that has gone, once its streams have ended."""
+        """Unloads the parsers of a removed model once its streams have ended."""
         if any(pair.source == source for pair in self._known):
             self._released.add(source)
-            self._news.set()
+            self._pending.set()
 
     def forget(self, stream: RemoteStream) -> None:
         """See remote.Host."""
         super().forget(stream)
         if self._released:
-            self._news.set()
+            self._pending.set()
 
     def _batch(self) -> tuple[list[list[Any]], dict[int, RemoteStream]]:
         special = [["load", pair.source, pair.tool, pair.reasoning] for pair in self._to_load]
@@ -150,32 +153,32 @@ class EngineHost(ParserHost):
             special = [["unload", source] for source in sorted(self._released - parsed)]
         if not special:
             return super()._batch()
-        # Loading takes long: a message of its own, with more time.
+        # Loading takes long, so it is sent as a separate message with a longer timeout.
         if self._changed or self._closed or self._released:
-            self._news.set()
+            self._pending.set()
         return special, {}
 
-    async def _exchange(self, operations: list[list[Any]], asked: dict[int, RemoteStream]) -> str:
+    async def _run_batch(self, operations: list[list[Any]], streams: dict[int, RemoteStream]) -> str:
         if operations[0][0] == "unload":
             return await self._unload([source for _, source in operations])
         if operations[0][0] != "load":
-            return await super()._exchange(operations, asked)
+            return await super()._run_batch(operations, streams)
         pairs = [Pair(*fields) for _, *fields in operations]
         try:
-            answers = await self._ask(operations, LOAD_TIMEOUT_S)
+            results = await self._call(operations, LOAD_TIMEOUT_S)
         except (TimeoutError, EOFError, ConnectionError, ValueError) as error:
             for pair in pairs:
-                waiting = self._to_load.pop(pair)
-                if not waiting.done():
-                    waiting.set_exception(unavailable(f"The parsers of {self.name} cannot be loaded now."))
-                    waiting.exception()  # seen here, in case nobody waits any more
+                loaded = self._to_load.pop(pair)
+                if not loaded.done():
+                    loaded.set_exception(unavailable(f"The parsers of {self.name} cannot be loaded now; retry later."))
+                    loaded.exception()  # marks the exception as retrieved in case no caller waits any more
             return TOO_SLOW if isinstance(error, TimeoutError) else DIED
-        for pair, answer in zip(pairs, answers, strict=True):
-            self._learn(pair, answer)
+        for pair, result in zip(pairs, results, strict=True):
+            self._set_facts(pair, result)
         return ""
 
     async def _unload(self, sources: list[str]) -> str:
-        """Forgets what was loaded for models that have gone; returns as `_exchange`."""
+        """Unloads removed models; returns like `_run_batch`."""
         self._released.difference_update(sources)
         self._known = {pair: found for pair, found in self._known.items() if pair.source not in sources}
         if not self._known and not self._streams:
@@ -183,16 +186,16 @@ class EngineHost(ParserHost):
         if self._writer is None:
             return ""
         try:
-            await self._ask([["unload", source] for source in sources], LOAD_TIMEOUT_S)
+            await self._call([["unload", source] for source in sources], LOAD_TIMEOUT_S)
         except (TimeoutError, EOFError, ConnectionError, ValueError) as error:
             return TOO_SLOW if isinstance(error, TimeoutError) else DIED
         return ""
 
-    def _learn(self, pair: Pair, answer: dict[str, Any]) -> None:
-        self._known[pair] = answer["error"] if "error" in answer else Facts(**answer)
-        waiting = self._to_load.pop(pair, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+    def _set_facts(self, pair: Pair, result: dict[str, Any]) -> None:
+        self._known[pair] = result["error"] if "error" in result else Facts(**result)
+        loaded = self._to_load.pop(pair, None)
+        if loaded is not None and not loaded.done():
+            loaded.set_result(None)
 
     async def _start(self) -> None:
         if self._process is None or self._process.returncode is not None:
@@ -209,24 +212,24 @@ class EngineHost(ParserHost):
             hello = await asyncio.wait_for(self._read(), START_TIMEOUT_S)
         except TimeoutError:
             await self._kill()
-            said = f"The parsers of {self.name} did not start within {START_TIMEOUT_S:.0f} s."
-            raise unavailable(said) from None
+            message = f"The parsers of {self.name} did not start within {START_TIMEOUT_S:.0f} s; retry later."
+            raise unavailable(message) from None
         except (EOFError, ValueError, OSError):
             await self._kill()
-            raise unavailable(f"The parsers of {self.name} do not start; the log above says why.") from None
+            raise unavailable(f"The parsers of {self.name} do not start; see the log above.") from None
         if error := hello.get("error"):
             await self._kill()
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, error, code="missing_extra")
         self._pid = hello["pid"]
-        self._compare(hello)
-        for pair, answer in zip(pairs, hello["facts"], strict=True):
-            self._learn(pair, answer)
+        self._check_version(hello)
+        for pair, result in zip(pairs, hello["facts"], strict=True):
+            self._set_facts(pair, result)
 
-    def _compare(self, hello: dict[str, Any]) -> None:
+    def _check_version(self, hello: dict[str, Any]) -> None:
         shipped = ENGINES[self.name]
         if hello["version"].partition("+")[0] != shipped.version:
             log.warning(
-                "this version of the engine's parsers is not the one that is tested",
+                "untested version of the engine's parsers",
                 extra={"engine": self.name, "version": hello["version"], "tested": shipped.version},
             )
 
@@ -244,12 +247,12 @@ class EngineHost(ParserHost):
             )
 
     async def _clear(self) -> None:
-        """Ends the copy; the loader stays, and begins the next one."""
+        """Kills the fork; the loader stays and starts the next one."""
         if self._writer is not None:
             self._writer.close()
         pid, self._pid, self._reader, self._writer = self._pid, 0, None, None
         if pid and self._process is not None and self._process.returncode is None:
-            # The loader waits for it later, so the number is still its own.
+            # The loader has not called waitpid yet, so the pid cannot have been reused.
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -262,6 +265,6 @@ class EngineHost(ParserHost):
         if process is None:
             return
         if process.returncode is None:
-            with suppress(ProcessLookupError):  # it has just ended by itself
+            with suppress(ProcessLookupError):  # it has just exited
                 os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -1,5 +1,7 @@
-"""Runs the user's own parsers in a process that is watched: it may raise, loop, grow or die, and only the stream that
-made it do so loses its parser."""
+"""Runs custom parsers in a supervised process.
+
+If the process raises, hangs, exceeds its memory or dies, only the stream that caused it loses its parser.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ from services.postprocess.parsers.isolated.wire import (
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
-"""An engine's package takes 15 s of CPU to import, and a busy machine gives it little."""
+"""Importing an engine's package takes 15 s of CPU time, and much longer on a busy machine."""
 
 DEATHS_AT_MOST = 5
-"""Deaths in a row that no stream explains before all streams go on as plain text."""
+"""Consecutive deaths that no stream caused, after which all streams continue as plain text."""
 
 RETRY_S = 30.0
 
@@ -43,13 +45,13 @@ TOO_SLOW, DIED = "parser_too_slow", "parser_died"
 
 
 class ParserHost:
-    """One process for one own parser, begun again whenever it ends.
+    """Manages the process of one custom parser, and restarts it whenever it ends.
 
     Args:
         name: `module:Class`.
-        time_s: how long one stream's share of a batch may take.
-        memory_mb: how much the process may grow.
-        on_death: the task that talks to the process failed.
+        time_s: time limit of one operation of a batch.
+        memory_mb: how much memory the process can allocate after its start.
+        on_death: called if the task that communicates with the process fails.
     """
 
     def __init__(
@@ -68,11 +70,11 @@ class ParserHost:
         self._streams: dict[int, RemoteStream] = {}
         self._changed: dict[int, RemoteStream] = {}
         self._closed: list[int] = []
-        self._news = asyncio.Event()
+        self._pending = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the host
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open for the lifetime of the host
         self._file.truncate(PROGRESS.size)
         self._progress = mmap.mmap(self._file.fileno(), PROGRESS.size)
         self._deaths = 0
@@ -80,16 +82,16 @@ class ParserHost:
 
     @property
     def streams(self) -> int:
-        """Streams that are parsed there."""
+        """Number of open streams."""
         return len(self._streams)
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now; 0 for none."""
+        """Id of the running process; 0 for none."""
         return self._process.pid if self._process is not None else 0
 
     def open(self, stream: Stream, names: ParserNames, context: ParserContext) -> RemoteStream:
-        """A stream that is parsed there."""
+        """Opens a stream that is parsed in the process."""
         remote = RemoteStream(next(self._numbers), stream, names, context, self)
         self._streams[remote.number] = remote
         return remote
@@ -97,18 +99,18 @@ class ParserHost:
     def changed(self, stream: RemoteStream) -> None:
         """See remote.Host."""
         self._changed[stream.number] = stream
-        self._news.set()
+        self._pending.set()
 
     def forget(self, stream: RemoteStream) -> None:
         """See remote.Host."""
         self._changed.pop(stream.number, None)
         if self._streams.pop(stream.number, None) is not None and stream.opened:
             self._closed.append(stream.number)
-            self._news.set()
+            self._pending.set()
 
     async def start(self) -> None:
-        """Starts the process; SluiceError when it cannot."""
-        await self._start_or_say_why()
+        """Starts the process; raises SluiceError if it does not start."""
+        await self._start_checked()
         self._tasks.spawn(self._run(), f"parser {self.name}")
 
     async def close(self) -> None:
@@ -118,18 +120,19 @@ class ParserHost:
         self._progress.close()
         self._file.close()
 
-    async def _start_or_say_why(self) -> None:
-        """As `_start`, with every failure as a SluiceError: where a system is short of memory or of descriptors it
-        raises what it likes, and a parser without a process must not end the service.
+    async def _start_checked(self) -> None:
+        """Starts the process; raises every failure as SluiceError.
+
+        Low memory or file descriptors can raise any exception here, and a failed parser must not end the service.
         """
         try:
             await self._start()
         except SluiceError:
             raise
         except Exception as error:
-            log.warning("a parser's process cannot be started", extra={"parser": self.name}, exc_info=error)
+            log.warning("cannot start the process of a parser", extra={"parser": self.name}, exc_info=error)
             await self._kill()
-            raise unavailable(f"The parser {self.name} cannot be started now; the log above says why.") from None
+            raise unavailable(f"The parser {self.name} cannot be started now; see the log above.") from None
 
     async def _start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -145,14 +148,15 @@ class ParserHost:
             hello = await asyncio.wait_for(self._read(), START_TIMEOUT_S)
         except TimeoutError:
             await self._kill()
-            raise unavailable(f"The parser {self.name} did not start within {START_TIMEOUT_S:.0f} s.") from None
+            message = f"The parser {self.name} did not start within {START_TIMEOUT_S:.0f} s; retry later."
+            raise unavailable(message) from None
         except (EOFError, ValueError):
             await self._kill()
-            raise invalid(f"The parser {self.name} does not start; the log above says why.") from None
+            raise invalid(f"The parser {self.name} does not start; see the log above.") from None
         self.markers = frozenset(hello[self.name])
 
     async def _clear(self) -> None:
-        """Before a new process begins."""
+        """Cleans up before a new process starts."""
         await self._kill()
 
     async def _kill(self) -> None:
@@ -175,26 +179,26 @@ class ParserHost:
             raise EOFError("the process ended") from None
 
     async def _run(self) -> None:
-        """Gives the process what has changed, a batch at a time; what changes meanwhile is the next batch."""
+        """Sends changed streams to the process in batches; changes during a batch form the next one."""
         while True:
-            await self._news.wait()
-            self._news.clear()
-            operations, asked = self._batch()
-            reason = await self._exchange(operations, asked) if operations else ""
+            await self._pending.wait()
+            self._pending.clear()
+            operations, streams = self._batch()
+            reason = await self._run_batch(operations, streams) if operations else ""
             if reason:
-                await self._begin_again(reason)
+                await self._restart(reason)
             else:
                 self._deaths = 0
 
     def _batch(self) -> tuple[list[list[Any]], dict[int, RemoteStream]]:
         operations: list[list[Any]] = [["close", number] for number in self._closed]
         self._closed.clear()
-        asked, self._changed = self._changed, {}
-        for number, stream in asked.items():
+        streams, self._changed = self._changed, {}
+        for number, stream in streams.items():
             if not stream.opened:
                 stream.opened = True
                 names = [stream.names.tool, stream.names.reasoning]
-                replayed = [stream.pieces[: stream.told], stream.tokens_of(0, stream.told)]
+                replayed = [stream.pieces[: stream.parsed], stream.tokens_of(0, stream.parsed)]
                 operations.append(["open", number, names, pack_context(stream.context), *replayed])
             last = stream.ending is not None
             if pieces := stream.pieces[stream.sent : len(stream.pieces) - last]:
@@ -203,81 +207,82 @@ class ParserHost:
                 operations.append(["end", number, stream.pieces[-1:], stream.tokens_of(len(stream.pieces) - 1)])
                 stream.end_sent = True
             stream.sent = len(stream.pieces)
-        return operations, asked
+        return operations, streams
 
-    async def _exchange(self, operations: list[list[Any]], asked: dict[int, RemoteStream]) -> str:
-        """One batch and its answers; why the process is of no use any more, empty for success."""
+    async def _run_batch(self, operations: list[list[Any]], streams: dict[int, RemoteStream]) -> str:
+        """Runs one batch; returns why the process must be replaced, empty for success."""
         try:
-            answers = await self._ask(operations)
-            for number, pieces, events, held, reasoning_tokens, failed in answers:
-                stream = asked.get(number)
+            results = await self._call(operations)
+            for number, pieces, events, held, reasoning_tokens, failed in results:
+                stream = streams.get(number)
                 if stream is not None and number in self._streams:
-                    stream.answer(pieces, unpack_events(events), held, reasoning_tokens, failed)
+                    stream.add_result(pieces, unpack_events(events), held, reasoning_tokens, failed)
         except TimeoutError:
             return TOO_SLOW
         except (EOFError, OSError, ValueError, TypeError, KeyError):
             return DIED
         return ""
 
-    async def _ask(self, operations: list[list[Any]], time_s: float = 0.0) -> Any:
-        """TimeoutError when one operation takes longer than it may."""
+    async def _call(self, operations: list[list[Any]], time_s: float = 0.0) -> Any:
+        """Sends operations and returns their results; raises TimeoutError if one operation exceeds its time limit."""
         if self._writer is None:
-            await self._try_again()
+            await self._retry_start()
         assert self._writer is not None
         self._writer.write(frame(operations))
-        answering = asyncio.ensure_future(self._read())
+        reading = asyncio.ensure_future(self._read())
         try:
-            seen = self._begun
+            started = self._started
             while True:
-                await asyncio.wait({answering}, timeout=time_s or self._time_s)
-                if answering.done():
-                    return answering.result()
-                if self._begun == seen:
+                await asyncio.wait({reading}, timeout=time_s or self._time_s)
+                if reading.done():
+                    return reading.result()
+                if self._started == started:
                     raise TimeoutError
-                seen = self._begun
+                started = self._started
         finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
-    async def _try_again(self) -> None:
-        """After it was given up, the process gets another chance now and then; EOFError when it is not the time."""
+    async def _retry_start(self) -> None:
+        """Starts the process again after repeated failures, at intervals; raises EOFError before the next attempt."""
         if asyncio.get_running_loop().time() < self._not_before:
-            raise EOFError("there is no process")
+            raise EOFError("the process is not running")
         try:
-            await self._start_or_say_why()
+            await self._start_checked()
         except SluiceError as error:
             raise EOFError(error.message) from None
 
     @property
-    def _begun(self) -> int:
-        begun: int = PROGRESS.unpack_from(self._progress, 0)[0]
-        return begun
+    def _started(self) -> int:
+        """Number of operations that the process has started."""
+        started: int = PROGRESS.unpack_from(self._progress, 0)[0]
+        return started
 
-    async def _begin_again(self, reason: str) -> None:
-        """A new process: the stream that was being parsed is to blame, the others are replayed.
+    async def _restart(self, reason: str) -> None:
+        """Starts a new process; the stream that was being parsed loses its parser, the others are replayed.
 
-        A process may be killed from outside while it parses what is harmless: a death is forgiven once, a limit that
-        was passed is not.
+        A process may be killed from outside while it parses a harmless stream, so one death is forgiven; exceeding a
+        limit is not.
         """
         blamed: int = PROGRESS.unpack_from(self._progress, 0)[1]
-        log.warning("the process of a parser is begun again", extra={"parser": self.name, "reason": reason})
+        log.warning("restarting the process of a parser", extra={"parser": self.name, "reason": reason})
         await self._clear()
         PROGRESS.pack_into(self._progress, 0, 0, 0)
         self._deaths = 0 if blamed in self._streams else self._deaths + 1
         hopeless = self._deaths >= DEATHS_AT_MOST
         if not hopeless:
             try:
-                await self._start_or_say_why()
+                await self._start_checked()
             except SluiceError as error:
                 log.error("%s", error.message)
                 hopeless = True
         now = asyncio.get_running_loop().time()
-        if hopeless and now >= self._not_before:  # else nobody tried, and streams that come do not put it off
+        if hopeless and now >= self._not_before:  # without an attempt, new streams must not postpone the next one
             self._not_before = now + RETRY_S
         for number, stream in list(self._streams.items()):
             forgiven = reason == DIED and not stream.forgiven
             stream.forgiven |= number == blamed
-            stream.lost((number == blamed and not forgiven) or hopeless, reason)
-            if stream.finish is None and len(stream.pieces) > stream.told:
+            stream.restart((number == blamed and not forgiven) or hopeless, reason)
+            if stream.finish is None and len(stream.pieces) > stream.parsed:
                 self.changed(stream)
         self._closed.clear()

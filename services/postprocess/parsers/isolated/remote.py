@@ -1,4 +1,4 @@
-"""A stream whose parser runs in another process."""
+"""Streams whose parsers run in another process."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
 
 REPLAYED_PIECES = 262_144
-"""Pieces of one stream that are kept so that it survives the death of the process; a longer one becomes plain text."""
+"""Pieces kept to replay a stream after its process died; a longer stream then becomes plain text."""
 
 NOT_REPLAYED = "parser_lost"
 
 
 class Host(Protocol):
-    """Where remote parsers run."""
+    """Process that runs remote parsers."""
 
     def changed(self, stream: RemoteStream) -> None:
-        """A stream has something to parse."""
+        """Schedules a stream that has text to parse."""
 
     def forget(self, stream: RemoteStream) -> None:
-        """Nobody wants to hear of a stream any more."""
+        """Closes a stream."""
 
 
 class RemoteStream:
-    """The same as a ParsedStream, only that its events come later: `changed` is called when there are any.
+    """Like a ParsedStream, except that its events arrive later: `changed` is called when there are any.
 
     Attributes:
-        number: on the pipe.
-        pieces: the text of each token; the first `told` of them are answered.
-        sent: how many of them the process was given.
-        tokens: the token of each piece, -1 for none; None where the parser does not want them.
-        opened: the process knows this stream.
+        number: id of the stream in messages.
+        pieces: the text of each token.
+        parsed: number of pieces that the process has parsed.
+        sent: number of pieces that were sent to the process.
+        tokens: the token of each piece, -1 for none; None if the parser does not need them.
+        opened: the stream is open in the process.
         forgiven: the process died once while it parsed this stream.
-        ending: what the engine said at the end, None before; the last piece then is the text that came with it.
+        ending: the finish of the text stream, None before; the last piece is then the text of the end.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class RemoteStream:
         self.context = context
         self.pieces: list[str] = []
         self.tokens: list[int] | None = [] if tokens else None
-        self.told = 0
+        self.parsed = 0
         self.sent = 0
         self.opened = False
         self.forgiven = False
@@ -56,12 +57,12 @@ class RemoteStream:
         self.ending: Finish | None = None
         self.events: list[Event] = []
         self.finish: Finish | None = None
-        self.changed: Callable[[], None] = _nobody
+        self.changed: Callable[[], None] = _ignore
         self._stream = stream
         self._host = host
         self._held = ""
         self._plain = False
-        self._dropped = False  # answered pieces are not kept any more
+        self._dropped = False  # parsed pieces are not kept for a replay any more
         self._calls = False
         self._reasoning_tokens = 0
 
@@ -72,21 +73,21 @@ class RemoteStream:
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens taken so far."""
+        """Number of tokens received."""
         return self._stream.tokens_seen
 
     @property
     def behind(self) -> bool:
-        """The process has not answered everything yet."""
-        return self.told < len(self.pieces)
+        """Whether the process has not parsed all pieces yet."""
+        return self.parsed < len(self.pieces)
 
     def take_events(self) -> list[Event]:
-        """What became certain since the last time."""
+        """Returns the events since the last call."""
         events, self.events = self.events, []
         return events
 
     def feed(self, tokens: Sequence[int]) -> None:
-        """The next tokens."""
+        """Adds tokens."""
         stream = self._stream
         if self.ending is not None:
             return
@@ -94,86 +95,86 @@ class RemoteStream:
         for token in tokens:
             text = stream.feed_one(token)
             if stream.finish is not None:
-                self._last(text, token, stream.finish)
+                self._set_ending(text, token, stream.finish)
                 return
             self.pieces.append(text)
             if ids is not None:
                 ids.append(token)
-        self._ask()
+        self._submit()
 
     def tokens_of(self, start: int, end: int | None = None) -> list[int] | None:
-        """The tokens of some pieces; None where the parser does not want them."""
+        """Returns the tokens of some pieces; None if the parser does not need them."""
         return None if self.tokens is None else self.tokens[start:end]
 
     def end(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
-        """The engine has ended the stream; see Stream.end."""
+        """Ends the stream as the engine did; see Stream.end."""
         text = self._stream.end(reason, stop_token_id)
         if self.ending is None and self._stream.finish is not None:
-            self._last(text, -1, self._stream.finish)
+            self._set_ending(text, -1, self._stream.finish)
 
-    def _last(self, text: str, token: int, finish: Finish) -> None:
+    def _set_ending(self, text: str, token: int, finish: Finish) -> None:
         self.pieces.append(text)
         if self.tokens is not None:
             self.tokens.append(token)
         self.ending = finish
-        self._ask()
+        self._submit()
 
-    def _ask(self) -> None:
+    def _submit(self) -> None:
         if self._plain:
-            self._pass_on()
+            self._emit_plain()
         else:
             self._host.changed(self)
 
-    def answer(self, pieces: int, events: list[Event], held: str, reasoning_tokens: int, failed: bool) -> None:
-        """The process has parsed the next `pieces` pieces."""
-        self.told += pieces
+    def add_result(self, pieces: int, events: list[Event], held: str, reasoning_tokens: int, failed: bool) -> None:
+        """Adds the result of parsing the next `pieces` pieces."""
+        self.parsed += pieces
         self._held = held
         self._reasoning_tokens += reasoning_tokens
         self._calls = self._calls or any(isinstance(event, CallStart) for event in events)
         self.events += events
         if failed:
             self._plain = True
-            self._pass_on()
-        elif self.end_sent and self.told == len(self.pieces):
+            self._emit_plain()
+        elif self.end_sent and self.parsed == len(self.pieces):
             self._finish()
         if len(self.pieces) > REPLAYED_PIECES:
             self._dropped = True
-            del self.pieces[: self.told]
+            del self.pieces[: self.parsed]
             if self.tokens is not None:
-                del self.tokens[: self.told]
-            self.sent -= self.told
-            self.told = 0
+                del self.tokens[: self.parsed]
+            self.sent -= self.parsed
+            self.parsed = 0
         self.changed()
 
-    def lost(self, guilty: bool, reason: str) -> None:
-        """The process is gone.
+    def restart(self, drop_parser: bool, reason: str) -> None:
+        """Prepares the stream for a new process.
 
         Args:
-            guilty: because of this stream, which goes on as plain text; others begin again where they were.
-            reason: for the `degraded` mark.
+            drop_parser: continue as plain text, because this stream caused the failure; others are replayed.
+            reason: for the Degraded event.
         """
         self.opened = self.end_sent = False
-        self.sent = self.told
+        self.sent = self.parsed
         if self._plain or self.finish is not None:
             return
-        if guilty or self._dropped:
+        if drop_parser or self._dropped:
             self._plain = True
-            self.events.append(Degraded(reason if guilty else NOT_REPLAYED))
+            self.events.append(Degraded(reason if drop_parser else NOT_REPLAYED))
             if self._held:
                 self.events.append(Content(self._held))
             self._held = ""
-            self._pass_on()
+            self._emit_plain()
             self.changed()
 
-    def _pass_on(self) -> None:
-        """What nobody has parsed is content."""
-        text = "".join(self.pieces[self.told :])
+    def _emit_plain(self) -> None:
+        """Returns the unparsed text as content."""
+        text = "".join(self.pieces[self.parsed :])
         if text:
             self.events.append(Content(text))
         self.pieces.clear()
         if self.tokens is not None:
             self.tokens.clear()
-        self.told = self.sent = 0
+        self.parsed = self.sent = 0
         if self.ending is not None:
             self._finish()
 
@@ -183,10 +184,10 @@ class RemoteStream:
         self.finish = self.finish or self.ending.parsed(self._calls, self._reasoning_tokens)
 
     def close(self) -> None:
-        """Nobody listens any more."""
-        self.changed = _nobody
+        """Closes the stream; `changed` is not called any more."""
+        self.changed = _ignore
         self._host.forget(self)
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     return None

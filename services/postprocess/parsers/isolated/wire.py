@@ -1,4 +1,4 @@
-"""What travels between this process and one that runs the user's own parsers: frames of JSON, many streams in each."""
+"""Messages between postprocess and processes of parsers: frames of JSON, each with the operations of many streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.postprocess.parsers.events import CallArguments, CallStart, Conten
 
 HEADER = struct.Struct("<I")
 PROGRESS = struct.Struct("<QQ")
-"""In memory that both share: how many operations were begun, and the stream of the last one; 0 between batches."""
+"""Shared memory: number of operations started, and the stream of the current one; 0 between batches."""
 
 FRAME_AT_MOST = 64 << 20
 
@@ -21,31 +21,31 @@ _KINDS: dict[str, type[Content | Reasoning | CallStart | CallArguments | Degrade
 
 
 def frame(message: Any) -> bytes:
-    """A message as bytes, its length first."""
+    """Encodes a message, prefixed with its length."""
     body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
     return HEADER.pack(len(body)) + body
 
 
 def unframe(body: bytes) -> Any:
-    """The message of a frame without its length; ValueError when it is none."""
+    """Decodes a frame without its length; raises ValueError if it is invalid."""
     return json.loads(body.decode(errors="surrogatepass"))
 
 
 def pack_events(events: list[Event]) -> list[list[Any]]:
-    """Events as JSON has them."""
+    """Converts events to JSON values."""
     return [[type(event).__name__, *event] for event in events]
 
 
 def unpack_events(packed: list[list[Any]]) -> list[Event]:
-    """The reverse; TypeError, ValueError or KeyError for what is no event."""
+    """Reverses `pack_events`; raises TypeError, ValueError or KeyError for invalid events."""
     return checked([_KINDS[kind](*fields) for kind, *fields in packed])
 
 
 def checked(events: list[Event]) -> list[Event]:
-    """The same events; TypeError when one of them is none, or has fields of the wrong type."""
+    """Returns the events; raises TypeError if one is not an event or has fields of the wrong type."""
     for event in events:
         if type(event) not in _KINDS.values():
-            raise TypeError(f"{event!r} is no event")
+            raise TypeError(f"{event!r} is not an event")
         number, *texts = event if isinstance(event, (CallStart, CallArguments)) else (0, *event)
         if not isinstance(number, int) or not all(isinstance(text, str) for text in texts):
             raise TypeError(f"{event!r} has fields of the wrong type")
@@ -53,7 +53,7 @@ def checked(events: list[Event]) -> list[Event]:
 
 
 def pack_context(context: ParserContext) -> dict[str, Any]:
-    """A context as JSON has it."""
+    """Converts a context to JSON values."""
     return {
         "tools": list(context.tools),
         "required": context.required,

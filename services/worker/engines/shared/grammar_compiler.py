@@ -1,4 +1,4 @@
-"""Runs what foreign grammars cost beside the event loop: a few at a time, each within a time."""
+"""Compiles grammars from requests outside the event loop, with bounded concurrency and time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 
 class GrammarCompiler:
-    """Threads of one engine for schemas, patterns and grammars that callers sent.
+    """Thread pool of one engine for schemas, patterns and grammars from requests.
 
-    A thread cannot be ended: what runs in one needs bounds of its own, in steps and memory. The time here says when a
-    request stops waiting for it; then only requests with grammars wait for a thread.
+    A thread cannot be killed, so the work itself must be bounded in steps and memory. The time limit applies to the
+    waiting request only; a thread that overruns it delays only other requests with grammars.
 
     Args:
-        limit_s: longest that one request waits for its grammar, seconds.
-        threads: grammars compiled at once.
+        limit_s: maximum time a request waits for its grammar, seconds.
+        threads: grammars compiled concurrently.
     """
 
     def __init__(self, limit_s: float, threads: int) -> None:
@@ -32,10 +32,10 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Returns what `work` returns.
+        """Runs `work` in a thread and returns its result.
 
         Raises:
-            SluiceError: what `work` raises; INVALID_ARGUMENT when it takes too long, OVERLOADED when no thread became
+            SluiceError: as raised by `work`; INVALID_ARGUMENT when it takes too long, OVERLOADED when no thread became
                 free, INTERNAL when it fails otherwise.
         """
         running = self._threads.submit(_contained, work)
@@ -43,22 +43,22 @@ class GrammarCompiler:
             return await asyncio.wait_for(asyncio.wrap_future(running), self._limit_s)
         except TimeoutError:
             if running.cancel():
-                raise overloaded("The engine compiles too many grammars; try again later.") from None
+                raise overloaded("Too many grammars are being compiled; try again later.") from None
             raise invalid(
-                f"The grammar in response_format took longer than {self._limit_s:g} s to compile.",
+                f"The grammar in response_format took longer than {self._limit_s:g} s to compile; simplify it.",
                 param="response_format",
                 code="invalid_value",
             ) from None
 
     def close(self) -> None:
-        """Starts nothing more; does not wait for what runs."""
+        """Cancels queued work without waiting for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def naming_constraint(error: SluiceError, guided: StructuredOutput | None) -> SluiceError:
-    """Returns an engine's refusal of a request with the constraint as the field at fault, where it names no field.
+    """Attributes an engine's INVALID_ARGUMENT without `param` to `response_format`, if the request has a grammar.
 
-    What else can be wrong with a request the worker has checked before.
+    The worker has validated every other field before.
     """
     if guided is None or error.kind is not ErrorKind.INVALID_ARGUMENT or error.param:
         return error
@@ -66,11 +66,11 @@ def naming_constraint(error: SluiceError, guided: StructuredOutput | None) -> Sl
 
 
 def _contained(work: Callable[[], T]) -> T:
-    """Runs work whose failures must not end the engine, not even those that are no Exception: panics of Rust code."""
+    """Runs `work` and converts every failure, including BaseException from Rust panics, into a SluiceError."""
     try:
         return work()
     except SluiceError:
         raise
     except BaseException:
-        log.exception("a grammar could not be compiled")
-        raise internal("The engine failed on the grammar of this request.") from None
+        log.exception("grammar compilation failed")
+        raise internal("The engine failed to compile the grammar of this request.") from None

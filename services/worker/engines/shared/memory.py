@@ -1,4 +1,4 @@
-"""How much memory this machine has left."""
+"""Available memory of this machine or container."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def available_bytes() -> int | None:
-    """Bytes that can be used without swapping, the limit of a container included; None where nobody says."""
-    found = [bytes_left for bytes_left in (_machine(), _container()) if bytes_left is not None]
+    """Returns the bytes usable without swapping and within the container's limit; None if neither is reported."""
+    found = [available for available in (_machine(), _container()) if available is not None]
     return min(found, default=None)
 
 

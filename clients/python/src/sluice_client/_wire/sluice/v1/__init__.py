@@ -125,12 +125,12 @@ betterproto2.check_compiler_version(_COMPILER_VERSION)
 
 class CacheTier(betterproto2.Enum):
     """
-    Where a cached block lies.
+    Storage tier of a cached block.
     """
 
     UNSPECIFIED = 0
     """
-    read as device
+    treated as device
     """
 
     DEVICE = 1
@@ -140,7 +140,7 @@ class CacheTier(betterproto2.Enum):
 
     HOST = 2
     """
-    main memory of the worker
+    the worker's main memory
     """
 
     DISK = 3
@@ -194,7 +194,7 @@ class ControlRequestAction(betterproto2.Enum):
 
     RESYNC = 9
     """
-    tells the router the whole cache again
+    send the router a snapshot of the cache
     """
 
     @classmethod
@@ -230,8 +230,8 @@ class ControlRequestAction(betterproto2.Enum):
 
 class ErrorKind(betterproto2.Enum):
     """
-    What went wrong. The gateway maps a kind to one HTTP status and one OpenAI error type; every other caller can tell
-    a mistake of its own from one of the service without reading the sentence.
+    Kind of an error. The gateway maps each kind to one HTTP status and one OpenAI error type; other callers can
+    distinguish their own mistakes from failures of the service without parsing the message.
     """
 
     UNSPECIFIED = 0
@@ -241,17 +241,17 @@ class ErrorKind(betterproto2.Enum):
 
     INVALID_ARGUMENT = 1
     """
-    the request can never work; HTTP 400
+    the request is invalid and must be changed; HTTP 400
     """
 
     NOT_FOUND = 2
     """
-    model, worker, stream or reservation is not known; HTTP 404
+    unknown model, worker, stream or reservation; HTTP 404
     """
 
     TOO_LARGE = 3
     """
-    over a size limit; HTTP 413
+    exceeds a size limit; HTTP 413
     """
 
     OVERLOADED = 4
@@ -261,22 +261,22 @@ class ErrorKind(betterproto2.Enum):
 
     UNAVAILABLE = 5
     """
-    nobody can serve this now; HTTP 503
+    no replica or worker can serve this now; HTTP 503
     """
 
     FAILED_PRECONDITION = 6
     """
-    valid, but not in this state or not with this engine; HTTP 409 or 400
+    valid, but not possible in this state or with this engine; HTTP 409 or 400
     """
 
     DEADLINE_EXCEEDED = 7
     """
-    a stage used up its share of the deadline; HTTP 504
+    a stage exceeded its share of the deadline; HTTP 504
     """
 
     CANCELLED = 8
     """
-    the caller went away
+    cancelled by the caller, or the caller disconnected
     """
 
     INTERNAL = 9
@@ -286,24 +286,24 @@ class ErrorKind(betterproto2.Enum):
 
     UNAUTHENTICATED = 10
     """
-    no or wrong credentials; HTTP 401
+    missing or wrong credentials; HTTP 401
     """
 
     PERMISSION_DENIED = 11
     """
-    the caller is known, and may not do this; HTTP 403
+    the caller is authenticated but not authorized; HTTP 403
     """
 
     CANNOT_CONNECT = 20
     """
-    Of a worker and the connection to it (the worker error taxonomy). All answer HTTP 502 when nothing can be retried.
+    Errors of a worker or the connection to it. All are HTTP 502 once retries are exhausted.
 
-    no connection could be made
+    the connection could not be established
     """
 
     CONNECTION_TIMEOUT = 21
     """
-    the connection was not made in time
+    the connection was not established in time
     """
 
     DISCONNECTED = 22
@@ -313,7 +313,7 @@ class ErrorKind(betterproto2.Enum):
 
     ENGINE_SHUTDOWN = 23
     """
-    the worker is draining or its engine is gone
+    the worker is draining or its engine has stopped
     """
 
     STREAM_INCOMPLETE = 24
@@ -323,7 +323,7 @@ class ErrorKind(betterproto2.Enum):
 
     RESPONSE_TIMEOUT = 25
     """
-    no answer within the limit
+    no response within the time limit
     """
 
     @classmethod
@@ -380,7 +380,7 @@ class FinishReason(betterproto2.Enum):
 
     UNSPECIFIED = 0
     """
-    not ended
+    in progress
     """
 
     STOP = 1
@@ -390,7 +390,7 @@ class FinishReason(betterproto2.Enum):
 
     LENGTH = 2
     """
-    max_tokens or the context is used up
+    max_tokens or the context length was reached
     """
 
     TOOL_CALLS = 3
@@ -405,12 +405,12 @@ class FinishReason(betterproto2.Enum):
 
     ERROR = 5
     """
-    failed; the error beside it says why
+    failed; see the accompanying error
     """
 
     HANDOFF = 6
     """
-    a prefill worker is done and hands over to a decode worker
+    prefill is complete; a decode worker continues
     """
 
     @classmethod
@@ -441,17 +441,17 @@ class FinishReason(betterproto2.Enum):
 class RouteQueryRequestMode(betterproto2.Enum):
     UNSPECIFIED = 0
     """
-    read as QUERY_ONLY
+    treated as QUERY_ONLY
     """
 
     QUERY_ONLY = 1
     """
-    answers, books nothing
+    returns a selection, reserves nothing
     """
 
     SELECT_AND_RESERVE = 2
     """
-    answers and books
+    returns a selection and reserves it
     """
 
     @classmethod
@@ -479,17 +479,17 @@ class WorkerChangeKind(betterproto2.Enum):
 
     UP = 1
     """
-    there, new or changed
+    available: new or changed
     """
 
     DOWN = 2
     """
-    gone: left, lease expired, or draining
+    unavailable: left, lease expired, or draining
     """
 
     SYNCED = 3
     """
-    everything alive at the start has been said; worker is unset
+    all workers alive at the start have been sent; worker is unset
     """
 
     @classmethod
@@ -513,27 +513,27 @@ class WorkerChangeKind(betterproto2.Enum):
 
 class WorkerRole(betterproto2.Enum):
     """
-    The part a worker plays.
+    Role of a worker.
     """
 
     UNSPECIFIED = 0
     """
-    read as aggregated
+    treated as aggregated
     """
 
     AGGREGATED = 1
     """
-    prefill and decode in one place
+    prefill and decode on one worker
     """
 
     PREFILL = 2
     """
-    runs the prompt, emits one token and the handoff
+    computes the prompt, emits one token and the handoff
     """
 
     DECODE = 3
     """
-    resumes from a prefill worker's handoff
+    continues from a prefill worker's handoff
     """
 
     @classmethod
@@ -567,7 +567,7 @@ default_message_pool.register_message("sluice.v1", "AbortRequest", AbortRequest)
 class AbortResponse(betterproto2.Message):
     found: "bool" = betterproto2.field(1, betterproto2.TYPE_BOOL)
     """
-    false: no such request was alive
+    false: no such active request
     """
 
 
@@ -638,7 +638,7 @@ class Attached(betterproto2.Message):
 
     heartbeat_interval_ms: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     """
-    how often to speak at least
+    longest interval between messages
     """
 
     sequences: "dict[int, int]" = betterproto2.field(
@@ -649,7 +649,7 @@ class Attached(betterproto2.Message):
         ),
     )
     """
-    Highest sequence number the index holds per rank for this epoch; missing ranks are empty.
+    Highest sequence number in the index per rank, for this epoch; missing ranks have none.
     """
 
 
@@ -752,17 +752,17 @@ class BookedLoad(betterproto2.Message):
 
     requests: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
     """
-    reservations alive
+    active reservations
     """
 
     prefill_blocks: "float" = betterproto2.field(4, betterproto2.TYPE_DOUBLE)
     """
-    booked and not yet computed
+    reserved and not computed yet
     """
 
     decode_blocks: "float" = betterproto2.field(5, betterproto2.TYPE_DOUBLE)
     """
-    booked for the life of the requests
+    reserved until the requests end
     """
 
     reported: "WorkerLoad | None" = betterproto2.field(
@@ -776,7 +776,7 @@ default_message_pool.register_message("sluice.v1", "BookedLoad", BookedLoad)
 @dataclass(eq=False, repr=False)
 class CacheCleared(betterproto2.Message):
     """
-    Every block of the rank on every tier is gone.
+    All blocks of the rank are removed, on every tier.
     """
 
     pass
@@ -788,7 +788,7 @@ default_message_pool.register_message("sluice.v1", "CacheCleared", CacheCleared)
 @dataclass(eq=False, repr=False)
 class CallSent(betterproto2.Message):
     """
-    How much of one tool call the caller has got: its id and name, and so much of its arguments.
+    The part of a tool call already received: its id and name, and a prefix of its arguments.
     """
 
     index: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -822,12 +822,12 @@ class CandidateScore(betterproto2.Message):
 
     prefill_blocks: "float" = betterproto2.field(5, betterproto2.TYPE_DOUBLE)
     """
-    outstanding prefill booked on it
+    reserved prefill not computed yet
     """
 
     decode_blocks: "float" = betterproto2.field(6, betterproto2.TYPE_DOUBLE)
     """
-    blocks booked for decoding
+    blocks reserved for decoding
     """
 
 
@@ -837,7 +837,7 @@ default_message_pool.register_message("sluice.v1", "CandidateScore", CandidateSc
 @dataclass(eq=False, repr=False)
 class CandidateSet(betterproto2.Message):
     """
-    A restriction to some workers. Present but empty means that none is allowed, and fails.
+    Restricts the selection to these workers. Present but empty allows none, and fails.
     """
 
     worker_ids: "list[str]" = betterproto2.field(
@@ -896,7 +896,7 @@ class CostOverrides(betterproto2.Message):
         1, betterproto2.TYPE_FLOAT, optional=True
     )
     """
-    weight of prefill against decode load
+    weight of prefill load relative to decode load
     """
 
     device_credit: "float | None" = betterproto2.field(
@@ -918,14 +918,14 @@ class CostOverrides(betterproto2.Message):
         5, betterproto2.TYPE_FLOAT, optional=True
     )
     """
-    0: always the cheapest
+    0: always the cheapest worker
     """
 
     predicted_credit: "float | None" = betterproto2.field(
         6, betterproto2.TYPE_FLOAT, optional=True
     )
     """
-    [0, 1] credit for a block that nobody has reported but the router expects
+    [0, 1] credit for a predicted block, see Overlap.predicted_blocks
     """
 
 
@@ -935,7 +935,7 @@ default_message_pool.register_message("sluice.v1", "CostOverrides", CostOverride
 @dataclass(eq=False, repr=False)
 class Decision(betterproto2.Message):
     """
-    One RouteQuery that reserved.
+    One RouteQuery with a reservation.
     """
 
     reservation_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
@@ -959,19 +959,19 @@ class Decision(betterproto2.Message):
 
     predicted_cached_tokens: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
     """
-    overlap on the chosen worker, tokens
+    overlap on the selected worker, tokens
     """
 
     best_cached_tokens: "int" = betterproto2.field(8, betterproto2.TYPE_UINT32)
     """
-    most overlap any candidate had, tokens
+    largest overlap of any candidate, tokens
     """
 
     delivered_cached_tokens: "int | None" = betterproto2.field(
         9, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    as reported back; unset: not yet
+    as reported by the caller; unset: not reported yet
     """
 
     output_tokens: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
@@ -980,7 +980,7 @@ class Decision(betterproto2.Message):
 
     decision_us: "int" = betterproto2.field(12, betterproto2.TYPE_UINT32)
     """
-    time the decision took, without waiting in line
+    duration of the decision, without time in the admission queue
     """
 
     waited_ms: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
@@ -998,11 +998,11 @@ default_message_pool.register_message("sluice.v1", "Decision", Decision)
 @dataclass(eq=False, repr=False)
 class DisaggregationParams(betterproto2.Message):
     """
-    The part one worker plays in a request that is split over a prefill and a decode worker.
+    One worker's role in a request that is split over a prefill and a decode worker.
 
-    The prefill worker gets the request as it is, emits exactly one token and ends with FINISH_REASON_HANDOFF; an answer
-    of one token ends as usual instead. The decode worker gets the same request and the handoff, and goes on with the
-    token after that one: both outputs in a row are the whole answer, and each side's usage counts its own tokens.
+    The prefill worker receives the unchanged request, emits exactly one token and ends with FINISH_REASON_HANDOFF; an
+    output of one token ends as usual instead. The decode worker receives the same request and the handoff, and continues
+    with the next token: both outputs concatenated are the full output, and each side's usage counts its own tokens.
     """
 
     role: "WorkerRole" = betterproto2.field(
@@ -1011,7 +1011,7 @@ class DisaggregationParams(betterproto2.Message):
 
     handoff: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
     """
-    on the decode side: what the prefill worker handed over, opaque
+    on the decode side: the prefill worker's handoff, opaque
     """
 
     bootstrap_host: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
@@ -1044,7 +1044,7 @@ default_message_pool.register_message("sluice.v1", "DumpIndexRequest", DumpIndex
 class Embedding(betterproto2.Message):
     values: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
     """
-    little-endian float32 back to back
+    concatenated little-endian float32
     """
 
 
@@ -1063,7 +1063,7 @@ class EmbedRequest(betterproto2.Message):
 
     dimensions: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
     """
-    cut to this many; 0: the model's own
+    truncate to this many; 0: the model's dimensions
     """
 
     trace: "TraceContext | None" = betterproto2.field(
@@ -1104,7 +1104,7 @@ class EmbedsPrompt(betterproto2.Message):
 
     values: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
     """
-    little-endian float32, row after row, one row of `width` per position
+    little-endian float32, row after row, one row of `width` values per position
     """
 
     width: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
@@ -1119,7 +1119,7 @@ default_message_pool.register_message("sluice.v1", "EmbedsPrompt", EmbedsPrompt)
 @dataclass(eq=False, repr=False)
 class EndStream(betterproto2.Message):
     """
-    The engine has ended this stream; what is held back comes out and a finish event answers.
+    The engine ended this stream; withheld output is flushed, followed by a finish event.
     """
 
     slot: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -1132,7 +1132,7 @@ class EndStream(betterproto2.Message):
         3, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    the id that ended it, as the worker said
+    the id that ended it, as reported by the worker
     """
 
 
@@ -1142,7 +1142,7 @@ default_message_pool.register_message("sluice.v1", "EndStream", EndStream)
 @dataclass(eq=False, repr=False)
 class ErrorDetail(betterproto2.Message):
     """
-    A typed error. Travels as the trailing metadata entry `sluice-error-bin` of a failed RPC (serialized), and as a
+    A typed error. Sent as the trailing metadata entry `sluice-error-bin` of a failed RPC (serialized), and as a
     field inside streams that carry many requests, where one request's failure must not end the stream.
     """
 
@@ -1152,12 +1152,12 @@ class ErrorDetail(betterproto2.Message):
 
     message: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
     """
-    One sentence in plain words that says what is wrong and what to do. Never a traceback.
+    One sentence: what is wrong and what to do. Never a traceback.
     """
 
     param: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
     """
-    The request field at fault in the caller's own API, such as "messages[0].role". Empty: no single field.
+    The invalid request field, as named in the caller's API, such as "messages[0].role". Empty: not a single field.
     """
 
     code: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
@@ -1167,12 +1167,12 @@ class ErrorDetail(betterproto2.Message):
 
     retry_after_ms: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
     """
-    How long to wait before a retry makes sense, milliseconds. 0: unknown.
+    Suggested wait before a retry, milliseconds. 0: unknown.
     """
 
     retryable: "bool" = betterproto2.field(6, betterproto2.TYPE_BOOL)
     """
-    True when the same request may succeed on another replica or worker right away.
+    True if an immediate retry on another replica or worker may succeed.
     """
 
 
@@ -1182,7 +1182,7 @@ default_message_pool.register_message("sluice.v1", "ErrorDetail", ErrorDetail)
 @dataclass(eq=False, repr=False)
 class EventAck(betterproto2.Message):
     """
-    Everything of the rank up to this sequence number is durable.
+    All events of the rank up to this sequence number are stored.
     """
 
     data_parallel_rank: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -1203,7 +1203,7 @@ class FreeRequestRequest(betterproto2.Message):
         2, betterproto2.TYPE_MESSAGE, repeated=True
     )
     """
-    what became of them, as far as the caller knows; any subset, also others
+    outcomes of these or other requests, if known
     """
 
 
@@ -1216,7 +1216,7 @@ default_message_pool.register_message(
 class FreeRequestResponse(betterproto2.Message):
     unknown: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     """
-    ids that were expired, freed or never given
+    ids that had expired, were freed or never existed
     """
 
 
@@ -1228,7 +1228,7 @@ default_message_pool.register_message(
 @dataclass(eq=False, repr=False)
 class GenerateDelta(betterproto2.Message):
     """
-    The twin of a TokenBatch row for one request.
+    A TokenBatch row of a single request.
     """
 
     token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
@@ -1258,12 +1258,12 @@ class GenerateRequest(betterproto2.Message):
 
     request_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    Unique among all requests alive; the router's reservation and the traces carry the same one. Required.
+    Unique among all active requests; the same as in the router's reservation and in traces. Required.
     """
 
     model: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
     """
-    served name; must be the card's or one of its adapters
+    served name; the card's model or one of its adapters
     """
 
     tokens: "TokenPrompt | None" = betterproto2.field(
@@ -1319,7 +1319,7 @@ class GenerateRequest(betterproto2.Message):
 
     priority: "int" = betterproto2.field(12, betterproto2.TYPE_INT32)
     """
-    lower runs first; 0 is normal
+    lower is scheduled first; 0 is normal
     """
 
     data_parallel_rank: "int | None" = betterproto2.field(
@@ -1342,15 +1342,15 @@ class GenerateRequest(betterproto2.Message):
 
     resumed_tokens: "int" = betterproto2.field(16, betterproto2.TYPE_UINT32)
     """
-    Of the prompt, how many tokens at its end were generated by an earlier worker of the same request (migration).
+    Number of tokens at the end of the prompt that an earlier worker generated for the same request (migration).
     """
 
     postprocess: "StreamOptions | None" = betterproto2.field(
         18, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
-    Set: the worker also makes text, reasoning and tool calls of its tokens; the capability is "text_out". They come as
-    TokenExtra.events beside the token ids.
+    Set: the worker also converts its tokens to text, reasoning and tool calls (capability "text_out"), sent as
+    TokenExtra.events with the token ids.
     """
 
 
@@ -1366,7 +1366,7 @@ class GetDecisionsRequest(betterproto2.Message):
 
     limit: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     """
-    most records, newest first; 0: 100
+    maximum records, newest first; 0: 100
     """
 
 
@@ -1404,7 +1404,7 @@ class GetInfoResponse(betterproto2.Message):
 
     epoch: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
     """
-    raised at every start of the worker; its cache was empty then
+    increases with every start of the worker, when its cache is empty
     """
 
     card: "ModelCard | None" = betterproto2.field(
@@ -1433,16 +1433,16 @@ class GetInfoResponse(betterproto2.Message):
 
     phase: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
     """
-    What keeps the worker from serving, in words: a phase of its start such as "loading weights", "asleep",
-    "unhealthy"; or what is wrong although it serves: "worker id taken" while another process holds its id, so that it is
-    not registered. Empty: it serves. While it starts, card and engine are unset.
+    Why the worker is not serving: a phase of its startup such as "loading weights", or "asleep", "unhealthy"; or a
+    problem of a serving worker: "worker id taken" while another process holds its id, so that it is not registered.
+    Empty: serving. During startup, card and engine are unset.
     """
 
     phase_share: "float | None" = betterproto2.field(
         10, betterproto2.TYPE_FLOAT, optional=True
     )
     """
-    how far the phase is, 0 to 1; unset: unknown
+    progress of the phase, 0 to 1; unset: unknown
     """
 
 
@@ -1497,7 +1497,7 @@ class GetOverlapsResponse(betterproto2.Message):
         1, betterproto2.TYPE_MESSAGE, repeated=True
     )
     """
-    only workers with any
+    only workers with an overlap
     """
 
 
@@ -1564,7 +1564,7 @@ class GuidedDecoding(betterproto2.Message):
         6, betterproto2.TYPE_STRING, optional=True, group="grammar"
     )
     """
-    JSON document that says where in free text which schema applies
+    JSON document that states where in free text which schema applies
     """
 
 
@@ -1589,7 +1589,7 @@ default_message_pool.register_message(
 @dataclass(eq=False, repr=False)
 class Heartbeat(betterproto2.Message):
     """
-    Renews the lease and corrects the load book.
+    Renews the lease and reports load.
     """
 
     loads: "list[WorkerLoad]" = betterproto2.field(
@@ -1622,7 +1622,7 @@ class IndexDump(betterproto2.Message):
 
     block_hashes: "bytes" = betterproto2.field(6, betterproto2.TYPE_BYTES)
     """
-    packed u64, ascending; a large worker comes in several messages
+    packed u64, ascending; a large worker's index spans several messages
     """
 
 
@@ -1657,7 +1657,7 @@ default_message_pool.register_message("sluice.v1", "KvEvent", KvEvent)
 @dataclass(eq=False, repr=False)
 class KvEventBatch(betterproto2.Message):
     """
-    Cache changes of one rank in one engine step. Sequence numbers of a rank start at 1 in an epoch and have no holes.
+    Cache changes of one rank in one engine step. Sequence numbers of a rank start at 1 in each epoch, without gaps.
     """
 
     data_parallel_rank: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -1678,7 +1678,7 @@ default_message_pool.register_message("sluice.v1", "KvEventBatch", KvEventBatch)
 @dataclass(eq=False, repr=False)
 class Leave(betterproto2.Message):
     """
-    The worker takes no new requests: it disappears from answers and watches at once.
+    The worker accepts no new requests: it is removed from selection and watches immediately.
     """
 
     reason: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
@@ -1731,7 +1731,7 @@ default_message_pool.register_message(
 class MarkPrefillCompleteResponse(betterproto2.Message):
     unknown: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     """
-    ids that were expired, freed or never given
+    ids that had expired, were freed or never existed
     """
 
 
@@ -1743,12 +1743,12 @@ default_message_pool.register_message(
 @dataclass(eq=False, repr=False)
 class ModelCard(betterproto2.Message):
     """
-    What a worker serves; constant for the life of its epoch.
+    Description of what a worker serves; constant within an epoch.
     """
 
     model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    served name, as clients write it in "model"
+    served name, as clients send it in "model"
     """
 
     tokenizer: "TokenizerSpec | None" = betterproto2.field(
@@ -1757,22 +1757,22 @@ class ModelCard(betterproto2.Message):
 
     context_length: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
     """
-    most tokens of prompt and output together; 0: unknown
+    maximum tokens of prompt and output together; 0: unknown
     """
 
     vocab_size: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
     """
-    ids are below this; 0: unknown
+    all ids are less than this; 0: unknown
     """
 
     block_size: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
     """
-    tokens in a KV-cache block; 0: no prefix cache to route on
+    tokens in a KV-cache block; 0: no prefix cache
     """
 
     hash_scheme: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
     """
-    how block hashes are made; "sluice-xxh3-v1" is the only one so far
+    scheme of block hashes; currently always "sluice-xxh3-v1"
     """
 
     total_blocks: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
@@ -1782,24 +1782,24 @@ class ModelCard(betterproto2.Message):
 
     max_sequences: "int" = betterproto2.field(8, betterproto2.TYPE_UINT32)
     """
-    requests the engine runs at once; 0: unknown
+    maximum concurrent requests in the engine; 0: unknown
     """
 
     max_batched_tokens: "int" = betterproto2.field(9, betterproto2.TYPE_UINT32)
     """
-    tokens of one engine step; 0: unknown
+    maximum tokens per engine step; 0: unknown
     """
 
     data_parallel_size: "int" = betterproto2.field(10, betterproto2.TYPE_UINT32)
     """
-    ranks behind this worker; 0 is read as 1
+    data-parallel ranks of this worker; 0 means 1
     """
 
     capabilities: "list[str]" = betterproto2.field(
         11, betterproto2.TYPE_STRING, repeated=True
     )
     """
-    what the engine honours: "token_ids", "logprobs", "kv_events", "embeddings", …
+    supported features: "token_ids", "logprobs", "kv_events", "embeddings", …
     """
 
     eos_token_ids: "bytes" = betterproto2.field(12, betterproto2.TYPE_BYTES)
@@ -1821,17 +1821,17 @@ class ModelCard(betterproto2.Message):
 
     chat_template: "str" = betterproto2.field(15, betterproto2.TYPE_STRING)
     """
-    Jinja, instead of the one in the tokenizer's files; empty: the files' own
+    Jinja template that replaces the tokenizer files' one; empty: not replaced
     """
 
     tool_parser: "str" = betterproto2.field(16, betterproto2.TYPE_STRING)
     """
-    what the tool parser "auto" means for this model; empty: the template tells
+    tool parser that "auto" selects; empty: detected from the template
     """
 
     reasoning_parser: "str" = betterproto2.field(17, betterproto2.TYPE_STRING)
     """
-    the same for the reasoning parser
+    reasoning parser that "auto" selects; empty: detected from the template
     """
 
 
@@ -1841,12 +1841,12 @@ default_message_pool.register_message("sluice.v1", "ModelCard", ModelCard)
 @dataclass(eq=False, repr=False)
 class OpenStream(betterproto2.Message):
     """
-    A stream on a session. The slot is free again after its finish event or after a close.
+    Opens a stream on a session. The slot can be reused after its finish event or a close.
     """
 
     slot: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     """
-    chosen by the caller, unique among the session's live streams
+    chosen by the caller, unique among the session's open streams
     """
 
     request_id: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
@@ -1863,7 +1863,7 @@ class OpenStream(betterproto2.Message):
         5, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
-    the stream began elsewhere; unset: it begins here
+    state of a stream that moves here; unset: a new stream
     """
 
 
@@ -1873,7 +1873,7 @@ default_message_pool.register_message("sluice.v1", "OpenStream", OpenStream)
 @dataclass(eq=False, repr=False)
 class OutputOptions(betterproto2.Message):
     """
-    What the engine reports beside token ids.
+    What the engine reports in addition to token ids.
     """
 
     logprobs: "int | None" = betterproto2.field(
@@ -1887,7 +1887,7 @@ class OutputOptions(betterproto2.Message):
         2, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    The same for prompt tokens: one entry a token, of which the first says nothing (rank 0, logprob 0).
+    The same for prompt tokens: one entry per token; the first has no value (rank 0, logprob 0).
     """
 
 
@@ -1897,7 +1897,7 @@ default_message_pool.register_message("sluice.v1", "OutputOptions", OutputOption
 @dataclass(eq=False, repr=False)
 class Overlap(betterproto2.Message):
     """
-    Blocks of the prompt that a worker holds, as a prefix, per tier.
+    Blocks of the prompt's prefix that a worker has cached, per tier.
     """
 
     device_blocks: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -1908,8 +1908,8 @@ class Overlap(betterproto2.Message):
 
     predicted_blocks: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
     """
-    Blocks nobody has reported but the router expects, because it sent requests with them there. Counted apart: never
-    part of the other fields.
+    Blocks not reported yet but predicted, because requests with them were routed to the worker. Not included in the
+    other fields.
     """
 
 
@@ -1931,7 +1931,7 @@ class ParseRequest(betterproto2.Message):
         3, betterproto2.TYPE_ENUM, default_factory=lambda: FinishReason(0)
     )
     """
-    how the engine ended it; unspecified is read as LENGTH
+    how the engine ended it; unspecified means LENGTH
     """
 
 
@@ -2002,7 +2002,7 @@ class PostSessionRequest(betterproto2.Message):
 
     closes: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
     """
-    packed u32 slots to forget without an answer
+    packed u32; slots to close without a finish event
     """
 
 
@@ -2014,8 +2014,8 @@ default_message_pool.register_message(
 @dataclass(eq=False, repr=False)
 class PromptRef(betterproto2.Message):
     """
-    A prompt as the router sees it. Exactly one of token_ids, block_hashes and openai_body is set for policy kv; other
-    policies take prompt_tokens alone.
+    A prompt to route. Exactly one of token_ids, block_hashes and openai_body is set for policy kv; other
+    policies need only prompt_tokens.
     """
 
     token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
@@ -2030,23 +2030,23 @@ class PromptRef(betterproto2.Message):
 
     hash_scheme: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
     """
-    of block_hashes; empty is read as "sluice-xxh3-v1"
+    of block_hashes; empty means "sluice-xxh3-v1"
     """
 
     block_size: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
     """
-    tokens a block of block_hashes; must equal the model's
+    tokens per block of block_hashes; must equal the model's
     """
 
     prompt_tokens: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
     """
-    length of the prompt; 0: taken from token_ids, or hashes times block size
+    length of the prompt; 0: derived from token_ids, or from the hashes and block size
     """
 
     openai_body: "bytes" = betterproto2.field(6, betterproto2.TYPE_BYTES)
     """
-    JSON body of an OpenAI chat completion or completion; the router asks preprocess for its tokens.
-    FAILED_PRECONDITION when the router knows no preprocess service.
+    JSON body of an OpenAI chat completion or completion; the router has preprocess tokenize it.
+    FAILED_PRECONDITION if the router has no preprocess service.
     """
 
 
@@ -2057,9 +2057,9 @@ default_message_pool.register_message("sluice.v1", "PromptRef", PromptRef)
 class Registration(betterproto2.Message):
     worker_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    Unique among the workers of all models. While the lease of one process lives, another one is refused with
-    `worker_id_taken` and how long the lease lasts; only a caller whose identity names this very worker may take the id
-    over, with a higher epoch.
+    Unique among the workers of all models. While one process holds the lease, another one is rejected with
+    `worker_id_taken` and the time left; only a caller whose identity names this very worker can take over the id, with
+    a higher epoch.
     """
 
     address: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
@@ -2069,8 +2069,8 @@ class Registration(betterproto2.Message):
 
     epoch: "int" = betterproto2.field(3, betterproto2.TYPE_UINT64)
     """
-    Raised at every start, such as the start's Unix microseconds: what was cached under an older epoch is gone. 0, and
-    one that is more than a day ahead of the router's clock as Unix microseconds, is INVALID_ARGUMENT.
+    Increases with every start, such as its Unix time in microseconds; caches of older epochs are discarded.
+    INVALID_ARGUMENT if 0 or, as Unix microseconds, more than a day ahead of the router's clock.
     """
 
     card: "ModelCard | None" = betterproto2.field(
@@ -2087,9 +2087,9 @@ class Registration(betterproto2.Message):
 
     lease_key: "bytes" = betterproto2.field(8, betterproto2.TYPE_BYTES)
     """
-    A random secret of this process, 16 to 64 bytes, the same at every registration until it ends: it proves that a
-    registration at another replica is the same process, so that it may go on while its old stream is still open there.
-    Unset: a registration that only the end of its stream, or of its lease, gives the id back.
+    A random secret of this process, 16 to 64 bytes, constant until the process ends. It proves to another replica that
+    a registration comes from the same process, which may then continue while its old stream is still open.
+    Unset: the id becomes free only with the end of the stream or of the lease.
     """
 
 
@@ -2112,7 +2112,7 @@ default_message_pool.register_message(
 class ReportProgressResponse(betterproto2.Message):
     unknown: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     """
-    ids that were expired, freed or never given
+    ids that had expired, were freed or never existed
     """
 
 
@@ -2124,7 +2124,7 @@ default_message_pool.register_message(
 @dataclass(eq=False, repr=False)
 class RequestOutcome(betterproto2.Message):
     """
-    What a request turned out to be; completes its decision record.
+    Outcome of a request; completes its decision record.
     """
 
     reservation_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
@@ -2148,7 +2148,7 @@ class RequestProgress(betterproto2.Message):
 
     output_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     """
-    generated so far, all in all
+    total generated so far
     """
 
 
@@ -2158,7 +2158,7 @@ default_message_pool.register_message("sluice.v1", "RequestProgress", RequestPro
 @dataclass(eq=False, repr=False)
 class ResyncRequest(betterproto2.Message):
     """
-    The router missed something: send a snapshot of this rank.
+    The router missed events: the worker must send a snapshot of this rank.
     """
 
     data_parallel_rank: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -2191,7 +2191,7 @@ class RouteAnswer(betterproto2.Message):
         3, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
-    set when the call failed
+    set if the call failed
     """
 
 
@@ -2201,7 +2201,7 @@ default_message_pool.register_message("sluice.v1", "RouteAnswer", RouteAnswer)
 @dataclass(eq=False, repr=False)
 class RouteAnswers(betterproto2.Message):
     """
-    Answers that were ready together, in any order.
+    Answers sent together, in any order.
     """
 
     answers: "list[RouteAnswer]" = betterproto2.field(
@@ -2220,7 +2220,7 @@ class RouteCall(betterproto2.Message):
 
     number: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     """
-    chosen by the caller; no two calls under way on a stream have the same
+    chosen by the caller; unique among the stream's calls in progress
     """
 
     request: "RouteQueryRequest | None" = betterproto2.field(
@@ -2235,7 +2235,7 @@ class RouteCall(betterproto2.Message):
         ),
     )
     """
-    what the unary call would have as metadata, such as traceparent
+    metadata of the unary call, such as traceparent
     """
 
 
@@ -2245,7 +2245,7 @@ default_message_pool.register_message("sluice.v1", "RouteCall", RouteCall)
 @dataclass(eq=False, repr=False)
 class RouteCalls(betterproto2.Message):
     """
-    Calls that were ready together.
+    Calls sent together.
     """
 
     calls: "list[RouteCall]" = betterproto2.field(
@@ -2254,7 +2254,7 @@ class RouteCalls(betterproto2.Message):
 
     cancels: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
     """
-    packed u32; numbers of calls that nobody waits for any more: they get no answer
+    packed u32; numbers of cancelled calls; they get no answer
     """
 
 
@@ -2283,12 +2283,12 @@ class RouteQueryRequest(betterproto2.Message):
 
     lora: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
     """
-    adapter name; used with token_ids, hashes contain it already
+    adapter name; used with token_ids only: block hashes already include it
     """
 
     cache_salt: "str" = betterproto2.field(6, betterproto2.TYPE_STRING)
     """
-    the same
+    used with token_ids only, as lora
     """
 
     priority: "int" = betterproto2.field(7, betterproto2.TYPE_INT32)
@@ -2305,7 +2305,7 @@ class RouteQueryRequest(betterproto2.Message):
         9, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
-    unset: every worker of the model
+    unset: all workers of the model
     """
 
     cost: "CostOverrides | None" = betterproto2.field(
@@ -2324,37 +2324,37 @@ class RouteQueryRequest(betterproto2.Message):
 
     ttl_ms: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
     """
-    life of the reservation; 0: the router's setting
+    lifetime of the reservation; 0: the router's setting
     """
 
     session_id: "str" = betterproto2.field(14, betterproto2.TYPE_STRING)
     """
-    Requests of one session go to the worker that the session's last request went to, while it is alive and not over
-    the busy thresholds. Empty: no session.
+    Requests of a session are routed to the worker of the session's previous request while it is alive and below the
+    busy thresholds. Empty: no session.
     """
 
     session_ttl_ms: "int" = betterproto2.field(15, betterproto2.TYPE_UINT32)
     """
-    how long the session is remembered after this request; 0: the router's setting
+    lifetime of the session after this request; 0: the router's setting
     """
 
     owner: "str" = betterproto2.field(16, betterproto2.TYPE_STRING)
     """
-    Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
-    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
-    one of the caller that names it, and reservations are only freed, marked and reported on by the caller that made them.
+    Owner of the reservation: it is released when the owner's lease expires, see WatchWorkersRequest.owner.
+    Empty: no owner; it is held until it is freed or expires. Where tokens or certificates identify callers, owners are
+    scoped to the caller that names them, and only the caller that made a reservation can free, mark or report on it.
     """
 
     max_wait_ms: "int" = betterproto2.field(17, betterproto2.TYPE_UINT32)
     """
-    While every candidate is over the busy thresholds: how long to wait in line, by priority, then by arrival, for one
-    that is not, before it fails with RESOURCE_EXHAUSTED. 0: the router's setting, by default not to wait.
+    While every candidate exceeds the busy thresholds: longest wait in the admission queue, by priority, then by
+    arrival, before the query fails with RESOURCE_EXHAUSTED. 0: the router's setting, by default no wait.
     """
 
     return_token_ids: "bool" = betterproto2.field(18, betterproto2.TYPE_BOOL)
     """
-    Fill token_ids, block_hashes, hash_scheme and block_size of the answer, so that a scheduler that has only the body
-    of a request need not tokenize it again.
+    Fill token_ids, block_hashes, hash_scheme and block_size of the response, so that a scheduler that has only the
+    request body need not tokenize it again.
     """
 
 
@@ -2369,7 +2369,7 @@ class RouteQueryResponse(betterproto2.Message):
         1, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
-    the worker that answers
+    the worker that generates the output
     """
 
     prefill: "WorkerTarget | None" = betterproto2.field(
@@ -2383,7 +2383,7 @@ class RouteQueryResponse(betterproto2.Message):
         3, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
-    on the worker that runs the prompt
+    on the worker that computes the prompt
     """
 
     tokens_to_compute: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
@@ -2403,12 +2403,12 @@ class RouteQueryResponse(betterproto2.Message):
 
     index_age_ms: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
     """
-    since this replica last knew its view to be current
+    age of this replica's view of the index
     """
 
     degraded: "str" = betterproto2.field(8, betterproto2.TYPE_STRING)
     """
-    why a fallback was taken, such as "store_unavailable"; empty: none
+    reason for a fallback, such as "store_unavailable"; empty: none
     """
 
     scores: "list[CandidateScore]" = betterproto2.field(
@@ -2431,30 +2431,30 @@ class RouteQueryResponse(betterproto2.Message):
 
     best_overlap_blocks: "int" = betterproto2.field(11, betterproto2.TYPE_UINT32)
     """
-    most blocks any candidate held
+    largest overlap of any candidate, blocks
     """
 
     waited_ms: "int" = betterproto2.field(12, betterproto2.TYPE_UINT32)
     """
-    spent in line for a worker below the busy thresholds
+    time in the admission queue
     """
 
     session_hit: "bool" = betterproto2.field(13, betterproto2.TYPE_BOOL)
     """
-    the session decided
+    session affinity selected the worker
     """
 
     prefill_skipped: "str" = betterproto2.field(14, betterproto2.TYPE_STRING)
     """
-    why no prefill worker was chosen although there are some; empty: none was skipped
+    why no prefill worker was selected although some exist; empty: none was skipped
     """
 
     token_ids: "bytes" = betterproto2.field(15, betterproto2.TYPE_BYTES)
     """
-    With return_token_ids, the prompt as it was routed. The ids are what Worker.Generate takes as TokenPrompt and a
-    gateway as nvext.token_data; the hashes are what a later query takes as PromptRef.block_hashes.
+    With return_token_ids, the prompt as routed. Pass the ids to Worker.Generate as TokenPrompt or to a gateway as
+    nvext.token_data, and the hashes to a later query as PromptRef.block_hashes.
 
-    packed u32; empty when the prompt was given by hashes or length
+    packed u32; empty if the prompt was given by hashes or length
     """
 
     block_hashes: "bytes" = betterproto2.field(16, betterproto2.TYPE_BYTES)
@@ -2469,7 +2469,7 @@ class RouteQueryResponse(betterproto2.Message):
 
     block_size: "int" = betterproto2.field(18, betterproto2.TYPE_UINT32)
     """
-    tokens a block of block_hashes; 0: none
+    tokens per block of block_hashes; 0: none
     """
 
 
@@ -2481,7 +2481,7 @@ default_message_pool.register_message(
 @dataclass(eq=False, repr=False)
 class SamplingOptions(betterproto2.Message):
     """
-    How the next token is chosen. Unset fields take the model's generation defaults, then the engine's own.
+    Sampling parameters. Unset fields take the model's generation defaults, then the engine's.
     """
 
     temperature: "float | None" = betterproto2.field(
@@ -2500,7 +2500,7 @@ class SamplingOptions(betterproto2.Message):
 
     top_k: "int | None" = betterproto2.field(3, betterproto2.TYPE_INT32, optional=True)
     """
-    >= 1 limits the choice; 0 or -1: no limit
+    >= 1: number of candidates; 0 or -1: no limit
     """
 
     min_p: "float | None" = betterproto2.field(
@@ -2533,7 +2533,7 @@ class SamplingOptions(betterproto2.Message):
 
     seed: "int | None" = betterproto2.field(8, betterproto2.TYPE_INT64, optional=True)
     """
-    equal seeds and inputs give equal outputs where the engine can
+    equal seeds and inputs give equal outputs, if supported
     """
 
     logit_bias: "dict[int, float]" = betterproto2.field(
@@ -2549,26 +2549,26 @@ class SamplingOptions(betterproto2.Message):
 
     allowed_token_ids: "bytes" = betterproto2.field(10, betterproto2.TYPE_BYTES)
     """
-    packed u32; only these ids may be chosen. Empty: all
+    packed u32; only these ids may be sampled. Empty: all
     """
 
     bad_words: "list[bytes]" = betterproto2.field(
         11, betterproto2.TYPE_BYTES, repeated=True
     )
     """
-    packed u32 each; sequences of ids that must not come out
+    packed u32 each; sequences of ids that must not be generated
     """
 
     thinking_token_budget: "int | None" = betterproto2.field(
         12, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    most tokens inside reasoning
+    maximum tokens inside reasoning
     """
 
     engine_options_json: "bytes" = betterproto2.field(13, betterproto2.TYPE_BYTES)
     """
-    Options of the engine's own, a JSON object; refused unless the card has the capability "engine_options". Empty: none.
+    Engine-specific options, a JSON object; rejected without the capability "engine_options". Empty: none.
     """
 
 
@@ -2578,12 +2578,12 @@ default_message_pool.register_message("sluice.v1", "SamplingOptions", SamplingOp
 @dataclass(eq=False, repr=False)
 class SessionStart(betterproto2.Message):
     """
-    A generation on a session. The slot names it in every batch; it is free again after the terminal delta.
+    Starts a generation on a session. The slot identifies it in every batch and can be reused after the terminal delta.
     """
 
     slot: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     """
-    chosen by the caller, unique among the session's live requests
+    chosen by the caller, unique among the session's active requests
     """
 
     request: "GenerateRequest | None" = betterproto2.field(
@@ -2597,15 +2597,15 @@ default_message_pool.register_message("sluice.v1", "SessionStart", SessionStart)
 @dataclass(eq=False, repr=False)
 class Snapshot(betterproto2.Message):
     """
-    The whole cache of one rank, the answer to a resync request. Chunked: the router replaces what it has when `last`
-    arrives. Events after `sequence` follow as usual.
+    The complete cache of one rank, in response to a resync request. Chunked: the router replaces the rank's index when
+    `last` arrives. Events after `sequence` follow as usual.
     """
 
     data_parallel_rank: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
 
     sequence: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
     """
-    the snapshot contains every event up to this one
+    the snapshot includes every event up to this one
     """
 
     tier: "CacheTier" = betterproto2.field(
@@ -2626,19 +2626,19 @@ default_message_pool.register_message("sluice.v1", "Snapshot", Snapshot)
 @dataclass(eq=False, repr=False)
 class StopOptions(betterproto2.Message):
     """
-    When a generation ends. Stop *strings* are postprocess's business: an engine never sees text.
+    Stop conditions. Stop *strings* are handled by postprocess: an engine never receives text.
     """
 
     max_tokens: "int | None" = betterproto2.field(
         1, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    most tokens to generate; unset: what fits into the context
+    maximum tokens to generate; unset: as many as fit into the context
     """
 
     min_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     """
-    fewest tokens before EOS, a stop id or a stop string counts
+    minimum tokens before EOS, a stop id or a stop string takes effect
     """
 
     stop_token_ids: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
@@ -2663,7 +2663,7 @@ default_message_pool.register_message("sluice.v1", "StopOptions", StopOptions)
 @dataclass(eq=False, repr=False)
 class StreamEvent(betterproto2.Message):
     """
-    What a stream has to say besides plain text.
+    Output of a stream other than plain text.
     """
 
     slot: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -2672,20 +2672,20 @@ class StreamEvent(betterproto2.Message):
         2, betterproto2.TYPE_ENUM, default_factory=lambda: FinishReason(0)
     )
     """
-    Set: the stream is over, nothing comes after it. STOP with stop_string or stop_token_id says that postprocess
-    found the end itself, and the caller should cancel the worker if it still runs.
+    Set: the stream has ended; this is its last event. STOP with stop_string or stop_token_id means that postprocess
+    detected the end, and the caller should cancel the generation if it still runs.
     """
 
     stop_string: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
     """
-    the stop string that was hit
+    the matched stop string
     """
 
     stop_token_id: "int | None" = betterproto2.field(
         4, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    the stop id that was hit
+    the matched stop id
     """
 
     tokens_seen: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
@@ -2695,7 +2695,7 @@ class StreamEvent(betterproto2.Message):
 
     reasoning_tokens: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
     """
-    with finish_reason: of them, inside reasoning
+    with finish_reason: the tokens inside reasoning
     """
 
     reasoning: "str" = betterproto2.field(7, betterproto2.TYPE_STRING)
@@ -2716,20 +2716,20 @@ class StreamEvent(betterproto2.Message):
 
     degraded: "str" = betterproto2.field(10, betterproto2.TYPE_STRING)
     """
-    why a fallback was taken; empty: none
+    reason for a fallback; empty: none
     """
 
     tokens: "TokenTexts | None" = betterproto2.field(
         12, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
-    What tokens stand for, with StreamOptions.token_texts; comes with the tokens, before text that is held back.
+    Texts of tokens, with StreamOptions.token_texts; sent with the tokens, before withheld text.
     """
 
     text: "str" = betterproto2.field(11, betterproto2.TYPE_STRING)
     """
-    Content text of streams with a parser, where the order of text, reasoning and tool calls matters: the events of a
-    slot are in order, and such a stream never uses the text column.
+    Content text of streams with a parser, where the order of text, reasoning and tool calls matters: a slot's events
+    are ordered, and such a stream never uses the text column.
     """
 
 
@@ -2739,12 +2739,12 @@ default_message_pool.register_message("sluice.v1", "StreamEvent", StreamEvent)
 @dataclass(eq=False, repr=False)
 class StreamOptions(betterproto2.Message):
     """
-    How one stream's tokens become text.
+    Options of the conversion of one stream's tokens to text.
     """
 
     model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    served name; decides tokenizer and parsers
+    served name; determines tokenizer and parsers
     """
 
     skip_special_tokens: "bool | None" = betterproto2.field(
@@ -2761,12 +2761,12 @@ class StreamOptions(betterproto2.Message):
 
     include_stop_string: "bool" = betterproto2.field(4, betterproto2.TYPE_BOOL)
     """
-    the text ends after it instead
+    the text includes the stop string
     """
 
     stop_token_ids: "bytes" = betterproto2.field(5, betterproto2.TYPE_BYTES)
     """
-    packed u32; text of these ids, when they come last, is left out
+    packed u32; text of a final token with one of these ids is omitted
     """
 
     eos_token_ids: "bytes" = betterproto2.field(6, betterproto2.TYPE_BYTES)
@@ -2776,7 +2776,7 @@ class StreamOptions(betterproto2.Message):
 
     min_tokens: "int" = betterproto2.field(7, betterproto2.TYPE_UINT32)
     """
-    stop strings count only after this many tokens
+    stop strings take effect only after this many tokens
     """
 
     prompt_tail: "bytes" = betterproto2.field(8, betterproto2.TYPE_BYTES)
@@ -2811,31 +2811,31 @@ class StreamOptions(betterproto2.Message):
 
     single_tool_call: "bool" = betterproto2.field(14, betterproto2.TYPE_BOOL)
     """
-    at most one tool call; further ones stay text
+    at most one tool call; further ones remain text
     """
 
     guided: "bool" = betterproto2.field(15, betterproto2.TYPE_BOOL)
     """
-    a grammar constrains the output: no tool calls in it, and no reasoning unless the
+    a grammar constrains the output: no tool calls, and no reasoning unless the
     """
 
     token_texts: "bool" = betterproto2.field(16, betterproto2.TYPE_BOOL)
     """
-    model thinks first
+    model reasons first
 
-    tell what each token stands for, in StreamEvent.tokens; for logprobs; not with Parse
+    return each token's text in StreamEvent.tokens, for logprobs; not with Parse
     """
 
     chat_template_kwargs_json: "bytes" = betterproto2.field(17, betterproto2.TYPE_BYTES)
     """
-    JSON object the caller gave the chat template, such as enable_thinking; the
+    JSON object passed to the chat template, such as enable_thinking; read by the
     """
 
     max_tokens: "int" = betterproto2.field(18, betterproto2.TYPE_UINT32)
     """
-    engines' own parsers look at it; empty: none
+    engines' own parsers; empty: none
 
-    tokens of the whole generation; a further one is ignored and ends the stream with
+    maximum tokens of the generation; a further one is dropped and ends the stream
     """
 
 
@@ -2845,37 +2845,37 @@ default_message_pool.register_message("sluice.v1", "StreamOptions", StreamOption
 @dataclass(eq=False, repr=False)
 class StreamResume(betterproto2.Message):
     """
-    A stream that another replica (or another session) was working on. Its state is rebuilt from its tokens, and only
-    what the caller has not got yet comes out: what follows equals what the lost replica would have sent. The other
-    fields of OpenStream must be those it was opened with, request_id included (ids of tool calls are made of it).
-    `degraded` marks come again. The counts never exceed what these tokens gave.
+    A stream moved from another replica or session. Its state is rebuilt from its tokens, and only output that the caller
+    has not received is sent: it equals what the lost replica would have sent. The other fields of OpenStream must equal
+    those of the original, including request_id (from which ids of tool calls are derived). `degraded` marks are sent
+    again. The counts never exceed what these tokens produced.
     """
 
     token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
     """
-    packed u32; all tokens of the stream so far, in order
+    packed u32; all tokens of the stream so far
     """
 
     text_sent: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     """
-    code points of content the caller has got
+    code points of content already received
     """
 
     reasoning_sent: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
     """
-    code points of reasoning
+    code points of reasoning already received
     """
 
     calls: "list[CallSent]" = betterproto2.field(
         4, betterproto2.TYPE_MESSAGE, repeated=True
     )
     """
-    tool calls of which the caller has got anything; others have begun nowhere
+    tool calls already received in part or completely
     """
 
     tokens_sent: "int" = betterproto2.field(5, betterproto2.TYPE_UINT32)
     """
-    with token_texts: rows of StreamEvent.tokens the caller has got
+    with token_texts: rows of StreamEvent.tokens already received
     """
 
 
@@ -2885,8 +2885,8 @@ default_message_pool.register_message("sluice.v1", "StreamResume", StreamResume)
 @dataclass(eq=False, repr=False)
 class TextBatch(betterproto2.Message):
     """
-    Everything that became ready together, as columns: row i is slots[i] with the next text_lengths[i] code points of
-    text. A slot appears at most once; a slot whose tokens gave no text yet does not appear. Events come after the text.
+    Output that became ready together, as columns: row i is slots[i] with the next text_lengths[i] code points of text. A
+    slot appears at most once, and only if its tokens produced text. Events apply after the text.
     """
 
     slots: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
@@ -2907,9 +2907,9 @@ class TextBatch(betterproto2.Message):
 
     draining: "bool" = betterproto2.field(5, betterproto2.TYPE_BOOL)
     """
-    This replica leaves: the caller should move every stream of this session to another replica (StreamResume there,
-    a close here) and open no more. Set on the first message after it knows, and only there; a message may have
-    nothing else in it. Streams go on here meanwhile, for the time it has.
+    This replica is shutting down: the caller should move every stream of this session to another replica (StreamResume
+    there, a close here) and open no more. Set on one message, possibly otherwise empty. Until the shutdown deadline
+    streams continue here.
     """
 
 
@@ -2919,9 +2919,9 @@ default_message_pool.register_message("sluice.v1", "TextBatch", TextBatch)
 @dataclass(eq=False, repr=False)
 class TokenBatch(betterproto2.Message):
     """
-    Everything that became ready together, as columns: row i is slots[i] with the next counts[i] ids of token_ids.
-    Rows are in order; a slot appears more than once when several engine steps travel together. Extras speak about the
-    same batch and come after its tokens.
+    Outputs that became ready together, as columns: row i is slots[i] with the next counts[i] ids of token_ids.
+    Rows are in order; a slot appears more than once if the batch combines several engine steps. Extras refer to the
+    same batch and apply after its tokens.
     """
 
     slots: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
@@ -2950,10 +2950,10 @@ default_message_pool.register_message("sluice.v1", "TokenBatch", TokenBatch)
 @dataclass(eq=False, repr=False)
 class TokenColumns(betterproto2.Message):
     """
-    The token columns of a worker's TokenBatch, passed on untouched. Rows are applied in order; a slot may appear more
-    than once. Rows of slots whose stream has ended or was closed are ignored: they are tokens that were under way, and
-    the slot may have a next stream before an answer could arrive. A slot that was never opened on this session is
-    answered once with FINISH_REASON_ERROR, code stream_unknown.
+    The token columns of a worker's TokenBatch, forwarded unchanged. Rows are applied in order; a slot may appear more
+    than once. Rows of slots whose stream has ended or was closed are ignored: such tokens were in transit, and the slot
+    may be reused before a response could arrive. For a slot never opened on this session, one event with
+    FINISH_REASON_ERROR and code stream_unknown is returned.
     """
 
     slots: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
@@ -2978,8 +2978,8 @@ default_message_pool.register_message("sluice.v1", "TokenColumns", TokenColumns)
 @dataclass(eq=False, repr=False)
 class TokenExtra(betterproto2.Message):
     """
-    What a request has to say besides token ids. With finish_reason set it is the terminal delta: exactly one per
-    request, and nothing for that slot after it.
+    Output of a request other than token ids. With finish_reason set it is the terminal delta: exactly one per request,
+    and the last message for that slot.
     """
 
     slot: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -2988,7 +2988,7 @@ class TokenExtra(betterproto2.Message):
         2, betterproto2.TYPE_ENUM, default_factory=lambda: FinishReason(0)
     )
     """
-    unspecified: not the end
+    unspecified: in progress
     """
 
     error: "ErrorDetail | None" = betterproto2.field(
@@ -3009,7 +3009,7 @@ class TokenExtra(betterproto2.Message):
         5, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    the id that ended it, with FINISH_REASON_STOP
+    the id that ended the generation, with FINISH_REASON_STOP
     """
 
     logprobs: "list[PositionLogprobs]" = betterproto2.field(
@@ -3028,7 +3028,7 @@ class TokenExtra(betterproto2.Message):
 
     handoff: "bytes" = betterproto2.field(8, betterproto2.TYPE_BYTES)
     """
-    with FINISH_REASON_HANDOFF: for the decode worker, opaque
+    with FINISH_REASON_HANDOFF: opaque data for the decode worker
     """
 
     cached_tokens: "int | None" = betterproto2.field(
@@ -3042,12 +3042,12 @@ class TokenExtra(betterproto2.Message):
         10, betterproto2.TYPE_MESSAGE, repeated=True
     )
     """
-    with GenerateRequest.postprocess: what the tokens became; slots are 0
+    with GenerateRequest.postprocess: the converted output; slots are 0
     """
 
     prompt_token_ids: "bytes" = betterproto2.field(11, betterproto2.TYPE_BYTES)
     """
-    On the first delta, when the worker itself made the prompt's ids (text or messages): the ids, packed u32.
+    On the first delta, if the worker tokenized the prompt (text or messages): the ids, packed u32.
     """
 
 
@@ -3057,12 +3057,12 @@ default_message_pool.register_message("sluice.v1", "TokenExtra", TokenExtra)
 @dataclass(eq=False, repr=False)
 class TokenizerChunk(betterproto2.Message):
     """
-    A piece of one of the tokenizer's files. Files come one after another, each from its beginning.
+    A chunk of one of the tokenizer's files. Files are sent one after another, each from its beginning.
     """
 
     file_name: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    without folders, except "additional_chat_templates/"
+    without a folder, except "additional_chat_templates/"
     """
 
     file_size: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
@@ -3074,7 +3074,7 @@ class TokenizerChunk(betterproto2.Message):
 
     fingerprint: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
     """
-    TokenizerSpec.fingerprint, on the first chunk; verify after the last one
+    TokenizerSpec.fingerprint, on the first chunk; to be verified after the last one
     """
 
 
@@ -3084,17 +3084,17 @@ default_message_pool.register_message("sluice.v1", "TokenizerChunk", TokenizerCh
 @dataclass(eq=False, repr=False)
 class TokenizerSpec(betterproto2.Message):
     """
-    What a tokenizer is made of and how it is run.
+    Source and implementation of a tokenizer.
     """
 
     processor: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
     """
-    implementation: "hf", "mistral", …; empty: chosen by what the source holds
+    implementation: "hf", "mistral", …; empty: determined from the source
     """
 
     source: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
     """
-    hub id, folder, or "mistral-common:NAME" for a tokenizer that package ships
+    hub id, folder, or "mistral-common:NAME" for a tokenizer included in that package
     """
 
     fingerprint: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
@@ -3104,8 +3104,8 @@ class TokenizerSpec(betterproto2.Message):
 
     prompt_fingerprint: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
     """
-    What becomes of a fixed set of chats: for each, by commas, the beginning of a sha-256 over its ids, packed u32, or "-"
-    where it is refused. Tells whether two implementations make the same prompts. Empty: unknown.
+    Results for a fixed set of chats, separated by commas: for each, the first digits of a sha-256 over its ids (packed
+    u32), or "-" if it is rejected. Shows whether two implementations build the same prompts. Empty: unknown.
     """
 
 
@@ -3191,14 +3191,14 @@ class TokenTexts(betterproto2.Message):
 
     pieces: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
     """
-    the tokens' own bytes, one after the other; a part of a character where a token is one;
+    concatenated bytes of the tokens, possibly partial characters; special tokens are
     """
 
     text_offsets: "bytes" = betterproto2.field(3, betterproto2.TYPE_BYTES)
     """
-    special tokens are spelled out even where the text leaves them out
+    included even if the text omits them
 
-    packed u32: code points of the stream's text (content, reasoning and markup alike, stop
+    packed u32: code points of the stream's text (content, reasoning and markup, ignoring stop
     """
 
 
@@ -3209,7 +3209,7 @@ default_message_pool.register_message("sluice.v1", "TokenTexts", TokenTexts)
 class ToolCallDelta(betterproto2.Message):
     index: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     """
-    which call of the message
+    index of the call in the message
     """
 
     id: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
@@ -3224,7 +3224,7 @@ class ToolCallDelta(betterproto2.Message):
 
     arguments: "str" = betterproto2.field(4, betterproto2.TYPE_STRING)
     """
-    next piece of the JSON text
+    next part of the JSON text
     """
 
 
@@ -3249,7 +3249,7 @@ class TraceContext(betterproto2.Message):
 
     link: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
     """
-    `traceparent` of an earlier part of the same request, such as the generation before a migration: the span is linked
+    `traceparent` of an earlier span of the same request, such as the generation before a migration; the new span links
     to it. Empty: none.
     """
 
@@ -3265,22 +3265,22 @@ class Usage(betterproto2.Message):
 
     prompt_tokens: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
     """
-    tokens of the prompt as computed by the engine
+    prompt tokens as counted by the engine
     """
 
     completion_tokens: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     """
-    tokens generated, the end-of-sequence token included
+    generated tokens, including the end-of-sequence token
     """
 
     cached_tokens: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
     """
-    prompt tokens answered from the prefix cache
+    prompt tokens found in the prefix cache
     """
 
     reasoning_tokens: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
     """
-    of completion_tokens, those inside the reasoning part (postprocess counts them)
+    the completion tokens inside reasoning; counted by postprocess
     """
 
 
@@ -3296,8 +3296,8 @@ class WatchWorkersRequest(betterproto2.Message):
 
     owner: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
     """
-    The stream is this caller's lease, at any one replica: when it breaks and does not come back within the lease, every
-    reservation made under this owner is given back. Empty: no lease.
+    The stream is the owner's lease, at any replica: if it ends and is not reopened within the lease, all reservations
+    of this owner are released. Empty: no lease.
     """
 
 
@@ -3351,7 +3351,7 @@ class WorkerInfo(betterproto2.Message):
 
     draining: "bool" = betterproto2.field(8, betterproto2.TYPE_BOOL)
     """
-    finishes what it has, takes nothing new
+    completes its requests, accepts no new ones
     """
 
     engine_version: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
@@ -3363,7 +3363,7 @@ default_message_pool.register_message("sluice.v1", "WorkerInfo", WorkerInfo)
 @dataclass(eq=False, repr=False)
 class WorkerLoad(betterproto2.Message):
     """
-    How a worker is doing at one moment.
+    Load of a worker at one moment.
     """
 
     running_requests: "int" = betterproto2.field(1, betterproto2.TYPE_UINT32)
@@ -3378,7 +3378,7 @@ class WorkerLoad(betterproto2.Message):
 
     used_blocks: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
     """
-    KV-cache blocks held by running requests
+    KV-cache blocks in use by running requests
     """
 
     cached_blocks: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
@@ -3422,7 +3422,7 @@ class WorkerSessionRequest(betterproto2.Message):
 
     cancels: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
     """
-    packed u32 slots to cancel; unknown and ended ones are ignored
+    packed u32; slots to cancel; unknown and ended ones are ignored
     """
 
 
@@ -3434,7 +3434,7 @@ default_message_pool.register_message(
 @dataclass(eq=False, repr=False)
 class WorkerTarget(betterproto2.Message):
     """
-    A chosen worker.
+    A selected worker.
     """
 
     worker_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)

@@ -1,4 +1,4 @@
-"""Everything a worker said about one request, in order and uncorrected."""
+"""All output of a worker for one request, in order and unmodified."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REASONS = common_pb2.FinishReason
 
 
 def reason_name(reason: int) -> str:
-    """A finish reason in words."""
+    """Returns the name of a finish reason."""
     if reason in REASONS.values():
         return REASONS.Name(REASONS.ValueType(reason)).removeprefix("FINISH_REASON_")
     return f"number {reason}"
@@ -19,15 +19,17 @@ def reason_name(reason: int) -> str:
 
 @dataclass(slots=True)
 class ObservedStream:
-    """One request and what came back for it.
+    """One request and its received output.
 
     Attributes:
-        token_ids: all of them, in order.
-        pieces: how many ids came at a time.
-        extras: everything else, the terminal included.
-        cached: each report of cached_tokens, and whether tokens had come in an earlier message.
+        token_ids: all generated ids, in order.
+        pieces: number of ids in each row.
+        extras: all extras, including terminal ones.
+        cached: each reported cached_tokens, and whether tokens had arrived in an earlier message.
         terminals: extras with a finish reason.
-        after_terminal: messages about the request after its first terminal.
+        after_terminal: number of rows and extras after the first terminal one.
+        ended: set with the first terminal extra.
+        began: set with the first token or the first terminal extra.
     """
 
     request: worker_pb2.GenerateRequest
@@ -42,7 +44,7 @@ class ObservedStream:
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take_tokens(self, token_ids: list[int]) -> None:
-        """A row of ids."""
+        """Adds a row of ids."""
         if self.terminals:
             self.after_terminal += 1
         self.token_ids += token_ids
@@ -51,7 +53,7 @@ class ObservedStream:
             self.began.set()
 
     def take_extra(self, extra: worker_pb2.TokenExtra, late: bool) -> None:
-        """Anything else; `late`: tokens had come in an earlier message."""
+        """Adds an extra; `late`: tokens had arrived in an earlier message."""
         if self.terminals:
             self.after_terminal += 1
         self.extras.append(extra)
@@ -64,7 +66,7 @@ class ObservedStream:
 
     @property
     def terminal(self) -> worker_pb2.TokenExtra:
-        """The first terminal delta; ask only after `ended`."""
+        """The first terminal delta; available once `ended` is set."""
         return self.terminals[0]
 
     @property
@@ -74,17 +76,19 @@ class ObservedStream:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens said to come from the prefix cache; 0 when nothing was said."""
+        """Number of prompt tokens reported as cached; 0 when not reported."""
         return self.cached[0][0] if self.cached else 0
 
     @property
     def logprobs(self) -> list[common_pb2.PositionLogprobs]:
-        """Of all generated tokens, in order."""
+        """Log-probabilities of all generated tokens, in order."""
         return [position for extra in self.extras for position in extra.logprobs]
 
     def describe(self) -> str:
-        """How it ended, in a few words."""
+        """Returns a short description of how the request ended."""
         if not self.terminals:
-            return f"{len(self.token_ids)} tokens and no end"
-        said = f"{reason_name(self.reason)} after {len(self.token_ids)} tokens"
-        return f"{said} ({self.terminal.error.message})" if self.reason == REASONS.FINISH_REASON_ERROR else said
+            return f"{len(self.token_ids)} tokens and no terminal delta"
+        description = f"{reason_name(self.reason)} after {len(self.token_ids)} tokens"
+        if self.reason == REASONS.FINISH_REASON_ERROR:
+            description += f" ({self.terminal.error.message})"
+        return description
