@@ -17,6 +17,7 @@ from services.gateway.live_view.view import LiveView
 
 PAGE = "/ui"
 DATA = "/ui/data"
+_DATA_HEADERS = {**HEADERS, "cache-control": "no-store"}
 
 
 def add_live_view(app: FastAPI, view: LiveView | None) -> None:
@@ -59,7 +60,7 @@ def _add_page(app: FastAPI) -> None:
 
 def _add_data(app: FastAPI, view: LiveView) -> None:
     async def stream(request: Request) -> Response:
-        headers = {**HEADERS, "cache-control": "no-store", "x-accel-buffering": "no"}
+        headers = {**_DATA_HEADERS, "x-accel-buffering": "no"}
         return StreamingResponse(view.events(), headers=headers, media_type="text/event-stream")
 
     async def state(request: Request) -> Response:
@@ -80,6 +81,4 @@ def _add_data(app: FastAPI, view: LiveView) -> None:
 
 
 def _json(value: object) -> Response:
-    return Response(
-        orjson.dumps(value), headers={**HEADERS, "cache-control": "no-store"}, media_type="application/json"
-    )
+    return Response(orjson.dumps(value), headers=_DATA_HEADERS, media_type="application/json")

@@ -45,20 +45,20 @@ class Row:
 
     id: str
     health: str
-    role: str
-    model: str
-    engine: str
-    address: str
-    live: int
-    running: int
-    waiting: int
-    booked: int
-    used: float
-    cached: float
-    step_ms: float
-    hit_rate: float | None
-    requests_s: float
-    tokens_s: float
+    role: str = "aggregated"
+    model: str = ""
+    engine: str = ""
+    address: str = ""
+    live: int = 0
+    running: int = 0
+    waiting: int = 0
+    booked: int = 0
+    used: float = 0.0
+    cached: float = 0.0
+    step_ms: float = 0.0
+    hit_rate: float | None = None
+    requests_s: float = 0.0
+    tokens_s: float = 0.0
 
 
 class WorkerTable:
@@ -130,24 +130,31 @@ def _row(
     hit_rate: float | None,
     rates: tuple[float, float],
 ) -> Row:
-    total = (state.total_blocks if state else 0) or 1
-    return Row(
+    row = Row(
         id=worker_id,
         health=_health(link, state),
-        role=state.role if state else "aggregated",
-        model=state.model if state else link.model if link else "",
-        engine=f"{state.engine} {state.version}".strip() if state else "",
-        address=state.address if state else link.address if link else "",
+        model=link.model if link else "",
+        address=link.address if link else "",
         live=link.live if link else 0,
-        running=state.running if state else 0,
-        waiting=state.waiting if state else 0,
-        booked=state.booked if state else 0,
-        used=round(state.used_blocks / total, 3) if state else 0.0,
-        cached=round(min(state.cached_blocks / total, 1.0), 3) if state else 0.0,
-        step_ms=state.step_ms if state else 0.0,
         hit_rate=hit_rate,
         requests_s=rates[0],
         tokens_s=rates[1],
+    )
+    if state is None:
+        return row
+    total = state.total_blocks or 1
+    return replace(
+        row,
+        role=state.role,
+        model=state.model,
+        engine=f"{state.engine} {state.version}".strip(),
+        address=state.address,
+        running=state.running,
+        waiting=state.waiting,
+        booked=state.booked,
+        used=round(state.used_blocks / total, 3),
+        cached=round(min(state.cached_blocks / total, 1.0), 3),
+        step_ms=state.step_ms,
     )
 
 
@@ -160,16 +167,5 @@ def _health(link: LinkState | None, state: WorkerState | None) -> str:
 
 
 def _removed_row(row: Row) -> Row:
-    return replace(
-        row,
-        health="left" if row.health in ("draining", "left") else "gone",
-        live=0,
-        running=0,
-        waiting=0,
-        booked=0,
-        used=0.0,
-        cached=0.0,
-        step_ms=0.0,
-        requests_s=0.0,
-        tokens_s=0.0,
-    )
+    health = "left" if row.health in ("draining", "left") else "gone"
+    return Row(row.id, health, row.role, row.model, row.engine, row.address, hit_rate=row.hit_rate)
