@@ -28,7 +28,7 @@ ACTIONS = {
     "INVALID_ARGUMENT": "Correct the request; the field in `param` names what is wrong.",
     "NOT_FOUND": "Check the name; `GET /v1/models` lists the models.",
     "TOO_LARGE": "Send a smaller request, or raise the limit that the message names.",
-    "OVERLOADED": "Retry after the `Retry-After` seconds.",
+    "OVERLOADED": "Retry after the `Retry-After` seconds. 429 instead of 503: a limit of the API key is exceeded.",
     "UNAVAILABLE": "Retry after the `Retry-After` seconds; if it persists, run `sluice doctor`.",
     "FAILED_PRECONDITION": "Change the configuration that the message names.",
     "DEADLINE_EXCEEDED": "Retry; if it persists, raise the timeout that the message names.",
@@ -117,6 +117,8 @@ def _row(call: ast.Call, name: str, assigned: dict[str, ast.expr]) -> Row | None
         if found is None:
             return None
         kind = found
+    elif name == "OverLimit":
+        kind = ErrorKind.OVERLOADED
     else:
         return None
     keywords = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -127,8 +129,10 @@ def _row(call: ast.Call, name: str, assigned: dict[str, ast.expr]) -> Row | None
     if not text.strip(" …."):
         return None  # a message that another service wrote
     code = keywords.get("code")
+    if isinstance(code, ast.Name):
+        code = assigned.get(code.id)
     label = str(code.value) if isinstance(code, ast.Constant) else "overloaded" if name == "overloaded" else ""
-    return Row(SluiceError(kind, "").http_status, kind.name, label, text)
+    return Row(SluiceError(kind, "", code=label).http_status, kind.name, label, text)
 
 
 def _template(node: ast.expr | None) -> str:

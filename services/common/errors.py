@@ -49,7 +49,7 @@ _HTTP_STATUS = {
     ErrorKind.INVALID_ARGUMENT: 400,
     ErrorKind.NOT_FOUND: 404,
     ErrorKind.TOO_LARGE: 413,
-    ErrorKind.OVERLOADED: 429,
+    ErrorKind.OVERLOADED: 503,
     ErrorKind.UNAVAILABLE: 503,
     ErrorKind.FAILED_PRECONDITION: 400,
     ErrorKind.DEADLINE_EXCEEDED: 504,
@@ -63,6 +63,9 @@ _HTTP_STATUS = {
     ErrorKind.STREAM_INCOMPLETE: 502,
     ErrorKind.RESPONSE_TIMEOUT: 504,
 }
+
+RATE_LIMIT_CODES = frozenset(("rate_limit_exceeded", "request_over_token_limit"))
+"""Codes of OVERLOADED errors that concern a limit of the client instead of the server; their HTTP status is 429."""
 
 _RETRYABLE = {
     ErrorKind.UNAVAILABLE,
@@ -110,6 +113,8 @@ class SluiceError(Exception):
     @property
     def http_status(self) -> int:
         """The HTTP status returned to clients of the gateway."""
+        if self.kind is ErrorKind.OVERLOADED and self.code in RATE_LIMIT_CODES:
+            return 429
         return _HTTP_STATUS.get(self.kind, 500)
 
 

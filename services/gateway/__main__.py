@@ -14,7 +14,6 @@ from services.common.runner import run
 from services.common.security.tls import channel_credentials, https_context
 from services.common.tasks import Stop, TaskOwner
 from services.gateway.admission.builder import build_gate
-from services.gateway.apis.anthropic.dialect import AnthropicDialect
 from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
 from services.gateway.apis.anthropic.routes import add_messages
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
@@ -24,17 +23,12 @@ from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.routes import add_responses
 from services.gateway.apis.responses.store import build_store
-from services.gateway.app import create_app
+from services.gateway.app import add_middleware, create_app
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.body_pace import BodyPace
 from services.gateway.http.keepalive import KeepaliveMonitor
-from services.gateway.http.middleware import audit as auditing
-from services.gateway.http.middleware.admission import AdmissionMiddleware
-from services.gateway.http.middleware.deadlines import DeadlineMiddleware
-from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
-from services.gateway.http.middleware.routing_hints import RoutingHintHeaders
-from services.gateway.http.middleware.scopes import without_effect
+from services.gateway.http.middleware.audit import open_audit_log
 from services.gateway.http.server import build_server
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.live_view.endpoints import add_live_view
@@ -114,25 +108,20 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
         TokenEndpoints(pipelines, settings, bodies),
         EmbeddingEndpoints(pipelines, EmbedClient(registry, connections, settings.embed_timeout_s), settings, bodies),
         readiness,
-        metrics,
         [
             partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies)),
             partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
         ],
     )
-    gate = build_gate(settings, settings.listen, tasks)
-    app.add_middleware(AdmissionMiddleware, gate=gate, ignored=without_effect(settings.pipeline))
-    app.add_middleware(RoutingHintHeaders)
-    app.add_middleware(DeadlineMiddleware, longest_s=settings.request_timeout_s)
-    app.add_middleware(HostMiddleware, policy=host_policy(settings), on_refused=gate.count_refused)
-    app.add_middleware(AnthropicDialect)  # outermost, because it also converts the errors of all other middleware
-    close_audit = auditing.attach(app, settings, tasks)
     view = (
         LiveView(preprocess, router, stream_manager, registry, connections, settings.ui_viewers)
         if settings.ui
         else None
     )
     add_live_view(app, view)
+    gate = build_gate(settings, settings.listen, tasks)
+    audit_log = open_audit_log(settings, tasks)
+    add_middleware(app, settings, gate, metrics, audit_log)
     server = build_server(settings, app, https_context(settings))
 
     replica_sets = (preprocess.replicas, router.replicas, connections.postprocess)
@@ -169,7 +158,8 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     await router.flush_reports(FLUSH_REPORTS_S)
     await tasks.close()
     await response_store.close()
-    close_audit()
+    if audit_log is not None:
+        audit_log.close()
     await gate.close()
     for replicas in replica_sets:
         await replicas.close()

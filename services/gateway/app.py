@@ -1,8 +1,7 @@
-"""The HTTP application: routes and error handlers."""
+"""The HTTP application: routes, error handlers, and the order of the middleware."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,15 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import SluiceError, internal, shortened
+from services.common.observability.audit import AuditLog
 from services.gateway.admission import permit as permits
+from services.gateway.admission.gate import Gate
 from services.gateway.apis.anthropic import models as anthropic_models
-from services.gateway.apis.anthropic.dialect import speaks_anthropic
+from services.gateway.apis.anthropic.dialect import AnthropicDialect, speaks_anthropic
 from services.gateway.apis.anthropic.response_schemas import EitherModel, EitherModelList
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
@@ -35,49 +36,21 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest, Completi
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.http.errors import error_response, plain_error_response
-from services.gateway.http.fast_path import Answer, FastPathRouter, posts
+from services.gateway.http.fast_path import FastPathRouter, posts
+from services.gateway.http.middleware.admission import AdmissionMiddleware
+from services.gateway.http.middleware.audit import AuditMiddleware
+from services.gateway.http.middleware.deadlines import DeadlineMiddleware
+from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
+from services.gateway.http.middleware.response_counter import ResponseCounter
+from services.gateway.http.middleware.routing_hints import RoutingHintHeaders
+from services.gateway.http.middleware.scopes import without_effect
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.readiness import Readiness
+from services.gateway.settings import GatewaySettings
 from sluice import __version__
 
 AddRoutes = Callable[[FastAPI], list[type[BaseModel]]]
 """Adds an API's routes and returns the Pydantic models of its request bodies."""
-
-_PATHS_WITH_NAMES = (
-    (re.compile(r"^/v1/models/.+$"), "/v1/models/{model}"),
-    (re.compile(r"^/v1/responses/(?!input_tokens$)[^/]+"), "/v1/responses/{response_id}"),
-)
-
-
-class ResponseCounter:
-    """Counts HTTP responses by path and status."""
-
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, paths: frozenset[str]) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path = self._label(scope["path"])
-        counted = False
-
-        def counting_send(message: Message) -> Awaitable[None]:
-            nonlocal counted
-            if not counted:
-                counted = True
-                self._metrics.answered(path, message["status"])
-            return send(message)
-
-        await self._app(scope, receive, counting_send)
-
-    def _label(self, path: str) -> str:
-        if path not in self._paths:
-            for pattern, label in _PATHS_WITH_NAMES:
-                path = pattern.sub(label, path, count=1)
-        return path if path in self._paths else "other"
 
 
 def create_app(
@@ -85,10 +58,9 @@ def create_app(
     tokens: TokenEndpoints,
     embeddings: EmbeddingEndpoints,
     readiness: Readiness,
-    metrics: GatewayMetrics,
     apis: Sequence[AddRoutes] = (),
 ) -> FastAPI:
-    """Returns the HTTP application; `apis` adds APIs other than chat completions, completions and embeddings."""
+    """Returns the HTTP application without middleware; `apis` adds APIs other than OpenAI's."""
     app = FastAPI(
         title="Sluice",
         version=__version__,
@@ -99,11 +71,37 @@ def create_app(
     for add in apis:
         bodies += add(app)
     _add_operations(app, readiness)
-    errors = _add_errors(app)
+    _add_error_handlers(app)
     document(app, bodies)
-    app.add_middleware(FastPathRouter, endpoints=posts(app.routes), errors=errors)
-    app.add_middleware(ResponseCounter, metrics=metrics, paths=frozenset(app.openapi()["paths"]))
     return app
+
+
+def add_middleware(
+    app: FastAPI, settings: GatewaySettings, gate: Gate, metrics: GatewayMetrics, audit_log: AuditLog | None
+) -> None:
+    """Adds the middleware, listed from the outermost to the innermost; all routes must have been added.
+
+    `RawSendMiddleware` is not in the list: the server adds it, outside of Starlette's own wrappers.
+    """
+    handlers: dict[type[Exception], Any] = {kind: app.exception_handlers[kind] for kind in (SluiceError, HTTPException)}
+    app.user_middleware = [
+        # Outermost: records every response as the client receives it.
+        *([] if audit_log is None else [Middleware(AuditMiddleware, entries=audit_log)]),
+        # Outside of everything that rejects requests: converts all errors to Anthropic's format.
+        Middleware(AnthropicDialect),
+        # Before anything else of a request is used: requests from other sites' web pages have no effect at all.
+        Middleware(HostMiddleware, policy=host_policy(settings), on_refused=gate.count_refused),
+        # Before admission: the deadline includes the time in the queue.
+        Middleware(DeadlineMiddleware, longest_s=settings.request_timeout_s),
+        # Before admission: requests with invalid hints do not count against limits.
+        Middleware(RoutingHintHeaders),
+        # Before bodies are read: queued requests take no memory.
+        Middleware(AdmissionMiddleware, gate=gate, ignored=without_effect(settings.pipeline)),
+        # Inside of admission, which counts the requests that it rejects itself.
+        Middleware(ResponseCounter, metrics=metrics, paths=frozenset(app.openapi()["paths"])),
+        # Innermost: calls endpoints directly, in place of FastAPI's routing.
+        Middleware(FastPathRouter, endpoints=posts(app.routes), errors=handlers),
+    ]
 
 
 def _add_openai(
@@ -216,8 +214,7 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_errors(app: FastAPI) -> dict[type[Exception], Answer]:
-    """Adds the exception handlers and returns those for errors that endpoints raise deliberately."""
+def _add_error_handlers(app: FastAPI) -> None:
 
     async def typed(request: Request, error: Exception) -> Response:
         assert isinstance(error, SluiceError)
@@ -237,8 +234,6 @@ def _add_errors(app: FastAPI) -> dict[type[Exception], Answer]:
     async def unexpected(request: Request, error: Exception) -> Response:
         return error_response(internal("Unexpected failure in the gateway; see its log for details."))
 
-    expected: dict[type[Exception], Answer] = {SluiceError: typed, HTTPException: of_http}
-    for kind, answer in expected.items():
-        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(SluiceError, typed)
+    app.add_exception_handler(HTTPException, of_http)
     app.add_exception_handler(Exception, unexpected)
-    return expected

@@ -88,7 +88,7 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         16, ge=1, le=128, description="maximum n of a request, and maximum number of prompts of a completions request"
     )
     max_streams: int = Field(
-        4096, ge=1, description="maximum number of concurrent generations; more are refused with 429"
+        4096, ge=1, description="maximum number of concurrent generations; more are rejected with 503"
     )
     max_unsent_kb: int = Field(
         1024, ge=16, description="maximum unsent text buffered for a slow client before it is disconnected, KiB"

@@ -43,7 +43,7 @@ class _ErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorKind.V
     ERROR_KIND_TOO_LARGE: _ErrorKind.ValueType  # 3
     """exceeds a size limit; HTTP 413"""
     ERROR_KIND_OVERLOADED: _ErrorKind.ValueType  # 4
-    """shed or rate limited, retry after `retry_after_ms`; HTTP 429"""
+    """overloaded, retry after `retry_after_ms`; HTTP 503"""
     ERROR_KIND_UNAVAILABLE: _ErrorKind.ValueType  # 5
     """no replica or worker can serve this now; HTTP 503"""
     ERROR_KIND_FAILED_PRECONDITION: _ErrorKind.ValueType  # 6
@@ -87,7 +87,7 @@ ERROR_KIND_NOT_FOUND: ErrorKind.ValueType  # 2
 ERROR_KIND_TOO_LARGE: ErrorKind.ValueType  # 3
 """exceeds a size limit; HTTP 413"""
 ERROR_KIND_OVERLOADED: ErrorKind.ValueType  # 4
-"""shed or rate limited, retry after `retry_after_ms`; HTTP 429"""
+"""overloaded, retry after `retry_after_ms`; HTTP 503"""
 ERROR_KIND_UNAVAILABLE: ErrorKind.ValueType  # 5
 """no replica or worker can serve this now; HTTP 503"""
 ERROR_KIND_FAILED_PRECONDITION: ErrorKind.ValueType  # 6

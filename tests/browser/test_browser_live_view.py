@@ -80,7 +80,7 @@ def test_rates_move_under_load(suite: Suite, open_page: Open) -> None:
         load = page.locator('td[data-name="load"]', has_text=re.compile(r"[1-9]\d* running|[\d.]+ requests/s"))
         expect(load.first).to_be_visible(timeout=15_000)
         expect(page.locator("#why .scores li.chosen")).to_have_count(1, timeout=15_000)
-        expect(page.locator("#why .sentence")).to_contain_text("went to worker-")
+        expect(page.locator("#why .sentence")).to_contain_text("routed to worker-")
         expect(page.locator('td[data-name="hit rate"]', has_text="%").first).to_be_visible(timeout=30_000)
     expect(page.locator("path.flow.moving")).to_have_count(0, timeout=15_000)
 
@@ -159,7 +159,7 @@ def test_route_question_before_a_model_is_served_is_kept_and_explained(open_page
         for _ in range(2):
             page.locator("#send").click()
             expect(page.locator("#log .wrong")).to_have_count(1)
-        expect(page.locator("#log .wrong")).to_have_text("No model is served yet. Send again when one is.")
+        expect(page.locator("#log .wrong")).to_have_text("No model is available yet; try again later.")
         expect(page.locator("#question")).to_have_value("Hello")
 
 

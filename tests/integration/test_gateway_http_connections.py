@@ -211,7 +211,7 @@ async def test_a_slow_reader_is_bounded_and_cut() -> None:
             await asyncio.sleep(0.001)
             assert written < 8 << 20, "it was never cut"
         await until(lambda: not server._server.server_state.connections)
-        assert len(app.write_scheduler.silence) == 0
+        assert len(app.write_scheduler.keepalive) == 0
         client.close()
 
 

@@ -13,10 +13,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from services.common import file_watcher
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.admission import keys, tenants
 from services.gateway.admission import permit as permits
+from services.gateway.admission import tenants
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, KeyFile, create, write
@@ -319,20 +320,20 @@ def gate_of(path: Path | None, tenant_salt: TenantSalt = "auto") -> Gate:
 
 
 def test_salts_are_on_as_soon_as_the_file_has_two_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watcher, "CHECK_EVERY_S", 0.0)
     path = tmp_path / "keys.json"
     write(path, [ALICE_RECORD, ANNA_RECORD])
     gates = {mode: gate_of(path, mode) for mode in ("auto", "on", "off")}
 
     def salts() -> list[str]:
-        return [gate.look_in(ALICE_RECORD).salts for gate in gates.values()]
+        return [gate.uncounted(ALICE_RECORD).salts for gate in gates.values()]
 
     assert salts() == ["off", "on", "off"]
     write(path, [ALICE_RECORD, ANNA_RECORD, BOB_RECORD])
     assert salts() == ["auto", "on", "off"]
     write(path, [ALICE_RECORD, ANNA_RECORD, replace(BOB_RECORD, revoked=True)])
     assert salts() == ["auto", "on", "off"], "what a former tenant left without a salt stays out of reach"
-    assert gate_of(None).look_in(ANONYMOUS).salts == "off"
+    assert gate_of(None).uncounted(ANONYMOUS).salts == "off"
 
 
 @pytest.mark.parametrize("tenant", ["auto", "on"])

@@ -1,1 +1,1 @@
-"""Who may ask, how much, and in which order: API keys, limits, and the line in front of a gateway that is full."""
+"""Admission of requests: API keys, their limits, and a fair queue while the gateway is full."""

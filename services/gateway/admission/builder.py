@@ -1,4 +1,4 @@
-"""Builds the gate that the settings describe."""
+"""Creates the gate from the settings."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ log = logging.getLogger(__name__)
 
 
 def build_gate(settings: AdmissionSettings, listen: str, tasks: TaskOwner) -> Gate:
-    """The gate; SluiceError when the key file cannot be read or the Redis URL is none."""
+    """Returns the gate; raises SluiceError if the key file cannot be read or the Redis URL is invalid."""
     keys = KeyFile(settings.api_keys_file) if settings.api_keys_file is not None else None
     anonymous = _anonymous(settings, listen)
     if keys is None and not is_loopback(settings.published_host or _host(listen)):
         log.warning(
-            "every client that reaches this address may use the models: set --api-keys-file",
+            "every client that can reach this address may use the models; set --api-keys-file",
             extra={"address": listen, "scopes": ",".join(scopes.ordered(anonymous.scopes))},
         )
-    line = FairQueue(settings.max_requests, settings.max_waiting, settings.line_timeout_s)
-    return Gate(keys, _limiter(settings, tasks), line, tasks, anonymous, settings.tenant_salt)
+    queue = FairQueue(settings.max_requests, settings.max_waiting, settings.line_timeout_s)
+    return Gate(keys, _limiter(settings, tasks), queue, tasks, anonymous, settings.tenant_salt)
 
 
 def _anonymous(settings: AdmissionSettings, listen: str) -> ApiKey:
-    """The key of requests where there are no API keys."""
+    """Returns the key of requests to a gateway without API keys."""
     if settings.anonymous_scopes is not None:
         return replace(ANONYMOUS, scopes=scopes.parse(settings.anonymous_scopes))
     local = is_loopback(settings.published_host or _host(listen))
@@ -40,8 +40,8 @@ def _anonymous(settings: AdmissionSettings, listen: str) -> ApiKey:
 
 
 def _host(listen: str) -> str:
-    place = host_port(listen)
-    return place[0] if place else listen
+    address = host_port(listen)
+    return address[0] if address else listen
 
 
 def _limiter(settings: AdmissionSettings, tasks: TaskOwner) -> Limiter:
@@ -49,7 +49,7 @@ def _limiter(settings: AdmissionSettings, tasks: TaskOwner) -> Limiter:
     if not url:
         return LocalLimiter()
     from services.gateway.admission.fallback_limiter import FallbackLimiter
-    from services.gateway.admission.redis_limiter import RedisLimiter  # gateways that count alone need no Redis client
+    from services.gateway.admission.redis_limiter import RedisLimiter  # optional dependency
 
     limiter = FallbackLimiter(RedisLimiter(url, credentials=settings.redis_credentials))
     tasks.spawn(limiter.run(), "limits")

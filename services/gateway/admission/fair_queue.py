@@ -1,9 +1,8 @@
-"""The line in front of a gateway that is full: bounded, with a deadline, and fair between keys.
+"""Queues requests while the gateway is full: bounded, with a timeout, and fair between API keys.
 
-Who has the higher priority goes first. Among keys of one priority turns are dealt out by deficit round robin: a key
-earns its weight a turn and pays what its request costs, so one that asks
-a lot waits behind itself, not before others.
-A full line drops the last request of whoever holds most of it, so one key cannot shut the others out.
+Higher priorities leave first. Keys of the same priority take turns by deficit round robin: a key earns credit in
+proportion to its weight and pays the cost of its requests, so a busy key delays only itself. A full queue drops the
+last request of the key with the most queued requests, so that one key cannot lock out the others.
 """
 
 from __future__ import annotations
@@ -13,33 +12,33 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from services.gateway.admission.errors import Refused, no_room
+from services.gateway.admission.errors import queue_full, queue_timeout
 from services.gateway.admission.keys import ApiKey
 
 QUANTUM = 1.0
-MOST_COST = 64.0
-SPEED_STEP = 0.1
-MOST_RETRY_S = 60.0
+MAX_COST = 64.0
+INTERVAL_SMOOTHING = 0.1
+MAX_RETRY_S = 60.0
 
 
 class _Waiter:
-    __slots__ = ("cost", "in_line", "key_id", "turn")
+    __slots__ = ("cost", "key_id", "queued", "turn")
 
     def __init__(self, key_id: str, cost: float) -> None:
         self.key_id = key_id
         self.cost = cost
-        self.in_line = True
+        self.queued = True
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class _PriorityClass:
-    """The waiting requests of one priority."""
+    """The queued requests of one priority."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[_Waiter]] = {}
         self._weights: dict[str, int] = {}
         self._credits: dict[str, float] = {}
-        self._round: deque[str] = deque()  # keys that wait; the first one has the turn
+        self._round: deque[str] = deque()  # keys with queued requests; the first has the turn
 
     def __bool__(self) -> bool:
         return bool(self._round)
@@ -59,17 +58,17 @@ class _PriorityClass:
             queue = self._queues[key_id]
             if self._credits[key_id] >= queue[0].cost:
                 waiter = queue.popleft()
-                waiter.in_line = False
+                waiter.queued = False
                 self._credits[key_id] -= waiter.cost
-                self._forget_if_empty(key_id)
+                self._remove_if_empty(key_id)
                 return waiter
             self._credits[key_id] += QUANTUM * self._weights[key_id]
             self._round.rotate(-1)
 
     def remove(self, waiter: _Waiter) -> None:
         self._queues[waiter.key_id].remove(waiter)
-        waiter.in_line = False
-        self._forget_if_empty(waiter.key_id)
+        waiter.queued = False
+        self._remove_if_empty(waiter.key_id)
 
     def longest(self) -> deque[_Waiter]:
         return max(self._queues.values(), key=len)
@@ -77,78 +76,78 @@ class _PriorityClass:
     def waiting(self, key_id: str) -> int:
         return len(self._queues.get(key_id, ()))
 
-    def _forget_if_empty(self, key_id: str) -> None:
+    def _remove_if_empty(self, key_id: str) -> None:
         if not self._queues[key_id]:
             del self._queues[key_id], self._weights[key_id], self._credits[key_id]
             self._round.remove(key_id)
 
 
 class FairQueue:
-    """Lets `most_running` requests in at once; others wait, `most_waiting` of them at most.
+    """Admits up to `max_running` requests at a time and queues up to `max_waiting` others.
 
     Args:
-        patience_s: longest that one waits.
-        clock: seconds, monotonic.
+        timeout_s: longest wait of a request.
+        clock: monotonic clock, seconds.
     """
 
     def __init__(
-        self, most_running: int, most_waiting: int, patience_s: float, clock: Callable[[], float] = monotonic
+        self, max_running: int, max_waiting: int, timeout_s: float, clock: Callable[[], float] = monotonic
     ) -> None:
-        self._most_running = most_running
-        self._most_waiting = most_waiting
-        self._patience_s = patience_s
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
         self._clock = clock
-        self._ranks: dict[int, _PriorityClass] = {}
-        self._between_s = 0.0  # two requests that leave; followed
+        self._classes: dict[int, _PriorityClass] = {}
+        self._interval_s = 0.0  # moving average of the time between two requests that leave
         self._left_at = 0.0
         self.running = 0
         self.waiting = 0
 
     def try_enter(self) -> bool:
-        """Takes a place when one is free and nobody waits; `leave` gives it back."""
-        if self.waiting or self.running >= self._most_running:
+        """Admits a request if there is room and the queue is empty; `leave` must follow."""
+        if self.waiting or self.running >= self._max_running:
             return False
         self.running += 1
         return True
 
-    async def enter(self, key: ApiKey, cost: float = 1.0, patience_s: float | None = None) -> None:
-        """Waits for a place; `leave` gives it back.
+    async def enter(self, key: ApiKey, cost: float = 1.0, timeout_s: float | None = None) -> None:
+        """Waits until a request is admitted; `leave` must follow.
 
         Args:
-            key: whose request it is.
-            cost: how much of its key's share it takes, at least 1 for an ordinary one.
-            patience_s: how long it may wait if that is less than all others may.
+            key: key of the request.
+            cost: share of the key's turns that the request uses; 1 for an ordinary one.
+            timeout_s: longest wait, if shorter than that of the queue.
 
         Raises:
-            SluiceError: UNAVAILABLE, `overloaded`, when the line is full or the wait too long.
+            SluiceError: OVERLOADED, `overloaded`, if the queue is full or the wait too long.
         """
         if self.try_enter():
             return
-        if self.waiting >= self._most_waiting and not self._make_room(key):
-            raise self._full()
-        rank = self._ranks.setdefault(key.priority, _PriorityClass())
-        waiter = _Waiter(key.id, min(cost, MOST_COST))
-        rank.add(waiter, key.weight)
+        if self.waiting >= self._max_waiting and not self._make_room(key):
+            raise queue_full(self.retry_after_s)
+        priority_class = self._classes.setdefault(key.priority, _PriorityClass())
+        waiter = _Waiter(key.id, min(cost, MAX_COST))
+        priority_class.add(waiter, key.weight)
         self.waiting += 1
-        longest = self._patience_s if patience_s is None else min(patience_s, self._patience_s)
+        limit_s = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         try:
-            if not await self._turn_came(waiter, rank, longest):
-                # Outside of the handler: the timeout's own error knows this task, and would be its context.
-                raise no_room("line_timeout", f"no place became free within {longest:g} s", self.retry_after_s)
+            if not await self._wait(waiter, priority_class, limit_s):
+                # Not raised in the handler: the TimeoutError would be its context, and references this task.
+                raise queue_timeout(limit_s, self.retry_after_s)
         finally:
-            del waiter  # what is raised holds this call, which must not hold it as well
+            del waiter  # Break the reference cycle: the traceback references this frame.
 
-    async def _turn_came(self, waiter: _Waiter, rank: _PriorityClass, longest_s: float) -> bool:
-        """False when it took too long."""
+    async def _wait(self, waiter: _Waiter, priority_class: _PriorityClass, timeout_s: float) -> bool:
+        """Waits for the turn of a request; returns False after the timeout."""
         try:
-            async with asyncio.timeout(longest_s):
+            async with asyncio.timeout(timeout_s):
                 await waiter.turn
         except BaseException as error:
-            if waiter.in_line:
-                rank.remove(waiter)
+            if waiter.queued:
+                priority_class.remove(waiter)
                 self.waiting -= 1
             elif not waiter.turn.cancelled() and waiter.turn.exception() is None:
-                self.leave()  # its turn came in the moment it gave up
+                self.leave()  # admitted at the same moment
             if not isinstance(error, TimeoutError):
                 raise
             return False
@@ -157,42 +156,40 @@ class FairQueue:
         return True
 
     def leave(self) -> None:
-        """A request that was let in is over."""
+        """Releases an admitted request and admits the next ones."""
         self.running -= 1
         self._measure()
-        while self.waiting and self.running < self._most_running:
-            waiter = self._ranks[max(priority for priority, rank in self._ranks.items() if rank)].next()
+        while self.waiting and self.running < self._max_running:
+            waiter = self._classes[max(priority for priority, queued in self._classes.items() if queued)].next()
             self.waiting -= 1
-            if not waiter.turn.done():  # it may have given up in this moment
+            if not waiter.turn.done():  # not cancelled at the same moment
                 self.running += 1
                 waiter.turn.set_result(None)
 
     def _measure(self) -> None:
         now = self._clock()
         if self._left_at:
-            self._between_s += ((now - self._left_at) - self._between_s) * SPEED_STEP
+            self._interval_s += ((now - self._left_at) - self._interval_s) * INTERVAL_SMOOTHING
         self._left_at = now if self.waiting else 0.0
 
     @property
     def retry_after_s(self) -> float:
-        """When asking again may help: about how long all that wait now will take."""
-        return min(max(self._between_s * (self.waiting + 1), 1.0), MOST_RETRY_S)
+        """Estimated time until all queued requests are admitted."""
+        return min(max(self._interval_s * (self.waiting + 1), 1.0), MAX_RETRY_S)
 
     def _make_room(self, key: ApiKey) -> bool:
-        """Drops a waiting request that has less right to its place than the one that comes; False when none has."""
-        ranks = [(priority, rank) for priority, rank in self._ranks.items() if rank and priority <= key.priority]
-        if not ranks:
+        """Drops a queued request with less claim to its place than one of `key`; returns False if there is none."""
+        priorities = [priority for priority, queued in self._classes.items() if queued and priority <= key.priority]
+        if not priorities:
             return False
-        priority, rank = min(ranks, key=lambda each: each[0])
-        longest = rank.longest()
-        if priority == key.priority and len(longest) <= rank.waiting(key.id) + 1:
+        priority = min(priorities)
+        lowest = self._classes[priority]
+        longest = lowest.longest()
+        if priority == key.priority and len(longest) <= lowest.waiting(key.id) + 1:
             return False
         dropped = longest[-1]
-        rank.remove(dropped)
+        lowest.remove(dropped)
         self.waiting -= 1
-        if not dropped.turn.done():  # it may have given up in this moment
-            dropped.turn.set_exception(self._full())
+        if not dropped.turn.done():  # not cancelled at the same moment
+            dropped.turn.set_exception(queue_full(self.retry_after_s))
         return True
-
-    def _full(self) -> Refused:
-        return no_room("line_full", "the line is full", self.retry_after_s)

@@ -1,4 +1,4 @@
-"""Admission of one request: whose it is, whether its key allows it, and when it is its turn."""
+"""Admits requests: identifies the API key, applies its limits, and queues requests while the gateway is full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.admission import errors as refusals
+from services.gateway.admission import errors
 from services.gateway.admission.errors import Refused
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ANONYMOUS, STRANGER, ApiKey, KeyFile
@@ -19,24 +19,26 @@ from services.gateway.admission.metrics import AdmissionMetrics
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.tenants import TenantSalt
 
+WaitForDisconnect = Callable[[], Coroutine[Any, Any, None]]
+"""Returns when the client has disconnected."""
+
 
 class Gate:
-    """Lets requests in and out.
+    """Admits requests and releases them.
 
     Args:
-        keys: None: every request is admitted with the key `anonymous`.
-        limiter: counts what keys with limits use.
-        tasks: owns the settling of requests that are over.
-        anonymous: key of requests to a gateway without keys.
-        tenant_salt: whether tenants get parts of the prefix cache of their own; "auto": as soon as the file of keys
-            has two of them.
+        keys: API keys; None: every request is admitted with the key `anonymous`.
+        limiter: counts the use of keys with limits.
+        tasks: owns the tasks that settle completed requests.
+        anonymous: key of requests to a gateway without API keys.
+        tenant_salt: whether tenants get separate parts of the prefix cache; "auto": once the keys have two tenants.
     """
 
     def __init__(
         self,
         keys: KeyFile | None,
         limiter: Limiter,
-        line: FairQueue,
+        queue: FairQueue,
         tasks: TaskOwner,
         anonymous: ApiKey = ANONYMOUS,
         tenant_salt: TenantSalt = "auto",
@@ -46,36 +48,36 @@ class Gate:
         self._tenant_salt = tenant_salt
         self._limiter = limiter
         self._tasks = tasks
-        self._metrics = AdmissionMetrics(lambda: line.waiting, lambda: line.running)
-        self.line = line
+        self._metrics = AdmissionMetrics(lambda: queue.waiting, lambda: queue.running)
+        self.queue = queue
 
     @property
     def degraded(self) -> str:
-        """Why limits are not what they should be; empty when they are."""
+        """Why limits are applied by a fallback; empty if they are not."""
         return self._limiter.degraded
 
     def count_refused(self, reason: str) -> None:
-        """Counts a request that was refused before its key was looked at; `reason` is one of the metric's."""
+        """Counts a request that was rejected before its key was read; `reason` is a label value of the metric."""
         self._metrics.refused(reason)
 
-    def authenticate(self, shown: str | None) -> ApiKey:
-        """Whose request it is; SluiceError(UNAUTHENTICATED) when no valid key was shown."""
-        key = self._find(shown)
+    def authenticate(self, credential: str | None) -> ApiKey:
+        """Returns the key of a request; raises SluiceError(UNAUTHENTICATED) without a valid one."""
+        key = self._find(credential)
         if key is None:
-            raise self._told(refusals.no_key(bool(shown)))
+            raise self._count(errors.invalid_key() if credential else errors.missing_key())
         return key
 
-    def identify(self, shown: str | None) -> Permit:
-        """Permit of a request to a path that needs no key: of its key, or of a stranger."""
-        return self.look_in(self._find(shown) or STRANGER)
+    def identify(self, credential: str | None) -> Permit:
+        """Returns the permit of a request to a path without authentication; `STRANGER`'s without a valid key."""
+        return self.uncounted(self._find(credential) or STRANGER)
 
-    def _find(self, shown: str | None) -> ApiKey | None:
+    def _find(self, credential: str | None) -> ApiKey | None:
         if self._keys is None:
             return self._anonymous
-        return self._keys.ring.find(shown) if shown else None
+        return self._keys.ring.find(credential) if credential else None
 
-    def look_in(self, key: ApiKey) -> Permit:
-        """For a request that asks for no work: it is not counted and does not wait."""
+    def uncounted(self, key: ApiKey) -> Permit:
+        """Returns a permit for a request that is neither counted nor queued."""
         return Permit(key, "", None, None, self._metrics.refused, self._salts)
 
     @property
@@ -84,76 +86,71 @@ class Gate:
             return "off"
         return self._tenant_salt
 
-    async def enter(
-        self, key: ApiKey, cost: float, patience_s: float, gone: Callable[[], Coroutine[Any, Any, None]]
-    ) -> Permit:
-        """Lets a request in; `leave` must follow.
+    async def enter(self, key: ApiKey, cost: float, timeout_s: float, disconnected: WaitForDisconnect) -> Permit:
+        """Admits a request, after a wait in the queue if necessary; `leave` must follow.
 
         Args:
-            cost: of its key's share of the line.
-            patience_s: longest that it may wait.
-            gone: returns when the client went away.
+            cost: share of the key's turns that the request uses.
+            timeout_s: longest wait in the queue.
 
         Raises:
-            SluiceError: OVERLOADED when its key allows no more, UNAVAILABLE when the gateway takes no more, CANCELLED
-                when the client went away.
+            SluiceError: OVERLOADED (429) if a limit of the key is exceeded, OVERLOADED (503) if the queue is full or
+                the wait too long, CANCELLED if the client disconnects.
         """
-        permit = await self._counted(key)
+        permit = await self._charge_request(key)
         try:
-            if not self.line.try_enter():
-                await self._wait(key, cost, patience_s, gone)
+            if not self.queue.try_enter():
+                await self._wait(key, cost, timeout_s, disconnected)
         except BaseException:
             self._settle(permit)
             raise
         return permit
 
-    async def _wait(
-        self, key: ApiKey, cost: float, patience_s: float, gone: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
-        loop, began = asyncio.get_running_loop(), monotonic()
-        waiting = loop.create_task(self.line.enter(key, cost, patience_s))
-        leaving = loop.create_task(gone())
+    async def _wait(self, key: ApiKey, cost: float, timeout_s: float, disconnected: WaitForDisconnect) -> None:
+        loop, started = asyncio.get_running_loop(), monotonic()
+        waiting = loop.create_task(self.queue.enter(key, cost, timeout_s))
+        disconnect = loop.create_task(disconnected())
         try:
-            await asyncio.wait((waiting, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((waiting, disconnect), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            if not waiting.cancel() and waiting.exception() is None:  # its turn had come
-                self.line.leave()
-            self._metrics.waited(monotonic() - began, "left")
+            if not waiting.cancel() and waiting.exception() is None:  # admitted at the same moment
+                self.queue.leave()
+            self._metrics.waited(monotonic() - started, "left")
             raise
         finally:
-            leaving.cancel()
+            disconnect.cancel()
         left = waiting.cancel()
         refused = None if left else waiting.exception()
-        self._metrics.waited(monotonic() - began, "left" if left else "refused" if refused else "turn")
+        self._metrics.waited(monotonic() - started, "left" if left else "refused" if refused else "turn")
         try:
             if left:
-                raise SluiceError(ErrorKind.CANCELLED, "The client went away while it waited in line.")
+                raise SluiceError(ErrorKind.CANCELLED, "The client disconnected while its request was queued.")
             if isinstance(refused, Refused):
-                raise self._told(refused)
+                raise self._count(refused)
             waiting.result()
         finally:
-            del waiting, refused  # what is raised holds this call, which must not hold it as well
+            del waiting, refused  # Break the reference cycle: the traceback references this frame.
 
     def leave(self, permit: Permit) -> None:
-        """A request that was let in is over."""
-        self.line.leave()
+        """Releases an admitted request."""
+        self.queue.leave()
         self._settle(permit)
 
-    async def _counted(self, key: ApiKey) -> Permit:
+    async def _charge_request(self, key: ApiKey) -> Permit:
         if not key.limited:
-            return self.look_in(key)
+            return self.uncounted(key)
         request_id = secrets.token_hex(8)
         decision = await self._limiter.enter(key, request_id)
         permit = Permit(key, request_id, self._limiter, decision, self._metrics.refused, self._salts)
         if decision.refused_by is not None:
-            raise self._told(refusals.over(key, decision))
+            raise self._count(errors.rate_limited(key, decision))
         return permit
 
     async def close(self) -> None:
-        """Lets go of connections."""
+        """Closes connections."""
         await self._limiter.close()
 
-    def _told(self, refused: Refused) -> Refused:
+    def _count(self, refused: Refused) -> Refused:
         self._metrics.refused(refused.reason)
         return refused
 

@@ -1,15 +1,14 @@
-"""API keys and the file they are kept in.
+"""API keys and their file.
 
-A key is `sluice-ID-SECRET`. The file holds the SHA-256 of the secret, never the secret. The secret has 256 random bits:
-nobody can search those, so a slow hash such as scrypt would protect nothing more and cost every request milliseconds.
-The id finds the one record to compare with; that comparison takes the same time wherever the digests differ.
+A key is `sluice-ID-SECRET`. The file stores only the SHA-256 of the secret. The secret has 256 random bits, too many
+for a search, so a slow hash such as scrypt would add no protection and cost every request milliseconds. The id finds
+the record, and the digests are compared in constant time.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-import logging
 import os
 import re
 import secrets
@@ -21,39 +20,37 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.file_watcher import WatchedFiles
 from services.gateway.admission import scopes
 from services.gateway.admission.scopes import Scope
 
-log = logging.getLogger(__name__)
-
 PREFIX = "sluice"
-LOOK_EVERY_S = 1.0
-MOST_PRIORITY = 9
-MOST_WEIGHT = 100
+MAX_PRIORITY = 9
+MAX_WEIGHT = 100
 _ID = re.compile(r"[0-9a-f]{12}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_NOBODY = "0" * 64
+_NO_DIGEST = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """What is known of one key.
+    """The record of one API key.
 
     Attributes:
-        id: public part of the key; names it in logs, metrics and limits.
-        name: for people.
+        id: public part of the key, used in logs and limits.
+        name: description for operators.
         hash: hex SHA-256 of the secret part.
-        created_unix_s: when it was made.
-        requests_per_minute: 0 for no limit; the same for the next two.
-        tokens_per_minute: of prompts and outputs together.
-        concurrency: requests under way at once.
-        models: served names it may use; empty for all.
-        priority: 0 to 9; requests of a higher one leave the line first.
-        weight: 1 to 100; its share of the line among keys of the same priority.
-        revoked: it is known and not valid any more.
-        scopes: what its holder may do.
-        tenant: groups keys; empty: the key is a tenant of its own.
+        created_unix_s: creation time.
+        requests_per_minute: limit, 0 for none; likewise the next two.
+        tokens_per_minute: limit on prompt and output tokens together.
+        concurrency: limit on requests in flight.
+        models: names of the models it may use; empty for all.
+        priority: 0 to 9; requests of higher priorities leave the queue first.
+        weight: 1 to 100; share of the turns in the queue among keys of the same priority.
+        revoked: whether it is no longer valid.
+        scopes: permissions.
+        tenant: name of the tenant; empty for a separate tenant.
     """
 
     id: str
@@ -72,34 +69,34 @@ class ApiKey:
 
     @property
     def owner(self) -> str:
-        """The tenant whose data and whose part of the prefix cache this key reaches; the key's id where it has none."""
+        """The tenant whose data and cached prefixes the key has access to; the key's id if it names no tenant."""
         return self.tenant or self.id
 
     @property
     def limited(self) -> bool:
-        """Whether anything about it has to be counted."""
+        """Whether the key has any limit."""
         return bool(self.requests_per_minute or self.tokens_per_minute or self.concurrency)
 
     def may_use(self, model: str) -> bool:
-        """Whether it may use this model, or this LoRA adapter."""
+        """Returns whether the key may use a model or LoRA adapter."""
         return Scope.INFER in self.scopes and (not self.models or model in self.models)
 
 
 ANONYMOUS = ApiKey("anonymous", "anonymous", "", scopes=scopes.ALL)
-"""Clients of a gateway without API keys; `--anonymous-scopes` narrows what they may do."""
+"""Key of requests to a gateway without API keys; `--anonymous-scopes` restricts its scopes."""
 STRANGER = ApiKey("stranger", "stranger", "", scopes=frozenset())
-"""Requests without a valid key to paths that are open to them."""
+"""Key of requests without a valid API key to paths that need none."""
 
 
 def create(name: str, **limits: Any) -> tuple[str, ApiKey]:
-    """A new key: what its owner must keep, and what the file keeps.
+    """Creates a key and returns its text and its record.
 
     Args:
-        name: for people.
+        name: description for operators.
         limits: fields of ApiKey.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for a field out of range.
+        SluiceError: INVALID_ARGUMENT if a field is out of range.
     """
     key_id, secret = secrets.token_hex(6), secrets.token_urlsafe(32)
     record = _read({"id": key_id, "name": name, "hash": _digest(secret), "created_unix_s": int(time.time()), **limits})
@@ -107,12 +104,12 @@ def create(name: str, **limits: Any) -> tuple[str, ApiKey]:
 
 
 def changed(key: ApiKey, **changes: Any) -> ApiKey:
-    """The key with other scopes, tenant or limits; SluiceError(INVALID_ARGUMENT) for a field out of range."""
+    """Returns the key with changed fields; raises SluiceError(INVALID_ARGUMENT) if one is out of range."""
     return _read({**record(key), **changes})
 
 
 def record(key: ApiKey) -> dict[str, Any]:
-    """The key as the file has it."""
+    """Returns the key as a JSON object for the file."""
     return {**asdict(key), "models": list(key.models), "scopes": scopes.ordered(key.scopes)}
 
 
@@ -121,11 +118,10 @@ def _digest(secret: str) -> str:
 
 
 class KeyRing:
-    """The keys that are known now.
+    """A set of API keys.
 
     Attributes:
-        tenants: how many there are. Those of revoked keys count: what they left in the prefix cache must stay out of
-            reach when a file has one valid tenant left.
+        tenants: number of tenants, including those of revoked keys, whose cached prefixes must stay inaccessible.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
@@ -135,71 +131,42 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def find(self, shown: str) -> ApiKey | None:
-        """The valid key that was shown; None when it is none."""
-        prefix, _, rest = shown.partition("-")
+    def find(self, credential: str) -> ApiKey | None:
+        """Returns the record of a valid key, else None."""
+        prefix, _, rest = credential.partition("-")
         key_id, _, secret = rest.partition("-")
         key = self._keys.get(key_id)
-        same = hmac.compare_digest(_digest(secret), key.hash if key is not None else _NOBODY)
+        same = hmac.compare_digest(_digest(secret), key.hash if key is not None else _NO_DIGEST)
         return key if same and key is not None and not key.revoked and prefix == PREFIX else None
 
 
 class KeyFile:
-    """The keys in a file, read again within a second of its change.
-
-    A file that vanishes or cannot be understood later changes nothing: what was read last stays true.
+    """The keys of a file, reloaded within a second of a change; an invalid or missing file keeps the previous keys.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when it cannot be read at first.
+        SluiceError: FAILED_PRECONDITION if it cannot be read at first.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._state = _state(path)
-        self._looked_at = time.monotonic()
-        self._ring = KeyRing(read(path))
+        self._rings = WatchedFiles("the file of API keys", (path,), lambda: KeyRing(read(path)))
 
     @property
     def ring(self) -> KeyRing:
-        """What the file holds now."""
-        now = time.monotonic()
-        if now - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = now
-            self._look()
-        return self._ring
-
-    def _look(self) -> None:
-        state = _state(self._path)
-        if state == self._state:
-            return
-        self._state = state
-        try:
-            self._ring = KeyRing(read(self._path))
-        except SluiceError as error:
-            log.error("%s The keys read last stay valid.", error.message)
-        else:
-            log.info("the API keys were read again", extra={"file": str(self._path), "keys": len(self._ring)})
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+        """The current keys."""
+        return self._rings.value
 
 
 def read(path: Path) -> list[ApiKey]:
-    """The keys of a file; SluiceError(FAILED_PRECONDITION) when it is not one."""
+    """Returns the keys of a file; raises SluiceError(FAILED_PRECONDITION) if it is invalid."""
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     except ValueError as error:
-        raise _unreadable(path, "it is no JSON") from error
+        raise _unreadable(path, "it is not valid JSON") from error
     found = content.get("keys") if isinstance(content, dict) else None
     if not isinstance(found, list):
-        raise _unreadable(path, 'it has no list "keys"')
+        raise _unreadable(path, 'the list "keys" is missing')
     keys = []
     for number, each in enumerate(found):
         try:
@@ -212,19 +179,19 @@ def read(path: Path) -> list[ApiKey]:
 
 
 def write(path: Path, keys: Iterable[ApiKey]) -> None:
-    """Replaces the file in one step, readable by its owner only; OSError when that fails."""
+    """Replaces the file atomically, readable only by its owner; raises OSError."""
     content = {"keys": [record(key) for key in keys]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as file:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 _NAMES = frozenset(field.name for field in fields(ApiKey))
@@ -233,21 +200,21 @@ _RANGES = {
     "requests_per_minute": (0, 1_000_000_000),
     "tokens_per_minute": (0, 1_000_000_000_000),
     "concurrency": (0, 1_000_000),
-    "priority": (0, MOST_PRIORITY),
-    "weight": (1, MOST_WEIGHT),
+    "priority": (0, MAX_PRIORITY),
+    "weight": (1, MAX_WEIGHT),
 }
 
 
 def _read(each: Any) -> ApiKey:
     if not isinstance(each, dict):
         raise invalid("a key must be an object.")
-    if strange := each.keys() - _NAMES:
-        raise invalid(f"{sorted(strange)[0]} is unknown.")
+    if unknown := each.keys() - _NAMES:
+        raise invalid(f"the field {min(unknown)} is unknown.")
     for name, pattern in (("id", _ID), ("hash", _HASH)):
         if not (isinstance(each.get(name), str) and pattern.fullmatch(each[name])):
             raise invalid(f"{name} is not what `sluice keys create` writes.", param=name)
     if not isinstance(each.get("name"), str) or not each["name"].isprintable() or not 1 <= len(each["name"]) <= 200:
-        raise invalid("name must be a text of 1 to 200 characters.", param="name")
+        raise invalid("name must be 1 to 200 printable characters.", param="name")
     for name, (least, most) in _RANGES.items():
         value = each.get(name, least)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

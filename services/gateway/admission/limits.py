@@ -1,4 +1,4 @@
-"""Limits per key: what is counted, what a decision says, and the interface of those who count."""
+"""Limits of API keys: their state, decisions, and the interface of limiters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOW_S = 60.0
 
 
 class Limit(StrEnum):
-    """Which limit refused a request."""
+    """A limit of an API key."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -21,12 +21,12 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LimitState:
-    """How far a limit per minute is used up.
+    """State of a limit per minute.
 
     Attributes:
-        limit: a minute's worth; 0: there is no such limit.
-        remaining: what may be used now; never below 0.
-        reset_s: seconds until all of it may be used again.
+        limit: allowed per minute; 0 for no limit.
+        remaining: available now; never below 0.
+        reset_s: seconds until all of it is available.
     """
 
     limit: int = 0
@@ -36,11 +36,11 @@ class LimitState:
 
 @dataclass(frozen=True, slots=True)
 class LimitDecision:
-    """What a limiter says.
+    """Decision of a limiter.
 
     Attributes:
-        refused_by: the limit that does not allow it; None when it is allowed.
-        retry_after_s: when it may be allowed; 0 when it is.
+        refused_by: the limit that is exceeded; None if the request is allowed.
+        retry_after_s: seconds until a retry may be allowed; 0 if the request is.
     """
 
     requests: LimitState = LimitState()
@@ -50,38 +50,38 @@ class LimitDecision:
 
 
 class LimitsUnavailable(Exception):
-    """The shared limits cannot be asked now."""
+    """The shared limits are unavailable."""
 
 
 class Limiter(ABC):
     """Counts requests, tokens and concurrency of keys.
 
-    Requests and tokens are buckets that hold a minute's worth and fill steadily. The tokens of a request are taken when
-    its prompt is known, with what it may generate; the difference is settled at its end, so a bucket may be in debt.
-    Every method is one atomic step, whoever else asks.
+    Requests and tokens are buckets that hold the limit of a minute and refill steadily. The tokens of a request are
+    charged when its prompt length is known, including what it may generate; the difference is settled at its end, so a
+    bucket may be in debt. Each method is atomic.
     """
 
     @abstractmethod
     async def enter(self, key: ApiKey, request_id: str) -> LimitDecision:
-        """Counts a request that begins; it holds its place until `settle`. Refused ones are not counted.
+        """Counts a new request until `settle`, unless a limit is exceeded.
 
         Raises:
-            LimitsUnavailable: nobody can tell.
+            LimitsUnavailable: the shared limits are unavailable.
         """
 
     @abstractmethod
     async def charge(self, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
-        """Takes tokens; refused when fewer are left; LimitsUnavailable as `enter`."""
+        """Charges tokens, unless fewer remain; raises LimitsUnavailable."""
 
     @abstractmethod
     async def settle(self, key: ApiKey, request_id: str, give_back: int) -> None:
-        """A request is over: gives up its place and gives tokens back, or takes more when negative."""
+        """Ends a request and refunds tokens, or charges more if negative."""
 
     @property
     def degraded(self) -> str:
-        """Why it does not count as it should; empty when it does."""
+        """Why a fallback is in use; empty if it is not."""
         return ""
 
     async def close(self) -> None:
-        """Lets go of connections."""
+        """Closes connections."""
         return

@@ -1,4 +1,4 @@
-"""Limits of one gateway alone."""
+"""Limits counted by a single gateway."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from services.gateway.admission.limits import WINDOW_S, Limit, LimitDecision, Li
 
 
 class Bucket:
-    """Holds `limit` at most and fills with that much a minute; may be in debt.
+    """Token bucket that holds at most `limit` and refills by that much per minute; may be in debt.
 
     Attributes:
-        left: what is in it now; negative for a debt.
+        left: current content; negative for a debt.
     """
 
-    __slots__ = ("_at", "left", "limit")
+    __slots__ = ("_filled_at", "left", "limit")
 
     def __init__(self, limit: int, now: float) -> None:
         self.limit = limit
         self.left = float(limit)
-        self._at = now
+        self._filled_at = now
 
     def fill(self, limit: int, now: float) -> None:
-        """What came since it was last looked at; the limit may have changed meanwhile."""
+        """Refills the bucket up to now; the limit may have changed."""
         self.limit = limit
-        self.left = min(self.left + (now - self._at) * limit / WINDOW_S, float(limit))
-        self._at = now
+        self.left = min(self.left + (now - self._filled_at) * limit / WINDOW_S, float(limit))
+        self._filled_at = now
 
     def wait_s(self, wanted: float) -> float:
-        """Seconds until `wanted` are in it."""
+        """Returns the seconds until it contains `wanted`."""
         return max((wanted - self.left) * WINDOW_S / self.limit, 0.0)
 
     @property
-    def level(self) -> LimitState:
-        """For headers."""
+    def state(self) -> LimitState:
+        """The state for response headers."""
         return LimitState(self.limit, max(math.floor(self.left), 0), self.wait_s(self.limit))
 
 
@@ -48,10 +48,10 @@ class _Account:
 
 
 class LocalLimiter(Limiter):
-    """See Limiter. Holds an account for every key that was used, so at most as many as the file has.
+    """Limiter in memory, with one account per key.
 
     Args:
-        clock: seconds, monotonic.
+        clock: monotonic clock, seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -62,23 +62,23 @@ class LocalLimiter(Limiter):
         account = self._account(key)
         requests, tokens = account.requests, account.tokens
         if key.concurrency and len(account.live) >= key.concurrency:
-            return self._said(key, account, Limit.CONCURRENCY, 1.0)
+            return self._decision(key, account, Limit.CONCURRENCY, 1.0)
         if key.requests_per_minute and requests.left < 1:
-            return self._said(key, account, Limit.REQUESTS, requests.wait_s(1))
+            return self._decision(key, account, Limit.REQUESTS, requests.wait_s(1))
         if key.tokens_per_minute and tokens.left < 1:
-            return self._said(key, account, Limit.TOKENS, tokens.wait_s(1))
+            return self._decision(key, account, Limit.TOKENS, tokens.wait_s(1))
         if key.requests_per_minute:
             requests.left -= 1
         account.live.add(request_id)
-        return self._said(key, account)
+        return self._decision(key, account)
 
     async def charge(self, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
         account = self._account(key)
         if key.tokens_per_minute:
             if account.tokens.left < tokens:
-                return self._said(key, account, Limit.TOKENS, account.tokens.wait_s(tokens))
+                return self._decision(key, account, Limit.TOKENS, account.tokens.wait_s(tokens))
             account.tokens.left -= tokens
-        return self._said(key, account)
+        return self._decision(key, account)
 
     async def settle(self, key: ApiKey, request_id: str, give_back: int) -> None:
         account = self._account(key)
@@ -87,7 +87,7 @@ class LocalLimiter(Limiter):
             account.tokens.left = min(account.tokens.left + give_back, float(key.tokens_per_minute))
 
     def live(self, key: ApiKey) -> int:
-        """Requests of a key under way."""
+        """Returns the number of running requests of a key."""
         account = self._accounts.get(key.id)
         return len(account.live) if account is not None else 0
 
@@ -97,12 +97,12 @@ class LocalLimiter(Limiter):
         if account is None:
             account = self._accounts[key.id] = _Account(now)
         for bucket, limit in ((account.requests, key.requests_per_minute), (account.tokens, key.tokens_per_minute)):
-            if not bucket.limit and limit:  # a limit that is new begins full
+            if not bucket.limit and limit:  # a new limit starts with a full bucket
                 bucket.left = float(limit)
             bucket.fill(limit, now)
         return account
 
-    def _said(self, key: ApiKey, account: _Account, by: Limit | None = None, retry_s: float = 0.0) -> LimitDecision:
-        requests = account.requests.level if key.requests_per_minute else LimitState()
-        tokens = account.tokens.level if key.tokens_per_minute else LimitState()
+    def _decision(self, key: ApiKey, account: _Account, by: Limit | None = None, retry_s: float = 0.0) -> LimitDecision:
+        requests = account.requests.state if key.requests_per_minute else LimitState()
+        tokens = account.tokens.state if key.tokens_per_minute else LimitState()
         return LimitDecision(requests, tokens, by, retry_s)

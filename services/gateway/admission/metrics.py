@@ -1,4 +1,4 @@
-"""What admission refuses, and how long requests wait in line; once a request."""
+"""Metrics of admission: rejected requests and waits in the queue."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ REASONS = (
 )  # fmt: skip
 REFUSED = METRICS.counter(
     "refused",
-    "requests that admission refused",
+    "requests rejected by admission",
     Label(
         "reason",
-        "no valid key, a model or scope the key lacks, a limit of the key, the line, or the Host or Origin header",
+        "missing or invalid key, model or scope not allowed, limit of the key, queue, Host or Origin header",
         REASONS,
     ),
 )
 LINE_WAIT = METRICS.histogram(
     "line_wait",
-    "time that requests waited for their turn, of those that had to wait",
-    Label("outcome", "its turn came, it was refused, or its client left", ("turn", "refused", "left")),
+    "time that requests waited in the queue, of those that had to wait",
+    Label("outcome", "admitted, rejected, or client disconnected", ("turn", "refused", "left")),
     unit="s",
     when="the gateway was full",
 )
-WAITING = METRICS.gauge("waiting_requests", "requests in line")
-ADMITTED = METRICS.gauge("admitted_requests", "requests let in and not over")
+WAITING = METRICS.gauge("waiting_requests", "requests in the queue")
+ADMITTED = METRICS.gauge("admitted_requests", "requests admitted and not completed")
 
 
 class AdmissionMetrics:
-    """Instruments of one gateway's admission; make it after telemetry is configured.
+    """Instruments of a gateway's admission; create it after telemetry is configured.
 
     Args:
-        waiting: requests in line now.
-        admitted: requests let in now.
+        waiting: returns the number of queued requests.
+        admitted: returns the number of admitted requests.
     """
 
     def __init__(self, waiting: Callable[[], int], admitted: Callable[[], int]) -> None:
@@ -47,9 +47,9 @@ class AdmissionMetrics:
         watch(ADMITTED, lambda: [(admitted(), {})])
 
     def refused(self, reason: str) -> None:
-        """A request was refused; one of REASONS."""
+        """Counts a rejected request; `reason` is one of REASONS."""
         self._refused.add(1, {"reason": reason})
 
     def waited(self, seconds: float, outcome: str) -> None:
-        """A request had to wait, and then its turn came, it was refused or its client left."""
+        """Records the wait of a queued request and its outcome."""
         self._wait.record(seconds, {"outcome": outcome})

@@ -1,4 +1,4 @@
-"""What an admitted request may do, and what it has used."""
+"""Permissions and token use of an admitted request."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Protocol
 
-from services.gateway.admission import errors as refusals
-from services.gateway.admission import tenants
+from services.gateway.admission import errors, tenants
 from services.gateway.admission.keys import ANONYMOUS, STRANGER, ApiKey
 from services.gateway.admission.limits import LimitDecision, Limiter
 from services.gateway.admission.scopes import Scope
@@ -15,24 +14,24 @@ from services.gateway.admission.tenants import TenantSalt
 
 
 class Used(Protocol):
-    """A generation, as far as it is paid for."""
+    """Token counts of a generation."""
 
     @property
     def prompt_tokens(self) -> int: ...
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens made so far, also when it was given up."""
+        """Tokens generated so far, including those of an aborted generation."""
 
 
 class Permit:
     """One admitted request.
 
     Attributes:
-        key: whose request it is.
-        decision: what the limits said last; None when nothing is counted.
-        salts: whether its tenant has a part of the prefix cache of its own: "off", "on", or "auto", which allows the
-            request to run where no engine can do that.
+        key: API key of the request.
+        decision: latest decision of the limiter; None if the key has no limits.
+        salts: whether its tenant has a separate part of the prefix cache: "off", "on", or "auto", which also allows
+            engines that cannot separate tenants.
     """
 
     def __init__(
@@ -51,89 +50,89 @@ class Permit:
         self._limiter = limiter
         self._on_refused = on_refused
         self._charged = 0
-        self._used: list[Used] = []
-        self._also = 0
+        self._generations: list[Used] = []
+        self._other_tokens = 0
 
     @property
     def owner(self) -> str:
-        """The tenant whose data the request reaches."""
+        """The tenant whose data the request has access to."""
         return self.key.owner
 
     @property
     def is_known(self) -> bool:
-        """Whether the request showed a valid key, or the gateway needs none."""
+        """Whether the request has a valid key, or the gateway requires none."""
         return self.key is not STRANGER
 
     def may(self, scope: Scope) -> bool:
-        """Whether the key has a scope."""
+        """Returns whether the key has a scope."""
         return scope in self.key.scopes
 
     def require(self, scope: Scope, field: str = "", subject: str = "") -> None:
-        """Raises SluiceError(PERMISSION_DENIED) when the key lacks a scope.
+        """Raises SluiceError(PERMISSION_DENIED) if the key lacks a scope.
 
         Args:
-            field: header or field of the body that needs it.
-            subject: what else needs it, such as a path.
+            field: header or body field that requires it.
+            subject: what requires it if it is neither, such as a path.
         """
         if scope not in self.key.scopes:
-            raise self._told(refusals.lacks(self.key, scope, field, subject or field))
+            raise self._count(errors.missing_scope(self.key, scope, field, subject or field))
 
     def may_use(self, model: str) -> bool:
-        """Whether it may ask this model."""
+        """Returns whether the request may use a model."""
         return self.key.may_use(model)
 
     def check_model(self, model: str, field: str = "model") -> None:
-        """Raises SluiceError(PERMISSION_DENIED) when it may not.
+        """Raises SluiceError(PERMISSION_DENIED) if the request may not use a model.
 
         Args:
-            field: of the client's request that names the model, or the adapter.
+            field: request field that names the model or adapter.
         """
         if not self.key.may_use(model):
-            raise self._told(refusals.not_for(model, field))
+            raise self._count(errors.model_not_allowed(model, field))
 
     def cache_salt(self, chosen: str) -> str:
-        """The salt that separates the request's tenant from others.
+        """Returns the salt that separates the request's tenant from others.
 
         Args:
-            chosen: the client's own; empty for none.
+            chosen: salt chosen by the client; empty for none.
         """
         return tenants.salted(self.owner, chosen)
 
     async def charge(self, tokens: int) -> None:
-        """Takes what a prompt and its answer may need, before anything runs; what was not needed comes back at the end.
+        """Charges the tokens that a prompt and its output may need; unused ones are refunded at the end.
 
         Raises:
-            SluiceError: OVERLOADED when the key has not that much left.
+            SluiceError: OVERLOADED (HTTP 429) if the key has fewer tokens left.
         """
         if self._limiter is None or not self.key.tokens_per_minute:
             return
         if tokens > self.key.tokens_per_minute:
-            raise self._told(refusals.never(self.key, tokens, self.decision or LimitDecision()))
+            raise self._count(errors.exceeds_token_limit(self.key, tokens, self.decision or LimitDecision()))
         decision = self.decision = await self._limiter.charge(self.key, self.request_id, tokens)
         if decision.refused_by is not None:
-            raise self._told(refusals.over(self.key, decision))
+            raise self._count(errors.rate_limited(self.key, decision))
         self._charged += tokens
 
     def watch(self, generation: Used) -> None:
-        """A generation that this request pays for."""
+        """Adds a generation whose tokens are charged to the request."""
         if self.key.tokens_per_minute:
-            self._used.append(generation)
+            self._generations.append(generation)
 
     def spent(self, tokens: int) -> None:
-        """Tokens used beside generations, such as those of embedded texts."""
-        self._also += tokens
+        """Adds tokens used other than by generations, such as those of embedded texts."""
+        self._other_tokens += tokens
 
-    def _told(self, refused: refusals.Refused) -> refusals.Refused:
+    def _count(self, refused: errors.Refused) -> errors.Refused:
         self._on_refused(refused.reason)
         return refused
 
     async def settle(self) -> None:
-        """The request is over: gives back what it did not use."""
+        """Ends the request and refunds unused tokens."""
         if self._limiter is None:
             return
-        used = sum(one.prompt_tokens + one.generated_tokens for one in self._used) + self._also
-        self._used.clear()
-        await self._limiter.settle(self.key, self.request_id, self._charged - used)
+        generated = sum(each.prompt_tokens + each.generated_tokens for each in self._generations)
+        self._generations.clear()
+        await self._limiter.settle(self.key, self.request_id, self._charged - generated - self._other_tokens)
 
 
 OPEN = Permit(ANONYMOUS, "", None, None)
@@ -142,10 +141,10 @@ _current: ContextVar[Permit] = ContextVar("permit", default=OPEN)
 
 
 def current() -> Permit:
-    """The permit of the request at hand; one that allows everything when nothing is asked for."""
+    """Returns the permit of the current request; outside of requests one that allows everything."""
     return _current.get()
 
 
 def begin(permit: Permit) -> None:
-    """From now on this task works for that request."""
+    """Sets the permit of the current request."""
     _current.set(permit)

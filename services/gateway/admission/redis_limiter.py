@@ -1,4 +1,4 @@
-"""Limits that several gateways share, in Redis."""
+"""Limits shared by gateways through Redis."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Limit, LimitDecision, Limiter, LimitState, LimitsUnavailable
 
 LEASE_S = 60.0
-HELD_AT_ONCE = 1000
+EXTENDED_PER_CALL = 1000
 
 
 class RedisLimiter(Limiter):
-    """See Limiter. One script a decision; a gateway that dies loses its places after `LEASE_S`.
+    """Limiter with one script call per decision; requests of a gateway that dies expire after `LEASE_S`.
 
     Args:
-        url: as the router's, see `services.common.redis.target`.
-        prefix: first part of every key.
-        timeout_s: how long Redis gets to answer.
-        credentials: what the URL does not say.
+        url: Redis URL, in the forms of `services.common.redis.target`.
+        prefix: first part of every Redis key.
+        timeout_s: timeout of a script call.
+        credentials: credentials that the URL does not contain.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the URL is none; the error repeats no password.
+        SluiceError: INVALID_ARGUMENT if the URL is invalid; the message never contains its password.
     """
 
     def __init__(
@@ -46,24 +46,27 @@ class RedisLimiter(Limiter):
         await self._decide("settle", key, request_id, give_back)
 
     async def hold(self, live: Mapping[str, Sequence[str]]) -> None:
-        """Says which requests are still under way, by key id; LimitsUnavailable as `enter`. To be said every third of
-        `LEASE_S`."""
+        """Extends the leases of running requests by key id; to be called every third of `LEASE_S`.
+
+        Raises:
+            LimitsUnavailable: Redis is unavailable.
+        """
         for key_id, request_ids in live.items():
-            for start in range(0, len(request_ids), HELD_AT_ONCE):
-                part = request_ids[start : start + HELD_AT_ONCE]
-                await self._run(self._hold, [self._name(key_id, "live")], [int(LEASE_S * 1000), *part])
+            for start in range(0, len(request_ids), EXTENDED_PER_CALL):
+                batch = request_ids[start : start + EXTENDED_PER_CALL]
+                await self._run(self._hold, [self._name(key_id, "live")], [int(LEASE_S * 1000), *batch])
 
     async def close(self) -> None:
         await self._redis.close()
 
-    def _name(self, key_id: str, what: str) -> str:
-        return f"{self._prefix}:limits:{{{key_id}}}:{what}"
+    def _name(self, key_id: str, suffix: str) -> str:
+        return f"{self._prefix}:limits:{{{key_id}}}:{suffix}"
 
-    async def _decide(self, what: str, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
+    async def _decide(self, operation: str, key: ApiKey, request_id: str, tokens: int) -> LimitDecision:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrency)
         names = [self._name(key.id, "left"), self._name(key.id, "live")]
-        answer = await self._run(self._limits, names, [what, *limits, request_id, tokens, int(LEASE_S * 1000)])
-        refused, wait_ms, requests_left, requests_reset_ms, tokens_left, tokens_reset_ms = answer
+        result = await self._run(self._limits, names, [operation, *limits, request_id, tokens, int(LEASE_S * 1000)])
+        refused, wait_ms, requests_left, requests_reset_ms, tokens_left, tokens_reset_ms = result
         return LimitDecision(
             LimitState(limits[0], requests_left, requests_reset_ms / 1000),
             LimitState(limits[1], tokens_left, tokens_reset_ms / 1000),

@@ -1,4 +1,4 @@
-"""Scopes: what the holder of an API key may do."""
+"""Scopes: permissions of API keys."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from services.common.errors import invalid
 
 
 class Scope(StrEnum):
-    """One thing that a key may do. `sluice keys` and `--anonymous-scopes` take these names."""
+    """A permission of a key, by its name in `sluice keys` and `--anonymous-scopes`."""
 
     INFER = "infer"
     """Run models, list them, count and render tokens."""
     PRIORITY = "priority"
-    """Choose the place of a request in the lines of routers and engines."""
+    """Set the priority of a request in the queues of routers and engines."""
     PIN_WORKER = "pin-worker"
-    """Choose workers and ranks, and read which ones would be chosen."""
+    """Select workers and ranks, and read which ones would be selected."""
     TEMPLATE = "template"
-    """Send the source of a chat template; names of installed templates need no scope of their own."""
+    """Send the source of a chat template; names of installed templates do not require it."""
     OPERATE = "operate"
-    """Read the live view and the metrics: requests and workers of every tenant."""
+    """Read the live view and the metrics, which show requests and workers of all tenants."""
 
 
 ALL = frozenset(Scope)
 DEFAULT = frozenset({Scope.INFER})
-"""Scopes of a key whose record names none."""
+"""Scopes of a key without explicit ones."""
 
 
 def parse(names: Iterable[object]) -> frozenset[Scope]:
-    """The scopes of these names; SluiceError(INVALID_ARGUMENT) for a name that does not exist."""
+    """Returns the scopes with these names; raises SluiceError(INVALID_ARGUMENT) for an unknown name."""
     found = set()
     for name in names:
         try:
             found.add(Scope(str(name)))
         except ValueError:
-            known = ", ".join(Scope)
+            names_of_all = ", ".join(Scope)
             raise invalid(
-                f"scopes: {str(name)[:40]!r} does not exist; choose from {known}.", param="scopes", code="invalid_value"
+                f"scopes: {str(name)[:40]!r} does not exist; choose from {names_of_all}.",
+                param="scopes",
+                code="invalid_value",
             ) from None
     return frozenset(found)
 
 
 def ordered(scopes: Iterable[Scope]) -> list[str]:
-    """Their names in the order in which they are declared."""
-    held = frozenset(scopes)
-    return [str(scope) for scope in Scope if scope in held]
+    """Returns the names of scopes in order of declaration."""
+    members = frozenset(scopes)
+    return [str(scope) for scope in Scope if scope in members]

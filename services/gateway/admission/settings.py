@@ -26,30 +26,32 @@ ScopeList = Annotated[CommaList | None, AfterValidator(_scopes)]
 
 
 class AdmissionSettings(RedisLoginSettings):
-    """Who may ask this gateway, and how much at once."""
+    """Settings of API keys, limits and the queue."""
 
     api_keys_file: Path | None = Field(
-        None, description="file of `sluice keys`; clients must show one of its keys; unset: everybody may ask"
+        None, description="file of `sluice keys`; requests must contain one of its keys; unset: no key is required"
     )
     anonymous_scopes: ScopeList = Field(
         None,
-        description="scopes of requests to a gateway without API keys, of infer, priority, pin-worker, template and "
-        "operate; unset: all of them where clients reach it on a loopback address only, else infer",
+        description="scopes of requests to a gateway without API keys: infer, priority, pin-worker, template, operate; "
+        "unset: all of them if clients can only connect on a loopback address, else infer",
     )
     published_host: str = Field(
         "",
-        description="host on which a container publishes the gateway's port, where that is not the one it listens on; "
-        "decides with listen whether clients reach it on a loopback address only",
+        description="host address on which a container publishes the gateway's port, if not the one it listens on; "
+        "determines, like listen, whether clients can only connect on a loopback address",
     )
     tenant_salt: TenantSalt = Field(
         "auto",
-        description="keep tenants apart in the prefix cache; auto: as soon as the file of API keys has two tenants",
+        description="separate tenants in the prefix cache; auto: once the file of API keys has two tenants",
     )
     limits_redis_url: SecretStr = Field(
         SecretStr(""),
-        description="where gateways share the limits of API keys, in the forms of the router's redis-url; empty: each "
-        "gateway counts alone",
+        description="Redis in which gateways share the limits of API keys, in the forms of the router's redis-url; "
+        "empty: each gateway applies the limits on its own",
     )
-    max_requests: int = Field(4096, ge=1, description="requests served at once; more wait in line")
-    max_waiting: int = Field(1024, ge=0, description="requests in line; more are refused with 503")
-    line_timeout_s: float = Field(10, gt=0, description="longest wait in line before a request is refused with 503")
+    max_requests: int = Field(4096, ge=1, description="maximum number of requests served concurrently; more are queued")
+    max_waiting: int = Field(1024, ge=0, description="maximum number of queued requests; more are rejected with 503")
+    line_timeout_s: float = Field(
+        10, gt=0, description="longest wait in the queue before a request is rejected with 503, s"
+    )

@@ -1,4 +1,4 @@
-"""Request bodies: bounded in size, time and memory, and JSON."""
+"""Reads and parses JSON request bodies within bounds on size, time and memory."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from services.gateway.http.middleware import scopes as scoped
 
 MAX_DEPTH = 200
 MEASURED_FROM = 4 << 10
-"""Bytes of a body from which on its objects are measured, because counting overrates code."""
+"""Minimum body size at which parsed objects are measured, because the estimate is too high for code."""
 CHECKED_FROM = 512 << 10
-"""Bytes of a body from which on what it takes once it is parsed is estimated before that. Shorter ones take 21 MiB at
-most, and one is parsed at a time."""
+"""Minimum body size at which the parsed size is estimated before parsing. Shorter bodies take 21 MiB at most, and only
+one is parsed at a time."""
 
 _SHARE_KEY = "sluice.body"
-_OF_FORMS = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/")
+_FORM_TYPES = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/")
 
 
 async def read_json(
@@ -37,18 +37,18 @@ async def read_json(
     values: Budget | None = None,
     memory: BodyMemory | None = None,
 ) -> dict[str, Any]:
-    """Returns the body as a JSON object; `release_body` gives its memory back.
+    """Returns the body as a JSON object; `release_body` releases its memory.
 
     Args:
-        limit: most bytes.
-        timeout_s: longest wait for memory, and then for all of the body.
-        values: most values in it; None: as many as fit.
-        memory: of all bodies; None for a body that shares with no other.
+        limit: maximum size in bytes.
+        timeout_s: longest wait for memory, and then for the whole body.
+        values: maximum number of values; None for no limit.
+        memory: memory shared by all bodies; None for memory of its own.
 
     Raises:
-        SluiceError: TOO_LARGE, UNAVAILABLE when there is no memory or time for it, CANCELLED, PERMISSION_DENIED for a
-            model or a field that the key may not use, or INVALID_ARGUMENT for anything that is no JSON object.
-        HTTPException: 408 when it does not arrive in time, 415 when it is compressed or sent as a form.
+        SluiceError: TOO_LARGE, UNAVAILABLE without memory or time for it, CANCELLED, PERMISSION_DENIED for a model or
+            field that the key may not use, INVALID_ARGUMENT for anything other than a JSON object.
+        HTTPException: 408 if it does not arrive in time, 415 if it is compressed or sent as a form.
     """
     length = _announced_length(request)
     memory = memory or BodyMemory(4 * limit)
@@ -64,8 +64,8 @@ async def read_json(
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise invalid(f"The request body is not valid JSON: {error.msg} at character {error.pos}.") from None
-    if marks.lists + marks.objects > MAX_DEPTH and not _can_be_written(parsed):
-        raise invalid("The request body is nested too deep.")
+    if marks.lists + marks.objects > MAX_DEPTH and not _is_serializable(parsed):
+        raise invalid("The request body is nested too deeply.")
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
     size = measured_size(parsed) if len(body) >= MEASURED_FROM else None
@@ -75,14 +75,14 @@ async def read_json(
 
 
 def release_body(scope: Scope) -> None:
-    """Gives back the memory of a request's body, if it had one that was read."""
+    """Releases the memory of a request's body, if one was read."""
     share: BodyShare | None = scope.pop(_SHARE_KEY, None)
     if share is not None:
         share.memory.release(share)
 
 
 def _announced_length(request: Request) -> int | None:
-    """The body's length in bytes, None for a chunked one; HTTPException as `read_json` for one that is no JSON."""
+    """Returns the body's length in bytes, None if chunked; HTTPException(415) for forms and compressed bodies."""
     length: int | None = 0
     for name, value in request.scope["headers"]:
         if name == b"content-length":
@@ -90,19 +90,19 @@ def _announced_length(request: Request) -> int | None:
         elif name == b"transfer-encoding":
             length = None
         elif name == b"content-type":
-            # Browsers send these types to other sites without asking them first, so any page could use a gateway that
-            # trusts its network. All other types need a permission that the gateway never gives.
-            if value.strip().lower().startswith(_OF_FORMS):
+            # Browsers send these types to other sites without a CORS preflight, so any web page could use a gateway
+            # that trusts its network. All other types need a preflight, which the gateway never grants.
+            if value.strip().lower().startswith(_FORM_TYPES):
                 message = 'The request body is not declared as JSON; send "content-type: application/json".'
                 raise HTTPException(415, message)
         elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
-            # Nothing is ever unpacked here, so a small body cannot become a large one.
-            raise HTTPException(415, "The request body is compressed; send it as it is, without content-encoding.")
+            # Bodies are never decompressed, so a small body cannot expand to a large one.
+            raise HTTPException(415, "The request body is compressed; send it uncompressed, without content-encoding.")
     return length
 
 
-def _can_be_written(parsed: Any) -> bool:
-    """Parts of the body are passed on as JSON, and what can be read may be too deep for that."""
+def _is_serializable(parsed: Any) -> bool:
+    """Returns whether a body can be serialized again; the serializer's limit on depth is lower than the parser's."""
     try:
         orjson.dumps(parsed)
     except orjson.JSONEncodeError:
@@ -123,7 +123,9 @@ async def _read_in_time(
             raise memory.refuse() from None
         raise HTTPException(408, f"The request body did not arrive within {timeout_s:g} s.") from None
     except ClientDisconnect:
-        raise SluiceError(ErrorKind.CANCELLED, "The client went away before the body was complete.") from None
+        raise SluiceError(
+            ErrorKind.CANCELLED, "The client disconnected before the request body was complete."
+        ) from None
     finally:
         memory.arrived(share)
     return body, share
@@ -145,7 +147,7 @@ async def _read(request: Request, length: int | None, limit: int, memory: BodyMe
         if more or not memory.try_take(share, size, complete=True):
             await memory.take(share, covered)
     while more:
-        if size > covered:  # it is chunked, and how long it will be is not known before its end
+        if size > covered:  # chunked: the total size is unknown until the end
             covered = longest
             await memory.take(share, covered)
         chunk, more = await _receive(request)
@@ -157,7 +159,7 @@ async def _read(request: Request, length: int | None, limit: int, memory: BodyMe
 
 
 async def _receive(request: Request) -> tuple[bytes, bool]:
-    """The next part of the body, and whether there is more of it; ClientDisconnect when its client is gone."""
+    """Returns the next chunk of the body and whether more follow; raises ClientDisconnect."""
     message = await request.receive()
     if message["type"] == "http.disconnect":
         raise ClientDisconnect
@@ -166,5 +168,5 @@ async def _receive(request: Request) -> tuple[bytes, bool]:
 
 def _too_large(limit: int, setting: str = "") -> SluiceError:
     return SluiceError(
-        ErrorKind.TOO_LARGE, f"The request body is over the limit of {limit} bytes{setting}.", code="request_too_large"
+        ErrorKind.TOO_LARGE, f"The request body exceeds the limit of {limit} bytes{setting}.", code="request_too_large"
     )

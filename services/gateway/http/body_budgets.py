@@ -1,4 +1,4 @@
-"""What a request body may hold and cost."""
+"""Budgets for the contents of a request body."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from services.common.budgets import Budget
 
 @dataclass(frozen=True, slots=True)
 class BodyBudgets:
-    """The budgets of one body, checked before what they bound is built or walked through.
+    """Budgets of one body, checked before the bounded data is built or traversed.
 
     Attributes:
-        values: of the whole body, counted before it is parsed.
-        list_items: of each list or object that has no limit of its own.
-        schema_nodes: JSON values of all schemas together, those of tools among them.
-        schema_characters: of their names and strings.
-        pattern_characters: of all regular expressions together, those in schemas among them.
-        grammar_characters: of a grammar, or of all texts of a choice.
+        values: values in the whole body, counted before parsing.
+        list_items: items of each list or object without a more specific limit.
+        schema_nodes: JSON values of all schemas together, including those of tools.
+        schema_characters: characters of the names and strings in schemas.
+        pattern_characters: characters of all regular expressions together, including those in schemas.
+        grammar_characters: characters of a grammar, or of all texts of a choice.
     """
 
     values: Budget
@@ -37,24 +37,37 @@ class BodySettings(BaseSettings):
     max_body_values: int = Field(
         2_000_000,
         ge=1_000,
-        description="most values in a request body, counted before it is parsed: numbers count 1, lists, objects and "
-        "strings 10",
+        description="maximum number of values in a request body, counted before parsing: numbers count 1, lists, "
+        "objects and strings 10",
     )
     max_list_items: int = Field(
-        10_000, ge=1, description="longest list in a request body: messages, items of input, content parts, documents"
+        10_000,
+        ge=1,
+        description="maximum length of a list in a request body, such as messages, input items, content parts",
     )
     max_schema_nodes: int = Field(
-        50_000, ge=1, description="most JSON values in all schemas of a request together, those of its tools among them"
+        50_000,
+        ge=1,
+        description="maximum number of JSON values in all schemas of a request, including those of its tools",
     )
-    max_schema_kb: int = Field(1024, ge=1, description="most characters of their names and strings, Ki")
+    max_schema_kb: int = Field(
+        1024,
+        ge=1,
+        description="maximum total length of the names and strings in all schemas of a request, Ki characters",
+    )
     max_pattern_kb: int = Field(
-        16, ge=1, description="most characters of all regular expressions of a request, those in schemas among them, Ki"
+        16,
+        ge=1,
+        description="maximum total length of all regular expressions of a request, including those in schemas, "
+        "Ki characters",
     )
-    max_grammar_kb: int = Field(256, ge=1, description="longest grammar, or all texts of a choice, of a request, Ki")
+    max_grammar_kb: int = Field(
+        256, ge=1, description="maximum length of a grammar, or of all texts of a choice, in a request, Ki characters"
+    )
 
     @property
     def budgets(self) -> BodyBudgets:
-        """What these settings allow."""
+        """The budgets that these settings define."""
         return BodyBudgets(
             values=Budget("body_values", self.max_body_values, "--max-body-values"),
             list_items=Budget("list_items", self.max_list_items, "--max-list-items"),

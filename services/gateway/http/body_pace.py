@@ -1,9 +1,8 @@
-"""Spaces out large request bodies, so that parsing them leaves the event loop to others.
+"""Spaces out the parsing of large request bodies, to leave the event loop to other requests.
 
-A body of some megabytes takes the event loop for tens of milliseconds: its values are counted, it is parsed, checked
-and translated without a pause. One after the other they would take all of the loop's time, from every client. So each
-large body waits for its turn, and the next turn comes after a pause in proportion to the time that the last one took.
-Where large bodies are rare none of them waits.
+A body of several megabytes blocks the event loop for tens of milliseconds while it is counted, parsed, validated and
+translated. To keep a series of them from blocking all other requests, each large body waits for its turn, and the next
+turn starts after a pause in proportion to the time that the last one took. Isolated large bodies do not wait.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from services.common.errors import ErrorKind
 
 SETTING = "--large-body-share"
 LARGE_BYTES = 64 << 10
-"""Longer bodies wait for their turn; shorter ones take the loop for a millisecond at most."""
+"""Longer bodies wait for their turn; shorter ones block the event loop for a millisecond at most."""
 SHARE = 0.25
 
 
 class BodyPace:
-    """Turns of large bodies, in the order in which they arrived.
+    """Schedules the turns of large bodies, first come, first served.
 
     Args:
-        share: most of the event loop's time that they may take while others wait, between 0 and 1.
+        share: maximum share of the event loop's time for consecutive large bodies, between 0 and 1.
     """
 
     def __init__(self, share: float = SHARE) -> None:
-        self._rest = 1 / share - 1  # seconds of pause for each second of work
+        self._pause_ratio = 1 / share - 1  # seconds of pause for each second of work
         self._turns = asyncio.Lock()
         self._next_at = 0.0
         self._refused = Budget("body_time", 0, SETTING)
 
     async def turn(self, timeout_s: float) -> None:
-        """Returns when a large body may be parsed; what the caller then does without a pause is measured.
+        """Waits until a large body may be parsed; measures the caller's work until its next suspension.
 
         Args:
             timeout_s: longest wait.
 
         Raises:
-            SluiceError: UNAVAILABLE when the turn does not come in time.
+            SluiceError: UNAVAILABLE if the turn does not come in time.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -54,13 +53,13 @@ class BodyPace:
                     raise
         except TimeoutError:
             raise self._refused.refuse(
-                f"Too many large request bodies arrive at once; this one waited {timeout_s:g} s to be parsed",
+                f"Too many large request bodies arrived at once; this one waited {timeout_s:g} s to be parsed",
                 kind=ErrorKind.UNAVAILABLE,
                 retry_after_ms=1000,
             ) from None
-        # Runs when the caller pauses for the first time; no other turn begins before.
+        # Runs when the caller first suspends; the next turn starts only then.
         loop.call_soon(self._end, thread_time())
 
     def _end(self, started: float) -> None:
-        self._next_at = asyncio.get_running_loop().time() + (thread_time() - started) * self._rest
+        self._next_at = asyncio.get_running_loop().time() + (thread_time() - started) * self._pause_ratio
         self._turns.release()

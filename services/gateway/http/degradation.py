@@ -1,4 +1,4 @@
-"""Headers that say what happened to a request on its way."""
+"""Response headers that report fallbacks and migrations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MIGRATIONS = "x-sluice-migrations"
 
 
 class Marked(Protocol):
-    """What took fallbacks and moved between workers."""
+    """A generation that may have used fallbacks or moved between workers."""
 
     @property
     def degraded(self) -> set[str]: ...
@@ -22,7 +22,7 @@ class Marked(Protocol):
 
 
 def mark(response: Response, generations: Iterable[Marked]) -> None:
-    """Says in headers which fallbacks were taken and how often another worker took over; nothing when nothing was."""
+    """Adds headers with the fallbacks used and the number of migrations, each only if there are any."""
     generations = list(generations)
     reasons = {reason for generation in generations for reason in generation.degraded}
     if reasons:

@@ -1,4 +1,4 @@
-"""Typed errors as OpenAI error bodies."""
+"""Converts errors to HTTP responses with OpenAI error bodies."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _TYPES = {
 
 
 def error_body(error: SluiceError) -> dict[str, Any]:
-    """`{"error": {"message", "type", "param", "code"}}`."""
+    """Returns the body `{"error": {"message", "type", "param", "code"}}` and marks the current span as failed."""
     telemetry.failed(error)
     return _body(error.message, error.http_status, error.param, error.code)
 
 
 def error_response(error: SluiceError) -> Response:
-    """The HTTP answer to an error, with Retry-After where waiting helps."""
+    """Returns the HTTP response for an error, with Retry-After for 429 and 503."""
     request_audit.failed(error)
     headers = {}
     if error.http_status in (429, 503):
@@ -42,7 +42,7 @@ def error_response(error: SluiceError) -> Response:
 
 
 def plain_error_response(message: str, status: int, param: str = "", code: str = "") -> Response:
-    """The same for failures of HTTP itself, such as an unknown path."""
+    """Returns the response for an HTTP-level failure, such as an unknown path."""
     return _response(_body(message, status, param, code), status, {})
 
 

@@ -1,7 +1,7 @@
-"""Sending on an ASGI connection without a task switch per message.
+"""Sends ASGI messages without a task switch for each.
 
-An ASGI `send` is a coroutine, yet it finishes at once as long as the client keeps up. `InlineSender` runs it on the
-spot; only when it really has to wait for the client, a task takes over and the caller is told to hold back.
+The coroutine of an ASGI `send` completes without suspending as long as the client reads fast enough. `InlineSender`
+runs it in place; only if it suspends does a task complete it, and the sender reports that it is blocked.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ABORT_KEY = "sluice.abort"
 
 
 class RawSendMiddleware:
-    """Lets responses reach the server's own `send`, which every layer of the application wraps once more.
+    """Puts the server's `send` into the scope, where streams find it without the wrappers of other middleware.
 
-    What those layers do concerns the start of a response; a stream's later messages need not pass through them.
+    Those wrappers only affect the start of a response; the later messages of a stream need not pass through them.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -31,29 +31,29 @@ class RawSendMiddleware:
         try:
             await self._app(scope, receive, send)
         finally:
-            scope.pop(SEND_KEY, None)  # the server's request knows its scope: they part here
+            scope.pop(SEND_KEY, None)  # Break the reference cycle: the server's request references its scope.
 
 
-def plain_send(scope: Scope, send: Send) -> Send:
-    """The server's own send, to be used after the start of a response; `send` when it is not known."""
-    plain: Send = scope.get(SEND_KEY, send)
-    return plain
+def raw_send(scope: Scope, send: Send) -> Send:
+    """Returns the server's `send`, for use after the start of a response; the given one if the scope has none."""
+    raw: Send = scope.get(SEND_KEY, send)
+    return raw
 
 
 def abort(scope: Scope) -> None:
-    """Cuts the connection and forgets what its client has not taken, where the server can do that."""
-    cut: Callable[[], None] | None = scope.get(ABORT_KEY)
-    if cut is not None:
-        cut()
+    """Aborts the connection and discards pending data, if the server supports it."""
+    abort_connection: Callable[[], None] | None = scope.get(ABORT_KEY)
+    if abort_connection is not None:
+        abort_connection()
 
 
 class InlineSender:
-    """One client's connection.
+    """Sends messages to one client.
 
     Args:
         send: the ASGI send.
-        on_writable: called when a message that had to wait is out and the next one is welcome.
-        on_broken: called when sending failed: the client is gone.
+        on_writable: called when a blocked message has been sent and the next one may follow.
+        on_broken: called when sending failed because the client disconnected.
     """
 
     def __init__(self, send: Send, on_writable: Callable[[], None], on_broken: Callable[[], None]) -> None:
@@ -64,31 +64,31 @@ class InlineSender:
 
     @property
     def blocked(self) -> bool:
-        """The client has not taken the last message yet; hold the next one back."""
+        """Whether the last message is still being sent."""
         return self._waiting is not None
 
     def send(self, message: Message) -> None:
-        """Sends now; must not be called while `blocked`."""
+        """Sends a message; must not be called while `blocked`."""
         sending: Coroutine[Any, Any, None] = self._send(message)  # type: ignore[assignment]
         try:
-            waits_for = sending.send(None)
+            awaited = sending.send(None)
         except StopIteration:
             return
         except Exception:
             self._on_broken()
             return
-        self._waiting = asyncio.get_running_loop().create_task(self._finish(sending, waits_for))
+        self._waiting = asyncio.get_running_loop().create_task(self._finish(sending, awaited))
 
     async def close(self) -> None:
-        """Gives up on a message that still waits."""
+        """Cancels a message that is still being sent."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
 
-    async def _finish(self, sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
+    async def _finish(self, sending: Coroutine[Any, Any, None], awaited: Any) -> None:
         try:
-            await _resume(sending, waits_for)
+            await _resume(sending, awaited)
         except Exception:
             self._waiting = None
             self._on_broken()
@@ -98,18 +98,18 @@ class InlineSender:
 
 
 @types.coroutine
-def _resume(coroutine: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
-    """Awaits a coroutine that was already run up to its first wait."""
+def _resume(coroutine: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    """Completes a coroutine that has already run up to its first suspension."""
     while True:
         try:
-            answer = yield waits_for
+            result = yield awaited
         except BaseException as error:
             try:
-                waits_for = coroutine.throw(error)
+                awaited = coroutine.throw(error)
             except StopIteration:
                 return
         else:
             try:
-                waits_for = coroutine.send(answer)
+                awaited = coroutine.send(result)
             except StopIteration:
                 return

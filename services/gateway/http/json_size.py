@@ -1,4 +1,4 @@
-"""How much memory a JSON text takes once it is parsed: bounded from above before it is, and measured afterwards."""
+"""The memory of a parsed JSON text: an upper bound before parsing, and a measurement after it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 
 from services.gateway.http.json_values import Marks, without_strings
 
-MOST_MEASURED = 4_096
-"""Values: a conversation of many messages has fewer, and looking at as many takes less than a millisecond."""
+MAX_MEASURED = 4_096
+"""Maximum number of values measured, which takes less than a millisecond; long conversations have fewer."""
 
-# Bytes, of 64-bit CPython; a test compares them with what the parser really takes.
-_PER_VALUE = 40  # a number, and its place in a list
+# Bytes on 64-bit CPython; a test compares them with actual memory use.
+_PER_VALUE = 40  # a number and its list slot
 _PER_STRING = 64
-_PER_ENTRY = 64  # of an object, in a table that has just grown
+_PER_ENTRY = 64  # of an object whose hash table has just grown
 _PER_OBJECT = 72
-_FIRST_TABLE = 120  # of an object that is not empty
+_FIRST_TABLE = 120  # of a non-empty object
 _PER_LIST = 80
 _FOUR_BYTE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")
 
 
 def parsed_size(text: bytes | bytearray, most: int | None = None, marks: Marks | None = None) -> int:
-    """Returns about how many bytes the Python objects of a JSON text take, rather too many than too few.
+    """Returns an upper estimate, in bytes, of the Python objects of a JSON text.
 
-    Punctuation within strings is counted like that of the JSON itself, so that prose comes to twice its length and
-    code to many times its length. Costs a few searches through the text, microseconds for an ordinary request.
+    Counts punctuation within strings as structure, so prose is estimated at twice its length and code at many times
+    its length. Takes a few scans of the text, microseconds for an ordinary request.
 
     Args:
-        most: whether there are more bytes is what the caller asks: strings are left out where that may decide it.
-        marks: of the text, where they have been counted.
+        most: threshold that the caller compares with; strings are excluded only if the first estimate exceeds it.
+        marks: marks of the text, if already counted.
     """
     texts = _width(text) * len(text)
     marks = marks or Marks.of(text)
@@ -45,13 +45,13 @@ def _objects_size(marks: Marks, strings: int) -> int:
         + _PER_STRING * strings
         + _PER_ENTRY * min(marks.colons, strings)
         + _PER_OBJECT * marks.objects
-        + _FIRST_TABLE * min(marks.objects, strings)  # it has a key
+        + _FIRST_TABLE * min(marks.objects, strings)  # one with a key
         + _PER_LIST * marks.lists
     )
 
 
 def _width(text: bytes | bytearray) -> int:
-    """Returns the most bytes that a character of a string may take: one wide character makes all of them wide."""
+    """Returns the maximum bytes per character of a string; one wide character makes the whole string wide."""
     escapes = b"\\" in text and b"\\u" in text
     if text.isascii() and not escapes:
         return 1
@@ -61,20 +61,20 @@ def _width(text: bytes | bytearray) -> int:
 
 
 def measured_size(parsed: Any) -> int | None:
-    """Returns how many bytes the objects of a parsed JSON text take; None when there are more than `MOST_MEASURED`."""
-    size, values, waiting = 0, 1, [parsed]
-    while waiting:
-        value = waiting.pop()
+    """Returns the size in bytes of parsed JSON; None for more than `MAX_MEASURED` values."""
+    size, values, pending = 0, 1, [parsed]
+    while pending:
+        value = pending.pop()
         size += getsizeof(value)
         if isinstance(value, dict):
             values += 2 * len(value)
-            if values > MOST_MEASURED:
+            if values > MAX_MEASURED:
                 return None
-            waiting += value
-            waiting += value.values()
+            pending += value
+            pending += value.values()
         elif isinstance(value, list):
             values += len(value)
-            if values > MOST_MEASURED:
+            if values > MAX_MEASURED:
                 return None
-            waiting += value
+            pending += value
     return size

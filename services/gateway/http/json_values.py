@@ -1,7 +1,7 @@
-"""How many values a JSON text holds, counted in its bytes before it is parsed.
+"""Counts the values of a JSON text before parsing.
 
-Parsing builds a Python object for each value, and a list of 3 bytes becomes one of 80. Counting characters costs 2 ns a
-byte and builds nothing.
+Parsing creates a Python object for each value; a list of 3 bytes becomes one of 80. Counting characters costs 2 ns per
+byte and creates nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from services.common.budgets import Budget
 
-MANY = 10
-"""What a list, an object or a string counts, next to the 1 of a number: about their shares of time and memory."""
+OBJECT_WEIGHT = 10
+"""Weight of a list, object or string relative to a number, by their cost in time and memory."""
 
 
 class Marks(NamedTuple):
-    """How many there are of each mark that structures JSON in a text; counted once, for all that is decided by it."""
+    """Number of each structural character in a JSON text."""
 
     commas: int
     colons: int
@@ -25,64 +25,64 @@ class Marks(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes | bytearray) -> Marks:
-        """Counts the marks of a text, those within its strings among them."""
+        """Counts the marks of a text, including those within strings."""
         return cls(text.count(b","), text.count(b":"), text.count(b"["), text.count(b"{"), text.count(b'"'))
 
     @property
     def strings(self) -> int:
-        """The strings at most."""
+        """Maximum number of strings."""
         return self.quotes // 2
 
     @property
     def weight(self) -> int:
-        """What the values beside strings count in `check_values`."""
-        return self.commas + MANY * (self.lists + self.objects)
+        """Weight of all values other than strings, as in `check_values`."""
+        return self.commas + OBJECT_WEIGHT * (self.lists + self.objects)
 
 
 def check_values(text: bytes | bytearray, budget: Budget, marks: Marks | None = None) -> None:
-    """Refuses a JSON text that holds too many values.
+    """Rejects a JSON text with too many values.
 
     Args:
-        text: JSON, or what claims to be.
-        budget: in units of a number; lists, objects and strings count `MANY`, names in objects are strings.
-        marks: of the text, where they have been counted.
+        text: JSON, not validated yet.
+        budget: limit in units of a number; lists, objects and strings, including names, count `OBJECT_WEIGHT`.
+        marks: marks of the text, if already counted.
 
     Raises:
         SluiceError: INVALID_ARGUMENT.
     """
     limit = budget.limit
-    if MANY * len(text) <= limit:
+    if OBJECT_WEIGHT * len(text) <= limit:
         return
     marks = marks or Marks.of(text)
-    if marks.weight + MANY * marks.strings <= limit:
+    if marks.weight + OBJECT_WEIGHT * marks.strings <= limit:
         return
-    # What looks like values may be characters of strings.
-    outside, strings = without_strings(text, limit // MANY)
-    if MANY * strings > limit or Marks.of(outside).weight + MANY * strings > limit:
+    # Characters within strings were counted as structure.
+    outside, strings = without_strings(text, limit // OBJECT_WEIGHT)
+    if OBJECT_WEIGHT * strings > limit or Marks.of(outside).weight + OBJECT_WEIGHT * strings > limit:
         raise budget.refuse(
-            f"The request body holds too many values: numbers count 1, lists, objects and strings {MANY}, and "
-            f"{limit} is the limit"
+            f"The request body contains too many values: numbers count 1, lists, objects and strings {OBJECT_WEIGHT}, "
+            f"and the limit is {limit}"
         )
 
 
 def most_nodes(text: bytes | bytearray, limit: int) -> int:
-    """Returns how many values a JSON text holds at most, names in objects not among them.
+    """Returns an upper bound for the values of a JSON text, not counting names in objects.
 
     Args:
-        limit: whether there are more is what the caller asks; strings are left out only where that may decide it.
+        limit: threshold that the caller compares with; strings are excluded only if the first bound exceeds it.
     """
     nodes = _nodes(text)
     if nodes <= limit:
         return nodes
     outside, strings = without_strings(text, 2 * limit)
-    return max(_nodes(outside), strings // 2)  # a value has at most two strings: its name, and itself
+    return max(_nodes(outside), strings // 2)  # a value has at most two strings: its name and itself
 
 
 def without_strings(text: bytes | bytearray, most: int) -> tuple[bytes, int]:
     """Returns a JSON text without its strings, and their number.
 
     Args:
-        most: with more strings than this, no text is returned with their number.
+        most: maximum number of strings; with more, the returned text is empty.
     """
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -91,6 +91,6 @@ def without_strings(text: bytes | bytearray, most: int) -> tuple[bytes, int]:
 
 
 def _nodes(text: bytes | bytearray) -> int:
-    """Returns the values of a text without strings: one, and those that follow a comma or begin a list or an object."""
+    """Returns the number of values of a text without strings: one, plus one per comma and non-empty list or object."""
     filled = text.count(b"[") + text.count(b"{") - text.count(b"[]") - text.count(b"{}")
     return 1 + text.count(b",") + filled

@@ -1,4 +1,4 @@
-"""The HTTP server inside a service that handles signals itself."""
+"""The HTTP server, embedded in a service that handles signals itself."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from services.gateway.settings import GatewaySettings
 
 GIVE_UP_S = 1.0
-"""After the drain, streams that were ended get to say so."""
+"""Time after the drain in which streams that were ended send their last events."""
 
-TURNS_TO_CLOSE = 100
-"""Of the loop, until it has closed a listener."""
+MAX_CLOSE_ITERATIONS = 100
+"""Event loop iterations to wait until a listener is closed."""
 
 SEND_BUFFER_BYTES = 128 << 10
-"""What the kernel keeps for a client that does not read; by itself it would grow to megabytes."""
+"""Kernel buffer for a client that does not read; the default would grow to megabytes."""
 
 
 class Server(Protocol):
-    """One listening HTTP server."""
+    """A listening HTTP server."""
 
     @property
     def address(self) -> str:
-        """host:port."""
+        """Address as host:port."""
 
     async def serve(self) -> None:
-        """Serves until `stop`, then until running requests are done."""
+        """Serves until `stop`, then until running requests have ended."""
 
     def stop(self) -> None:
-        """Takes no new connections and lets running requests finish."""
+        """Stops accepting connections; running requests may end."""
 
 
 class _Server(uvicorn.Server):
@@ -50,11 +50,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the service's runner."""
+        """Leaves signals to the service's runner."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections that the kernel has accepted already are served."""
+        """Shuts down after serving the connections that the kernel has already accepted."""
         guarded: Any = self.config.http_protocol_class
         guarded.server_stops = True
         for connection in await self._last_connections():
@@ -62,15 +62,15 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _last_connections(self) -> list[socket.socket]:
-        """Ends listening, and gives the connections that the kernel has accepted already.
+        """Stops listening and returns the connections that the kernel has already accepted.
 
-        Closing the listener resets who waits in its queue. So a second handle keeps it open until nobody waits, and is
-        closed in that moment.
+        Closing the listener resets the connections in its backlog, so a duplicate handle keeps it open until the
+        backlog is empty.
         """
         handle = self.listener.dup()
         for server in self.servers:
             server.close()
-        for _ in range(TURNS_TO_CLOSE):
+        for _ in range(MAX_CLOSE_ITERATIONS):
             if self.listener.fileno() < 0:
                 break
             await asyncio.sleep(0)
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
 
 def _accept_all(listener: socket.socket) -> list[socket.socket]:
     accepted: list[socket.socket] = []
-    with contextlib.suppress(OSError):  # nobody waits any more
+    with contextlib.suppress(OSError):  # the backlog is empty
         while True:
             connection, _ = listener.accept()
             connection.setblocking(False)
@@ -95,15 +95,15 @@ def _accept_all(listener: socket.socket) -> list[socket.socket]:
 
 
 class HttpServer:
-    """uvicorn.
+    """HTTP server that embeds uvicorn.
 
     Args:
-        listen: host:port; port 0 picks a free one.
-        keep_alive_s: idle connections are closed after this long.
-        drain_s: longest that running requests get after `stop`.
+        listen: host:port; port 0 selects a free port.
+        keep_alive_s: time after which idle connections are closed.
+        drain_s: longest time for running requests to end after `stop`.
         tls: None for plain HTTP.
-        bounds: of connections.
-        reuse_port: other processes may listen there, too.
+        bounds: bounds on connections.
+        reuse_port: whether other processes may listen on the same port.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             date_header=False,
-            proxy_headers=False,  # nothing here asks who the client is, and nobody is trusted to say it
+            proxy_headers=False,  # client addresses are not used, and no proxy is trusted
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=max(1, round(drain_s)),
             backlog=4096,
@@ -140,16 +140,16 @@ class HttpServer:
         self._server.listener = self._socket
 
     async def serve(self) -> None:
-        """Serves until `stop`, then until running requests are done."""
+        """Serves until `stop`, then until running requests have ended."""
         await self._server.serve(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Takes no new connections and lets running requests finish."""
+        """Stops accepting connections; running requests may end."""
         self._server.should_exit = True
 
 
 def build_server(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | None) -> Server:
-    """The server that the settings choose; SluiceError when its address cannot be had."""
+    """Creates the configured server; raises SluiceError if it cannot listen on its address."""
     bounds = Bounds(
         settings.max_connections,
         settings.max_header_kb << 10,
@@ -175,22 +175,23 @@ def _granian(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | None
         from services.gateway.http.granian_server import GranianServer, refuse_tls
     except ImportError as error:
         raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION, "--http-server granian needs the package: install sluice-llm[granian]."
+            ErrorKind.FAILED_PRECONDITION,
+            "--http-server granian requires a package that is not installed; install sluice-llm[granian].",
         ) from error
     refuse_tls(tls)
-    with bind(settings.listen, settings.reuse_port) as found:  # says clearly when the port is taken
-        host, port = found.getsockname()[:2]
+    with bind(settings.listen, settings.reuse_port) as probe:  # raises a clear error if the port is taken
+        host, port = probe.getsockname()[:2]
     return GranianServer(app, host, port, settings.drain_s + GIVE_UP_S, bounds)
 
 
 def bind(listen: str, reuse_port: bool = False) -> socket.socket:
-    """A bound socket; SluiceError when the address is none or cannot be had."""
-    if (place := host_port(listen)) is None:
-        raise invalid(f"{listen!r} is no host:port.", param="listen")
-    host, port = place
+    """Returns a bound socket; raises SluiceError if the address is invalid or cannot be bound."""
+    if (address := host_port(listen)) is None:
+        raise invalid(f"{listen!r} is not a valid address; use host:port.", param="listen")
+    host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Event loops turn Nagle's algorithm off only where the protocol is named; with it an answer in two parts, such as a
-    # stream's head and its first event, waits 40 ms for the client's acknowledgement of the first.
+    # Event loops disable Nagle's algorithm only if the protocol is given. Otherwise a response in two parts, such as a
+    # stream's headers and first event, waits 40 ms for the client to acknowledge the first part.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -202,7 +203,7 @@ def bind(listen: str, reuse_port: bool = False) -> socket.socket:
         bound.close()
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"Cannot listen on {listen}: the port is taken or the address is not one of this machine.",
+            f"Cannot listen on {listen}: the port is in use or the address does not belong to this machine.",
         ) from error
     bound.setblocking(False)
     return bound

@@ -11,34 +11,45 @@ from services.gateway.admission.settings import AdmissionSettings
 
 
 class HttpSettings(AdmissionSettings):
-    """How HTTP is served, to whom, and what a connection may do."""
+    """Settings of the HTTP server and bounds on connections."""
 
     http_server: Literal["uvicorn", "granian"] = Field(
-        "uvicorn", description="implementation of HTTP; granian needs sluice-llm[granian] and bounds slow readers less"
+        "uvicorn",
+        description="HTTP server; granian requires sluice-llm[granian] and bounds slow readers less strictly",
     )
-    max_connections: int = Field(16_384, ge=1, description="connections open at once; more are closed at once")
-    max_header_kb: int = Field(32, ge=1, le=1024, description="largest request line and headers together, KiB")
-    header_timeout_s: float = Field(15, gt=0, description="longest wait for the headers of a request that began")
-    write_timeout_s: float = Field(60, gt=0, description="a client that takes nothing for this long is cut")
+    max_connections: int = Field(
+        16_384, ge=1, description="maximum number of open connections; further ones are closed immediately"
+    )
+    max_header_kb: int = Field(32, ge=1, le=1024, description="maximum size of request line and headers, KiB")
+    header_timeout_s: float = Field(
+        15, gt=0, description="longest time for the headers of a request to arrive, seconds"
+    )
+    write_timeout_s: float = Field(
+        60, gt=0, description="longest time that a client may read nothing before it is disconnected, seconds"
+    )
     comment_every_s: float = Field(
-        15, ge=0, description="silent event streams get a comment this often, so that proxies keep them; 0: never"
+        15,
+        ge=0,
+        description="interval of comments that keep proxies from closing idle event streams, seconds; 0: never",
     )
     max_pipelined_requests: int = Field(
         4,
         ge=0,
         le=1000,
-        description="requests of a connection that are read ahead of the one being answered; with more, the connection "
-        "is read again when that is answered",
+        description="maximum number of requests read ahead on a connection; with more, reading pauses until the "
+        "current response is complete",
     )
     allowed_hosts: CommaList = Field(
         [],
-        description="names in Host headers that are served; a gateway on loopback also serves localhost and loopback "
-        "addresses, and refuses others, which browsers send when a web page was made to point here; '*': any; empty: "
-        "any where the gateway does not listen on loopback",
+        description="accepted names in Host headers; '*': any; a gateway on loopback always accepts localhost and "
+        "loopback addresses and rejects other names, as protection against DNS rebinding; empty: any name, unless the "
+        "gateway listens on loopback",
     )
     allowed_origins: CommaList = Field(
         [],
-        description="web pages beside the gateway's own from which browsers may send requests, such as "
-        "https://chat.example.com, where Host headers are checked; '*': any",
+        description="origins of web pages from which browsers may send requests, such as https://chat.example.com, in "
+        "addition to the gateway's own; only used where Host headers are checked; '*': any",
     )
-    reuse_port: bool = Field(False, description="other gateway processes may listen on the same port (SO_REUSEPORT)")
+    reuse_port: bool = Field(
+        False, description="allow other gateway processes to listen on the same port (SO_REUSEPORT)"
+    )

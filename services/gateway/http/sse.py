@@ -1,4 +1,4 @@
-"""Server-sent events: one response that several choices write to."""
+"""Server-sent events: a streaming response that several choices write to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.errors import SluiceError
 from services.gateway.http.errors import error_response
-from services.gateway.http.inline_sender import InlineSender, abort, plain_send
+from services.gateway.http.inline_sender import InlineSender, abort, raw_send
 from services.gateway.http.write_scheduler import WriteScheduler
 
 log = logging.getLogger(__name__)
@@ -23,39 +23,39 @@ T = TypeVar("T")
 
 
 class EventSource(Protocol):
-    """What fills an event stream."""
+    """Produces the events of a stream."""
 
     def take(self) -> bytes:
-        """Everything to be written now, as complete events; empty when there is nothing."""
+        """Removes and returns all pending complete events; empty if there are none."""
 
     def cancel(self) -> None:
-        """The client is gone."""
+        """Stops the source, because its client disconnected or the response ended."""
 
     @property
     def unsent(self) -> int:
-        """How much waits to be taken, characters."""
+        """Number of pending characters."""
 
     @property
     def over(self) -> bool:
-        """Nothing comes after what `take` gives next."""
+        """Whether the next `take` returns the last events."""
 
     @property
     def failure(self) -> SluiceError | None:
-        """Why the source failed before it had anything to say; becomes a plain HTTP error."""
+        """Error of a source that failed before its first event; sent as a plain HTTP error response."""
 
 
 class EventStream(Response):
-    """Streams a source to its client.
+    """Sends the events of a source to one client.
 
-    The status line waits for the first event, so that what fails before it is an ordinary HTTP error; only when that
-    takes so long that proxies would lose patience it goes out with a comment. Text of a slow client collects in its
-    source, up to a bound; then, or when the client takes nothing for long, it is cut.
+    The status line is sent with the first event, so that earlier failures are ordinary HTTP errors; if that takes
+    longer than proxies wait, it is sent with a comment. The source buffers text for a slow client. The client is
+    disconnected when the buffer exceeds its limit or the client reads nothing for the write timeout.
 
     Args:
-        max_unsent: most characters that may wait for a client that does not read.
+        max_unsent: maximum number of buffered characters.
 
     Attributes:
-        before_start: called with the response right before its headers go out; may still change them.
+        before_start: called with the response before its headers are sent; may change them.
     """
 
     media_type = "text/event-stream"
@@ -64,56 +64,56 @@ class EventStream(Response):
         self, source: EventSource, write_scheduler: WriteScheduler, max_unsent: int, headers: dict[str, str]
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
-        # Starlette writes a length of 0 for the empty body; a stream has none.
+        # Starlette adds content-length: 0 for the empty body.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._source: EventSource = source
         self._write_scheduler = write_scheduler
         self._max_unsent = max_unsent
         self._opened = asyncio.Event()
-        self._done = asyncio.Event()
+        self._completed = asyncio.Event()
         self._sender: InlineSender | None = None
-        self._asked = False
-        self._ended = False
-        self._cut = False
-        self._quiet = False  # nothing was written since the last look
-        self.before_start: Callable[[Response], None] = _as_it_is
+        self._scheduled = False
+        self._last_sent = False
+        self._aborted = False
+        self._idle = False  # nothing was written since the last keep-alive check
+        self.before_start: Callable[[Response], None] = _unchanged
 
     def notify(self, first: bool = False) -> None:
-        """The source has something to write; the first of it goes out without waiting for a round."""
+        """Schedules a write; the first event of a choice is written immediately."""
         self._opened.set()
         if self._sender is None:
             return
         if self._sender.blocked:
             if self._source.unsent > self._max_unsent:
                 self.cut()
-        elif first and not self._asked:
+        elif first and not self._scheduled:
             self._write()
-        elif not self._asked:
-            self._asked = True
-            self._write_scheduler.soon(self._round)
+        elif not self._scheduled:
+            self._scheduled = True
+            self._write_scheduler.soon(self._scheduled_write)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
-        gone.add_done_callback(lambda task: self._end())
-        silence = self._write_scheduler.silence
-        silence.add(self)
+        disconnect = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
+        disconnect.add_done_callback(lambda task: self._end())
+        keepalive = self._write_scheduler.keepalive
+        keepalive.add(self)
         try:
             await self._opened.wait()
             failure = self._source.failure
-            if failure is not None and not self._done.is_set():
-                self._done.set()
+            if failure is not None and not self._completed.is_set():
+                self._completed.set()
                 await error_response(failure)(scope, receive, send)
                 return
-            if not self._done.is_set():
+            if not self._completed.is_set():
                 self.before_start(self)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                self._sender = InlineSender(plain_send(scope, send), self._write, self._end)
+                self._sender = InlineSender(raw_send(scope, send), self._write, self._end)
                 self._write()
-                await self._done.wait()
+                await self._completed.wait()
         finally:
-            silence.discard(self)
-            gone.cancel()
-            if self._cut:
+            keepalive.discard(self)
+            disconnect.cancel()
+            if self._aborted:
                 abort(scope)
             self.part()
             sender, self._sender = self._sender, None
@@ -121,78 +121,78 @@ class EventStream(Response):
                 await sender.close()
 
     def part(self) -> None:
-        """Nothing more is told: source and stream, which know each other, let go and need no garbage collector."""
+        """Cancels the source and breaks the reference cycle between source and stream."""
         self._source.cancel()
-        self._source, self.before_start = _SILENCE, _as_it_is
+        self._source, self.before_start = _EMPTY_SOURCE, _unchanged
 
     @property
     def blocked(self) -> bool:
-        """The client has not taken what was sent last."""
+        """Whether the last message is still being sent."""
         return self._sender is not None and self._sender.blocked
 
     def cut(self) -> None:
-        """Gives the client up, with what it has not taken."""
-        self._cut = True
+        """Disconnects the client and discards pending data."""
+        self._aborted = True
         self._end()
 
-    def reassure(self) -> None:
-        """Says something when nothing was said since the last time, for proxies that close what is silent."""
-        if not self._quiet:
-            self._quiet = True
+    def keep_alive(self) -> None:
+        """Sends a comment if nothing was written since the last call, because proxies close idle connections."""
+        if not self._idle:
+            self._idle = True
         elif self._sender is None:
             self._opened.set()
-        elif not self._sender.blocked and not self._done.is_set() and not self._ended:
+        elif not self._sender.blocked and not self._completed.is_set() and not self._last_sent:
             self._sender.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     def _end(self) -> None:
-        self._done.set()
+        self._completed.set()
         self._opened.set()
 
-    def _round(self) -> None:
-        self._asked = False
+    def _scheduled_write(self) -> None:
+        self._scheduled = False
         self._write()
 
     def _write(self) -> None:
         try:
-            self._write_what_waits()
-        except Exception:  # whoever called works for other streams, too
-            log.exception("an event stream could not be written")
+            self._write_pending()
+        except Exception:  # the caller also serves other streams
+            log.exception("failed to write an event stream; the client is disconnected")
             self.cut()
 
-    def _write_what_waits(self) -> None:
-        if self._sender is None or self._sender.blocked or self._done.is_set():
+    def _write_pending(self) -> None:
+        if self._sender is None or self._sender.blocked or self._completed.is_set():
             return
-        if not self._ended:
-            self._ended = self._source.over
+        if not self._last_sent:
+            self._last_sent = self._source.over
             data = self._source.take()
-            if not data and self._quiet and not self._ended:
+            if not data and self._idle and not self._last_sent:
                 data = COMMENT
-            self._quiet = False
-            if data or self._ended:
-                self._sender.send({"type": "http.response.body", "body": data, "more_body": not self._ended})
-        if self._ended and not self._sender.blocked:
-            self._done.set()
+            self._idle = False
+            if data or self._last_sent:
+                self._sender.send({"type": "http.response.body", "body": data, "more_body": not self._last_sent})
+        if self._last_sent and not self._sender.blocked:
+            self._completed.set()
 
 
-class _Silence:
-    """The source of a stream that is over."""
+class _EmptySource:
+    """Replaces the source of a closed stream."""
 
     unsent = 0
     over = True
     failure = None
 
     def take(self) -> bytes:
-        """Nothing."""
+        """Returns nothing."""
         return b""
 
     def cancel(self) -> None:
-        """Nobody."""
+        """Does nothing."""
 
 
-_SILENCE = _Silence()
+_EMPTY_SOURCE = _EmptySource()
 
 
-def _as_it_is(response: Response) -> None:
+def _unchanged(response: Response) -> None:
     pass
 
 
@@ -202,29 +202,29 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def result_unless_gone(receive: Receive, job: Coroutine[Any, Any, T]) -> T | None:
-    """What a job answers; None, and the job is cancelled, when the client went away first."""
-    working = asyncio.get_running_loop().create_task(job)
-    gone = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
+    """Returns the result of a job; None, after cancelling the job, if the client disconnects first."""
+    task = asyncio.get_running_loop().create_task(job)
+    disconnect = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
-        gone.cancel()
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-        del working  # what it raises holds this call, which must not hold it as well
+        disconnect.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del task  # Break the reference cycle: the traceback references this frame.
 
 
 async def run_unless_gone(receive: Receive, done: asyncio.Event, cancel: Callable[[], None]) -> bool:
-    """Waits for `done`; False, after `cancel`, when the client went away first."""
+    """Waits for `done`; returns False, after calling `cancel`, if the client disconnects first."""
     waiting = asyncio.get_running_loop().create_task(done.wait())
-    gone = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
+    disconnect = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((waiting, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if done.is_set():
             return True
         cancel()
         return False
     finally:
         waiting.cancel()
-        gone.cancel()
+        disconnect.cancel()

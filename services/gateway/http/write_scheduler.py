@@ -1,9 +1,8 @@
-"""When text goes out to the clients.
+"""Schedules writes to clients.
 
-Text is written as soon as the event loop gets to it, but a round of writes that took T is followed by a pause of T
-before the next: at most half of the process's time goes into writing, the other half takes in what arrives, and what
-arrives for one client meanwhile becomes one write. Under light load T is some microseconds and nobody notices; under
-heavy load tokens coalesce instead of queueing.
+Pending text is written in the next event loop iteration, but a round of writes that took T is followed by a pause of T:
+at most half of the process's time is spent writing, and text that arrives for a client during the pause becomes one
+write. Under light load T is a few microseconds; under heavy load tokens coalesce instead of queueing.
 """
 
 from __future__ import annotations
@@ -14,32 +13,32 @@ from time import perf_counter
 
 from services.gateway.http.keepalive import KeepaliveMonitor
 
-PAUSE_PER_WRITING = 1.0
-LONGEST_PAUSE_S = 0.05
+PAUSE_RATIO = 1.0
+MAX_PAUSE_S = 0.05
 
 
 class WriteScheduler:
-    """Collects callbacks that write, and calls each once a round.
+    """Collects write callbacks and calls each once per round.
 
     Attributes:
-        silence: looks after streams that say nothing, and after clients that take nothing.
+        keepalive: monitors idle streams and clients that do not read.
     """
 
-    def __init__(self, silence: KeepaliveMonitor | None = None) -> None:
-        self.silence = KeepaliveMonitor() if silence is None else silence
+    def __init__(self, keepalive: KeepaliveMonitor | None = None) -> None:
+        self.keepalive = KeepaliveMonitor() if keepalive is None else keepalive
         self._loop = asyncio.get_running_loop()
         self._due: list[Callable[[], None]] = []
         self._scheduled = False
         self._not_before = 0.0
 
     def soon(self, write: Callable[[], None]) -> None:
-        """Calls `write` in the next round; the caller makes sure to ask once per round."""
+        """Calls `write` in the next round; the caller must schedule it only once per round."""
         self._due.append(write)
         if not self._scheduled:
             self._scheduled = True
-            wait = self._not_before - perf_counter()
-            if wait > 0:
-                self._loop.call_later(wait, self._round)
+            delay = self._not_before - perf_counter()
+            if delay > 0:
+                self._loop.call_later(delay, self._round)
             else:
                 self._loop.call_soon(self._round)
 
@@ -50,4 +49,4 @@ class WriteScheduler:
         for write in due:
             write()
         ended = perf_counter()
-        self._not_before = ended + min((ended - started) * PAUSE_PER_WRITING, LONGEST_PAUSE_S)
+        self._not_before = ended + min((ended - started) * PAUSE_RATIO, MAX_PAUSE_S)

@@ -1,1 +1,1 @@
-"""The live view: a page that shows what the suite is doing now, and the compact stream behind it."""
+"""The live view: a page with the current state of the suite, and its event stream."""

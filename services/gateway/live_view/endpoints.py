@@ -1,7 +1,7 @@
-"""The paths of the live view; all of them only read.
+"""HTTP endpoints of the live view, all read-only.
 
-The page and its files hold no data and need no key. What the suite does comes from `DATA`, which needs the scope
-`operate` (`http/scoped.py`): it shows the requests of every tenant.
+The page and its files contain no data and need no key. The data below `DATA` needs the scope `operate`
+(`http/middleware/scopes.py`), because it shows the requests of all tenants.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from services.gateway.live_view.view import LiveView
 
 PAGE = "/ui"
 DATA = "/ui/data"
+_DATA_HEADERS = {**HEADERS, "cache-control": "no-store"}
 
 
 def add_live_view(app: FastAPI, view: LiveView | None) -> None:
-    """Serves the page; without a view its paths say that it is switched off."""
+    """Adds the routes of the live view; without a view they return an error."""
     if view is None:
-        _add_absence(app)
+        _add_disabled(app)
     else:
         _add_page(app)
         _add_data(app, view)
 
 
-def _add_absence(app: FastAPI) -> None:
+def _add_disabled(app: FastAPI) -> None:
     async def off(request: Request) -> Response:
-        raise not_found("The live view is switched off; start the gateway with --ui.", code="ui_off")
+        raise not_found("The live view is disabled; start the gateway with --ui.", code="ui_off")
 
     for path in (PAGE, PAGE + "/{rest:path}"):
         app.add_api_route(path, off, include_in_schema=False)
@@ -40,13 +41,13 @@ def _add_page(app: FastAPI) -> None:
     files = page_files()
 
     async def page(request: Request) -> Response:
-        return RedirectResponse("ui/", 308)  # relative: a proxy may have put something before it
+        return RedirectResponse("ui/", 308)  # relative, because a proxy may add a prefix
 
     async def file(request: Request) -> Response:
         name = request.path_params.get("name", "index.html")
         found = files.get(name)
         if found is None:
-            raise not_found(f"There is no {shortened(request.url.path)} here.")
+            raise not_found(f"The path {shortened(request.url.path)} does not exist.")
         headers = {**HEADERS, "etag": found.etag}
         if request.headers.get("if-none-match") == found.etag:
             return Response(status_code=304, headers=headers)
@@ -59,7 +60,7 @@ def _add_page(app: FastAPI) -> None:
 
 def _add_data(app: FastAPI, view: LiveView) -> None:
     async def stream(request: Request) -> Response:
-        headers = {**HEADERS, "cache-control": "no-store", "x-accel-buffering": "no"}
+        headers = {**_DATA_HEADERS, "x-accel-buffering": "no"}
         return StreamingResponse(view.events(), headers=headers, media_type="text/event-stream")
 
     async def state(request: Request) -> Response:
@@ -68,7 +69,10 @@ def _add_data(app: FastAPI, view: LiveView) -> None:
     async def one_request(request: Request) -> Response:
         found = view.request(request.path_params["request_id"])
         if found is None:
-            raise not_found("This request is not over yet, or was too long ago.", code="request_not_found")
+            raise not_found(
+                "This request is unknown: it has not completed yet, or is not among the last ones.",
+                code="request_not_found",
+            )
         return _json(found)
 
     app.add_api_route(DATA + "/stream", stream, include_in_schema=False)
@@ -77,6 +81,4 @@ def _add_data(app: FastAPI, view: LiveView) -> None:
 
 
 def _json(value: object) -> Response:
-    return Response(
-        orjson.dumps(value), headers={**HEADERS, "cache-control": "no-store"}, media_type="application/json"
-    )
+    return Response(orjson.dumps(value), headers=_DATA_HEADERS, media_type="application/json")

@@ -1,4 +1,4 @@
-"""The compact stream: what changed in the last second, written once for everybody who looks."""
+"""Distributes live view events to all open pages; each event is encoded once."""
 
 from __future__ import annotations
 
@@ -8,102 +8,101 @@ from collections.abc import AsyncIterator, Callable
 
 from services.common.errors import overloaded, unavailable
 
-STALE_ROUTER_CODES = 5
-"""Deltas that may wait for a slow viewer; then it gets the whole state instead."""
+MAX_PENDING = 5
+"""Maximum number of events pending for a slow viewer; beyond it the viewer is sent the whole state instead."""
 
 
 class Viewer:
-    """One open page: what waits to be sent to it."""
+    """One open page and its pending events."""
 
     def __init__(self) -> None:
-        self._waiting: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self.behind = True
-        self.over = False
+        self._pending: deque[bytes] = deque()
+        self._changed = asyncio.Event()
+        self._needs_state = True
+        self._closed = False
 
     def put(self, event: bytes) -> None:
-        """One more event; a viewer that does not read loses those that wait and starts afresh."""
-        if self.behind:
-            self._news.set()
-        elif len(self._waiting) >= STALE_ROUTER_CODES:
-            self._waiting.clear()
-            self.behind = True
-        else:
-            self._waiting.append(event)
-            self._news.set()
+        """Adds an event; for a viewer that reads too slowly, replaces all pending events by the whole state."""
+        if len(self._pending) >= MAX_PENDING:
+            self._pending.clear()
+            self._needs_state = True
+        elif not self._needs_state:
+            self._pending.append(event)
+        self._changed.set()
 
-    def end(self) -> None:
-        """Nothing comes any more."""
-        self.over = True
-        self._news.set()
+    def close(self) -> None:
+        """Ends the stream."""
+        self._closed = True
+        self._changed.set()
 
-    async def take(self, whole: Callable[[], bytes]) -> bytes:
-        """What to send next, empty at the end; `whole` gives the state for somebody who has none."""
-        while not self.over:
-            if self.behind:
-                self.behind = False
-                return whole()
-            if self._waiting:
-                sent = b"".join(self._waiting)
-                self._waiting.clear()
-                return sent
-            self._news.clear()
-            await self._news.wait()
+    async def take(self, whole_state: Callable[[], bytes]) -> bytes:
+        """Waits for events and returns them; returns nothing once closed."""
+        while not self._closed:
+            if self._needs_state:
+                self._needs_state = False
+                return whole_state()
+            if self._pending:
+                events = b"".join(self._pending)
+                self._pending.clear()
+                return events
+            self._changed.clear()
+            await self._changed.wait()
         return b""
 
 
 class Feed:
-    """Hands events to viewers.
+    """Sends events to viewers.
 
     Args:
-        most_viewers: more are refused.
-        whole: the whole state as an event.
+        max_viewers: maximum number of viewers.
+        whole_state: returns the whole state as an event.
     """
 
-    def __init__(self, most_viewers: int, whole: Callable[[], bytes]) -> None:
-        self._most = most_viewers
-        self._whole = whole
+    def __init__(self, max_viewers: int, whole_state: Callable[[], bytes]) -> None:
+        self._max_viewers = max_viewers
+        self._whole_state = whole_state
         self._viewers: set[Viewer] = set()
         self._closed = False
 
     @property
     def viewers(self) -> int:
-        """Open pages."""
+        """Number of open pages."""
         return len(self._viewers)
 
     def publish(self, event: bytes) -> None:
-        """Gives an event to everybody."""
+        """Sends an event to all viewers."""
         for viewer in self._viewers:
             viewer.put(event)
 
     def join(self) -> AsyncIterator[bytes]:
-        """A viewer's events, beginning with the whole state.
+        """Returns the events for a new viewer, starting with the whole state.
 
         Raises:
-            SluiceError: OVERLOADED when there are too many viewers, UNAVAILABLE when the gateway stops.
+            SluiceError: OVERLOADED if there are too many viewers, UNAVAILABLE if the gateway is stopping.
         """
         if self._closed:
             raise unavailable("The gateway is stopping.", code="stopping")
-        if len(self._viewers) >= self._most:
+        if len(self._viewers) >= self._max_viewers:
             raise overloaded(
-                f"{len(self._viewers)} pages look at this gateway already, its limit (--ui-viewers).",
+                f"The live view is already open {len(self._viewers)} times, which is its limit (--ui-viewers); close "
+                "one of the pages.",
                 retry_after_ms=10_000,
             )
         return self._events()
 
     async def _events(self) -> AsyncIterator[bytes]:
-        if self._closed or len(self._viewers) >= self._most:
-            return  # somebody else came in between
+        if self._closed or len(self._viewers) >= self._max_viewers:
+            return  # another viewer joined since `join`
         viewer = Viewer()
         self._viewers.add(viewer)
         try:
-            while event := await viewer.take(self._whole):
+            while event := await viewer.take(self._whole_state):
                 yield event
         finally:
             self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """Ends every stream, so that none keeps the server from stopping."""
+        """Ends all streams, so that the server can stop."""
         self._closed = True
         for viewer in self._viewers:
-            viewer.end()
+            viewer.close()

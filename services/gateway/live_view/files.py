@@ -1,4 +1,4 @@
-"""The page's files, read once; and the headers that keep the page from loading or sending anything elsewhere."""
+"""Files of the page, and headers that keep it from loading from or sending to other hosts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of the page."""
+    """A file of the page."""
 
     body: bytes
     media_type: str
@@ -44,7 +44,7 @@ class File:
 
 
 def page_files() -> dict[str, File]:
-    """Every file of the page by name."""
+    """Reads all files of the page, by name."""
     found = {}
     for entry in resources.files("services.gateway.live_view").joinpath("page").iterdir():
         suffix = entry.name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The gateway's parts, wrapped so that a ledger hears of what passes through them; without one they are as ever."""
+"""Clients and stream manager that report to the live view's request history, if one is set."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from services.gateway.streams.stream import GenerationStream
 
 
 class ObservedPreprocess(PreprocessClient):
-    """Says how long prompts take, and whether they fail."""
+    """Records the duration and failures of tokenization."""
 
     request_history: RequestHistory | None = None
 
     async def tokenize(self, *args: Any, **more: Any) -> TokenizedPrompt:
-        """As the client's own."""
         if self.request_history is None:
             return await super().tokenize(*args, **more)
         times = PromptTimes(perf_counter())
@@ -29,67 +28,62 @@ class ObservedPreprocess(PreprocessClient):
         try:
             return await super().tokenize(*args, **more)
         except SluiceError as error:
-            _note(self.request_history, "preprocess", error)
+            _count_failure(self.request_history, "preprocess", error)
             raise
         finally:
             self.request_history.totals.tokenized += 1
-            times.answered = perf_counter()
+            times.ended = perf_counter()
 
 
 class ObservedRouter(RouterClient):
-    """Counts decisions, and has one of them explained now and then."""
+    """Counts routing decisions and requests an explanation of some."""
 
     request_history: RequestHistory | None = None
     explanations: RoutingExplanations | None = None
 
     async def route(self, request_id: str, *args: Any, **more: Any) -> Route:
-        """As the client's own."""
         if self.request_history is None or self.explanations is None:
             return await super().route(request_id, *args, **more)
         self.request_history.totals.decisions += 1
         try:
             route = await super().route(request_id, *args, **more, explain=self.explanations.wanted())
         except SluiceError as error:
-            _note(self.request_history, "router", error)
+            _count_failure(self.request_history, "router", error)
             raise
         if route.scores:
-            self.explanations.keep(request_id, route)
+            self.explanations.record(request_id, route)
         return route
 
 
 class ObservedStreamManager(StreamManager):
-    """Tells when streams begin and how they end."""
+    """Records the start and end of streams."""
 
     request_history: RequestHistory | None = None
 
     def connect(self, *args: Any, **more: Any) -> GenerationStream:
-        """As the switchboard's own."""
         stream = super().connect(*args, **more)
         if self.request_history is not None and stream.worker is not None:
             self.request_history.began(stream, stream.worker.worker_id)
         return stream
 
     def cancel(self, stream: GenerationStream) -> None:
-        """As the switchboard's own."""
         if self.request_history is not None:
-            self.request_history.over(stream, "cancelled")
+            self.request_history.ended(stream, "cancelled")
         super().cancel(stream)
 
     def give_up(self, stream: GenerationStream, error: SluiceError) -> None:
-        """As the switchboard's own."""
         if self.request_history is not None:
-            self.request_history.over(stream, error.code or error.kind.name.lower())
+            self.request_history.ended(stream, error.code or error.kind.name.lower())
         super().give_up(stream, error)
 
     def on_finished(self, stream: GenerationStream, finish: Finish) -> None:
-        """As the switchboard's own."""
         live = stream.slot in self._streams
         super().on_finished(stream, finish)
         if self.request_history is not None and live:
-            self.request_history.over(stream, "finished")
+            self.request_history.ended(stream, "finished")
 
 
-def _note(request_history: RequestHistory, service: str, error: SluiceError) -> None:
-    """Counts what is the service's fault, not the caller's."""
+def _count_failure(request_history: RequestHistory, service: str, error: SluiceError) -> None:
+    """Counts failures caused by the service, not by the client."""
     if error.http_status >= 500:
-        request_history.troubled[service] += 1
+        request_history.failures[service] += 1

@@ -1,4 +1,4 @@
-"""Rates a second, out of running totals, and the last two minutes of them."""
+"""Rates per second from running totals, with a history of two minutes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 
 from services.gateway.live_view.request_history import Totals
 
-KEPT_SAMPLES = 120
+HISTORY_SAMPLES = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Each a second, except `live`: streams under way at the moment."""
+    """Rates per second; `live` is the current number of streams."""
 
     tokenized: float = 0.0
     decisions: float = 0.0
@@ -27,20 +27,22 @@ class Rates:
 
 
 class RateMeter:
-    """Turns totals into rates.
+    """Computes rates from totals.
 
     Attributes:
-        history: the last samples, oldest first.
+        history: latest samples, oldest first.
     """
 
     def __init__(self) -> None:
-        self._before = Totals()
-        self.history: deque[Rates] = deque(maxlen=KEPT_SAMPLES)
+        self._previous = Totals()
+        self.history: deque[Rates] = deque(maxlen=HISTORY_SAMPLES)
 
     def sample(self, totals: Totals, live: int, elapsed_s: float) -> Rates:
-        """The rates since the last sample, `elapsed_s` seconds ago."""
-        now, before = asdict(totals), asdict(self._before)
-        self._before = Totals(**now)
-        rates = Rates(**{name: round((value - before[name]) / elapsed_s, 1) for name, value in now.items()}, live=live)
+        """Adds and returns the rates since the previous sample, `elapsed_s` seconds ago."""
+        now, previous = asdict(totals), asdict(self._previous)
+        self._previous = Totals(**now)
+        rates = Rates(
+            **{name: round((value - previous[name]) / elapsed_s, 1) for name, value in now.items()}, live=live
+        )
         self.history.append(rates)
         return rates

@@ -1,7 +1,7 @@
-"""What passes through this gateway, kept for the live view: running totals, requests under way, the last ones done.
+"""Request history for the live view: running totals, running requests, and the last completed ones.
 
-Nothing here is touched by a token: a request costs a few assignments at its start and its end, and what flows in
-between is read off the streams once a second.
+A request costs a few assignments at its start and end, and a token costs nothing: progress is read from the streams
+once a second.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from time import perf_counter
 
 from services.gateway.streams.stream import GenerationStream
 
-KEPT = 512
-FRESH = 20
-REASONS = 32
+MAX_RECENT = 512
+MAX_NEW = 20
+MAX_REASONS = 32
 
 prompt_times: ContextVar[PromptTimes | None] = ContextVar("prompt_times", default=None)
 
 
 @dataclass(slots=True)
 class PromptTimes:
-    """When preprocess was asked for a request's tokens and when it had answered, seconds of `perf_counter`."""
+    """Start and end of a request's tokenization, in seconds of `perf_counter`."""
 
-    asked: float
-    answered: float = 0.0
+    started: float
+    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One choice of a request that is over; the four stages follow each other without gaps.
+    """One completed choice of a request; its four stages follow each other without gaps.
 
     Attributes:
-        id: of the answer, as the client has it; choices above the first have `-N` after it.
-        workers: who computed it, in order; more than one after a migration or a handoff.
-        tokenize_ms: template, ids and block hashes.
-        route_ms: the router's decision, and the connection to the worker.
-        first_ms: until the first text.
-        rest_ms: from there to the end.
-        outcome: "finished", "cancelled" or what failed.
+        id: id of the response; choices after the first have the suffix `-N`.
+        workers: ids of its workers in order; several after a migration or handoff.
+        tokenize_ms: time for template, token ids and block hashes.
+        route_ms: time for the routing decision and the start on the worker.
+        first_ms: time until the first text.
+        rest_ms: time from there to the end.
+        outcome: "finished", "cancelled" or the error.
     """
 
     id: str
@@ -61,7 +61,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Totals:
-    """Counted since the start of the process."""
+    """Totals since the start of the process."""
 
     tokenized: int = 0
     decisions: int = 0
@@ -85,8 +85,8 @@ class _Live:
 
 
 @dataclass(slots=True)
-class OfWorker:
-    """What one worker did for this gateway since the start."""
+class WorkerTotals:
+    """Totals of one worker's requests from this gateway."""
 
     requests: int = 0
     output_tokens: int = 0
@@ -94,32 +94,32 @@ class OfWorker:
 
 @dataclass
 class RequestHistory:
-    """Everything is bounded: a gateway that runs for a year holds no more than after its first hour.
+    """Totals and recent requests of a gateway, all bounded in size.
 
     Attributes:
-        recent: the last requests done, oldest first.
-        fresh: of them, the first few since `take_fresh`.
+        recent: last completed requests, oldest first.
+        new: those completed since `take_new`, up to `MAX_NEW`.
         degraded: fallbacks by reason since `take_degraded`.
-        troubled: calls that failed, by service, since `take_troubled`.
+        failures: failed calls by service since `take_failures`.
     """
 
     totals: Totals = field(default_factory=Totals)
-    workers: dict[str, OfWorker] = field(default_factory=dict)
-    recent: deque[Finished] = field(default_factory=lambda: deque(maxlen=KEPT))
-    fresh: list[Finished] = field(default_factory=list)
+    workers: dict[str, WorkerTotals] = field(default_factory=dict)
+    recent: deque[Finished] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    new: list[Finished] = field(default_factory=list)
     degraded: Counter[str] = field(default_factory=Counter)
-    troubled: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
     _live: dict[int, _Live] = field(default_factory=dict)
 
     def began(self, stream: GenerationStream, worker_id: str) -> None:
-        """A worker got a stream."""
+        """Records the start of a stream on a worker."""
         self.totals.requests += 1
         self.totals.prompt_tokens += stream.prompt_tokens
-        self._of(worker_id).requests += 1
+        self._totals_of(worker_id).requests += 1
         self._live[stream.slot] = _Live(stream, int(time.time() * 1000), prompt_times.get(), (worker_id,))
 
-    def over(self, stream: GenerationStream, outcome: str) -> None:
-        """A stream came to its end; one that is over already, or was never seen to begin, stays as it is."""
+    def ended(self, stream: GenerationStream, outcome: str) -> None:
+        """Records the end of a stream, unless it is already recorded or its start was not."""
         self._meter(stream.slot)
         live = self._live.pop(stream.slot, None)
         if live is None:
@@ -128,40 +128,40 @@ class RequestHistory:
         self.totals.failed += outcome not in ("finished", "cancelled")
         self.totals.cached_tokens += stream.cached_tokens
         for reason in (*stream.degraded, *(("migrated",) if stream.migrations else ())):
-            if reason in self.degraded or len(self.degraded) < REASONS:
+            if reason in self.degraded or len(self.degraded) < MAX_REASONS:
                 self.degraded[reason] += 1
-        done = _finished(live, outcome)
-        self.recent.append(done)
-        if len(self.fresh) < FRESH:
-            self.fresh.append(done)
+        finished = _finished(live, outcome)
+        self.recent.append(finished)
+        if len(self.new) < MAX_NEW:
+            self.new.append(finished)
 
     def meter(self) -> None:
-        """Reads off how far every stream under way has come."""
+        """Updates the totals with the progress of all running streams."""
         for slot in self._live:
             self._meter(slot)
 
-    def forget_workers(self, known: set[str]) -> None:
-        """Drops what was counted of workers that nobody shows any more."""
-        for worker_id in self.workers.keys() - known:
+    def retain_workers(self, worker_ids: set[str]) -> None:
+        """Removes the totals of all other workers."""
+        for worker_id in self.workers.keys() - worker_ids:
             del self.workers[worker_id]
 
-    def take_fresh(self) -> list[Finished]:
-        """What came to its end since the last call, at most FRESH of them."""
-        fresh, self.fresh = self.fresh, []
-        return fresh
+    def take_new(self) -> list[Finished]:
+        """Returns the requests completed since the last call, up to `MAX_NEW`."""
+        new, self.new = self.new, []
+        return new
 
     def take_degraded(self) -> Counter[str]:
-        """Fallbacks since the last call."""
-        taken, self.degraded = self.degraded, Counter()
-        return taken
+        """Returns the fallbacks since the last call, by reason."""
+        degraded, self.degraded = self.degraded, Counter()
+        return degraded
 
-    def take_troubled(self) -> Counter[str]:
-        """Failed calls since the last call."""
-        taken, self.troubled = self.troubled, Counter()
-        return taken
+    def take_failures(self) -> Counter[str]:
+        """Returns the failed calls since the last call, by service."""
+        failures, self.failures = self.failures, Counter()
+        return failures
 
-    def _of(self, worker_id: str) -> OfWorker:
-        return self.workers.setdefault(worker_id, OfWorker())
+    def _totals_of(self, worker_id: str) -> WorkerTotals:
+        return self.workers.setdefault(worker_id, WorkerTotals())
 
     def _meter(self, slot: int) -> None:
         live = self._live.get(slot)
@@ -170,9 +170,9 @@ class RequestHistory:
         stream = live.stream
         if stream.worker is not None and stream.worker.worker_id != live.workers[-1]:
             live.workers = (*live.workers, stream.worker.worker_id)
-            self._of(live.workers[-1]).requests += 1
+            self._totals_of(live.workers[-1]).requests += 1
         tokens, characters = len(stream.tokens), stream.text_sent + stream.sent.reasoning
-        self._of(live.workers[-1]).output_tokens += tokens - live.tokens
+        self._totals_of(live.workers[-1]).output_tokens += tokens - live.tokens
         self.totals.output_tokens += tokens - live.tokens
         self.totals.characters += characters - live.characters
         live.tokens, live.characters = tokens, characters
@@ -181,15 +181,15 @@ class RequestHistory:
 def _finished(live: _Live, outcome: str) -> Finished:
     stream, times, now = live.stream, live.times, perf_counter()
     first = stream.first_text_at or now
-    asked = stream.started_at if times is None else times.asked
-    answered = stream.started_at if times is None else times.answered
+    tokenize_started = stream.started_at if times is None else times.started
+    tokenize_ended = stream.started_at if times is None else times.ended
     return Finished(
         id=stream.request.request_id if stream.index == 0 else stream.request_id,
         model=stream.model,
         workers=live.workers,
-        began_unix_ms=live.began_unix_ms - round(1000 * (stream.started_at - asked)),
-        tokenize_ms=_ms(answered - asked),
-        route_ms=_ms(stream.started_at - answered),
+        began_unix_ms=live.began_unix_ms - round(1000 * (stream.started_at - tokenize_started)),
+        tokenize_ms=_ms(tokenize_ended - tokenize_started),
+        route_ms=_ms(stream.started_at - tokenize_ended),
         first_ms=_ms(first - stream.started_at),
         rest_ms=_ms(now - first),
         prompt_tokens=stream.prompt_tokens,

@@ -1,4 +1,4 @@
-"""Why requests went where they went: the router's own reasons, for one decision a second while somebody looks."""
+"""Explanations of routing decisions by the router, one per second while a page is open."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from time import monotonic
 
 from services.gateway.core.request import Route, Score
 
-EVERY_S = 1.0
-MOST_SCORES = 12
+INTERVAL_S = 1.0
+MAX_SCORES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One decision among `candidates` workers; `scores` has the cheapest of them first, and the chosen one always."""
+    """One decision among `candidates` workers; `scores` has the cheapest first and always includes the selected one."""
 
     request_id: str
     worker: str
@@ -24,31 +24,31 @@ class Explanation:
 
 
 class RoutingExplanations:
-    """Samples decisions.
+    """Samples routing decisions.
 
     Args:
-        looked_at: whether anybody would see an explanation.
-        clock: seconds, for tests.
+        has_viewers: returns whether a page is open.
+        clock: monotonic clock, seconds.
     """
 
-    def __init__(self, looked_at: Callable[[], bool], clock: Callable[[], float] = monotonic) -> None:
-        self._looked_at = looked_at
+    def __init__(self, has_viewers: Callable[[], bool], clock: Callable[[], float] = monotonic) -> None:
+        self._has_viewers = has_viewers
         self._clock = clock
         self._next_at = 0.0
         self.last: Explanation | None = None
 
     def wanted(self) -> bool:
-        """Whether the next decision should be explained; True makes it wait a second before it is True again."""
+        """Returns whether to explain the next decision; at most once per second."""
         now = self._clock()
-        if now < self._next_at or not self._looked_at():
+        if now < self._next_at or not self._has_viewers():
             return False
-        self._next_at = now + EVERY_S
+        self._next_at = now + INTERVAL_S
         return True
 
-    def keep(self, request_id: str, route: Route) -> None:
-        """An explained decision was made."""
+    def record(self, request_id: str, route: Route) -> None:
+        """Sets `last` to an explained decision."""
         scores = sorted(route.scores, key=lambda score: score.cost)
-        shown = scores[:MOST_SCORES]
+        shown = scores[:MAX_SCORES]
         if not any(score.worker == route.worker_id for score in shown):
             shown[-1:] = [score for score in scores if score.worker == route.worker_id][:1]
         self.last = Explanation(request_id, route.worker_id, route.degraded, len(scores), tuple(shown))

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: the whole of it once, then what changed."""
+"""State of the page as JSON: the whole state once, then the changes of each second."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 
 from services.gateway.live_view.rates import RateMeter, Rates
-from services.gateway.live_view.request_history import Finished, RequestHistory
+from services.gateway.live_view.request_history import RequestHistory
 from services.gateway.live_view.routing_explanations import Explanation, RoutingExplanations
 from services.gateway.live_view.worker_table import Row, WorkerTable
 
-SHOWN_REQUESTS = 40
-DEGRADED_OVER_S = 60
+MAX_REQUESTS = 40
+DEGRADED_WINDOW_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Node:
     """The replicas of one service.
 
     Attributes:
-        serving: their addresses.
-        away: addresses that should serve and do not.
-        troubled: calls that failed in the last second.
+        serving: addresses of serving replicas.
+        away: configured addresses that do not serve.
+        troubled: failed calls in the last second.
     """
 
     serving: Sequence[str]
@@ -35,7 +35,7 @@ class Node:
 
 
 class State:
-    """Collects a second of news and writes it down."""
+    """Collects and encodes the state and its changes."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class State:
         self._nodes: dict[str, Node] = {}
         self._rows: dict[str, Row] = {}
         self._explained: Explanation | None = None
-        self._degraded: deque[Counter[str]] = deque(maxlen=DEGRADED_OVER_S)
-        self._said_degraded: dict[str, int] = {}
+        self._degraded: deque[Counter[str]] = deque(maxlen=DEGRADED_WINDOW_S)
+        self._degraded_totals: dict[str, int] = {}
         self._models: list[str] = []
 
     def whole(self) -> dict[str, Any]:
-        """Everything there is to show."""
+        """Returns the whole state."""
         return {
             "n": self._number,
             "unix_ms": int(time.time() * 1000),
@@ -70,25 +70,24 @@ class State:
             "history": _columns(self._meter.history),
             "workers": list(self._rows.values()),
             "hidden_workers": len(self._worker_table.rows) - len(self._rows),
-            "requests": list(self._request_history.recent)[-SHOWN_REQUESTS:],
-            "degraded": self._said_degraded,
+            "requests": list(self._request_history.recent)[-MAX_REQUESTS:],
+            "degraded": self._degraded_totals,
             "why": self._explained,
         }
 
     def whole_event(self) -> bytes:
-        """The same as an event of the stream."""
+        """Returns the whole state as an event of the stream."""
         return b"event: whole\ndata: " + orjson.dumps(self.whole()) + b"\n\n"
 
     def next_event(self, nodes: Mapping[str, Node], models: list[str], live: int, elapsed_s: float) -> bytes:
-        """What changed since the last call."""
+        """Returns the changes since the last call as an event of the stream."""
         self._number += 1
         delta: dict[str, Any] = {"n": self._number, "unix_ms": int(time.time() * 1000)}
         self._request_history.meter()
         delta["rates"] = self._meter.sample(self._request_history.totals, live, elapsed_s)
         delta |= self._changed_nodes(nodes, models) | self._changed_rows() | self._changed_degraded()
-        fresh: list[Finished] = self._request_history.take_fresh()
-        if fresh:
-            delta["requests"] = fresh
+        if finished := self._request_history.take_new():
+            delta["requests"] = finished
         if self._explanations.last is not self._explained:
             delta["why"] = self._explained = self._explanations.last
         return b"data: " + orjson.dumps(delta) + b"\n\n"
@@ -102,12 +101,12 @@ class State:
         return changed
 
     def _changed_rows(self) -> dict[str, Any]:
-        before, self._rows = self._rows, self._worker_table.shown()
-        rows = [row for worker_id, row in self._rows.items() if before.get(worker_id) != row]
-        gone = [worker_id for worker_id in before if worker_id not in self._rows]
+        previous, self._rows = self._rows, self._worker_table.shown()
+        rows = [row for worker_id, row in self._rows.items() if previous.get(worker_id) != row]
+        removed = [worker_id for worker_id in previous if worker_id not in self._rows]
         changed: dict[str, Any] = {"workers": rows} if rows else {}
-        if gone:
-            changed["left"] = gone
+        if removed:
+            changed["left"] = removed
         hidden = len(self._worker_table.rows) - len(self._rows)
         return changed | {"hidden_workers": hidden} if hidden else changed
 
@@ -116,14 +115,14 @@ class State:
         total: Counter[str] = Counter()
         for counted in self._degraded:
             total.update(counted)
-        if total == self._said_degraded:
+        if total == self._degraded_totals:
             return {}
-        self._said_degraded = dict(total)
-        return {"degraded": self._said_degraded}
+        self._degraded_totals = dict(total)
+        return {"degraded": self._degraded_totals}
 
 
 def _columns(history: Sequence[Rates] | deque[Rates]) -> dict[str, list[float]]:
-    """What the page draws as a line over time."""
+    """Returns the values for the charts."""
     return {
         name: [getattr(rates, name) for rates in history] for name in ("requests", "output_tokens", "live", "failed")
     }

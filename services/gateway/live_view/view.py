@@ -1,4 +1,4 @@
-"""The live view of one gateway: looks once a second and tells everybody who watches."""
+"""The live view of one gateway: samples its state once a second and sends it to all viewers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from sluice import __version__
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0
-ASK_S = 0.8
+INTERVAL_S = 1.0
+ROUTER_TIMEOUT_S = 0.8
 
 
 class LiveView:
-    """Makes the gateway's parts tell what passes through them. While nobody looks the router is asked nothing.
+    """Samples the gateway's state. Queries the router only while a page is open.
 
     Args:
-        most_viewers: pages open at once; more are refused.
+        max_viewers: maximum number of open pages.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LiveView:
         stream_manager: ObservedStreamManager,
         registry: WorkerRegistry,
         connections: ConnectionManager,
-        most_viewers: int,
+        max_viewers: int,
     ) -> None:
         self._preprocess = preprocess
         self._router = router
@@ -52,60 +52,61 @@ class LiveView:
             RequestHistory()
         )
         self._worker_table = WorkerTable(self._request_history)
-        self._feed = Feed(most_viewers, lambda: self._state.whole_event())
+        self._feed = Feed(max_viewers, lambda: self._state.whole_event())
         explanations = router.explanations = RoutingExplanations(lambda: self._feed.viewers > 0)
         self._state = State(self._request_history, RateMeter(), self._worker_table, explanations, __version__)
-        self._looked_at = monotonic()
-        self._told: Sequence[WorkerState] = ()
-        self._looked = asyncio.Event()
-        self._waiting = 0
+        self._sampled_at = monotonic()
+        self._worker_states: Sequence[WorkerState] = ()
+        self._sampled = asyncio.Event()
+        self._snapshots_pending = 0
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Samples until cancelled."""
         while True:
-            await asyncio.sleep(EVERY_S)
-            if self._feed.viewers or self._waiting:
-                await self._ask()
-            self._look()
+            await asyncio.sleep(INTERVAL_S)
+            if self._feed.viewers or self._snapshots_pending:
+                await self._query_router()
+            self._sample()
 
     def events(self) -> AsyncIterator[bytes]:
-        """One viewer's stream; SluiceError when there are too many."""
+        """Returns the event stream of a new viewer; raises SluiceError if there are too many."""
         return self._feed.join()
 
     async def snapshot(self) -> dict[str, Any]:
-        """Everything there is to show, after the next look: asking often costs no more looks."""
-        self._waiting += 1
+        """Returns the whole state after the next sample; frequent calls cause no additional samples."""
+        self._snapshots_pending += 1
         try:
-            await self._looked.wait()
+            await self._sampled.wait()
         finally:
-            self._waiting -= 1
+            self._snapshots_pending -= 1
         return self._state.whole()
 
     def request(self, request_id: str) -> Finished | None:
-        """One of the last requests, by the id of its answer."""
-        return next((one for one in reversed(self._request_history.recent) if one.id == request_id), None)
+        """Returns one of the last requests by the id of its response."""
+        recent = reversed(self._request_history.recent)
+        return next((finished for finished in recent if finished.id == request_id), None)
 
     def close(self) -> None:
-        """Ends every stream."""
+        """Ends all streams."""
         self._feed.close()
-        self._looked.set()
+        self._sampled.set()
 
-    async def _ask(self) -> None:
+    async def _query_router(self) -> None:
         try:
-            self._told = await worker_states(self._router.replicas, ASK_S)
+            self._worker_states = await worker_states(self._router.replicas, ROUTER_TIMEOUT_S)
         except SluiceError as error:
-            log.debug("the router does not say how workers are: %s", error.message)
+            log.debug("could not fetch the states of workers from the router: %s", error.message)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         now = monotonic()
-        elapsed_s, self._looked_at = max(now - self._looked_at, 0.05), now
+        elapsed_s, self._sampled_at = max(now - self._sampled_at, 0.05), now
         links = self._links()
         self._worker_table.update(
-            links, [state for state in self._told if state.id in links or state.draining], elapsed_s
+            links, [state for state in self._worker_states if state.id in links or state.draining], elapsed_s
         )
-        troubled = self._request_history.take_troubled()
+        failures = self._request_history.take_failures()
         nodes = {
-            name: Node(sorted(replica.address for replica in replicas.serving), replicas.away, troubled[name])
+            name: Node(sorted(replica.address for replica in replicas.serving), replicas.away, failures[name])
             for name, replicas in (
                 ("preprocess", self._preprocess.replicas),
                 ("router", self._router.replicas),
@@ -114,8 +115,8 @@ class LiveView:
         }
         models = list(self._registry.models)
         self._feed.publish(self._state.next_event(nodes, models, self._stream_manager.live, elapsed_s))
-        looked, self._looked = self._looked, asyncio.Event()
-        looked.set()
+        sampled, self._sampled = self._sampled, asyncio.Event()
+        sampled.set()
 
     def _links(self) -> dict[str, LinkState]:
         links = {}
@@ -125,7 +126,7 @@ class LiveView:
                 address=entry.address,
                 model=entry.model,
                 connected=link is not None and link.connected,
-                sound=link is None or link.breaker.closed,
+                healthy=link is None or link.breaker.closed,
                 live=0 if link is None else link.live,
             )
         return links

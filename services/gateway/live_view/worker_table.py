@@ -1,123 +1,125 @@
-"""The workers as the page shows them: the router's word, this gateway's own links, and those that have just gone."""
+"""The table of workers: states from the router, this gateway's links, and recently removed workers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from services.gateway.live_view.request_history import Finished, RequestHistory
 from services.gateway.workers.overview import WorkerState
 
-GONE_SHOWN_S = 60.0
-MOST_GONE = 64
-HIT_RATE_OF = 256
-MOST_ROWS = 100
+REMOVED_SHOWN_S = 60.0
+MAX_REMOVED = 64
+HIT_RATE_REQUESTS = 256
+MAX_ROWS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class LinkState:
-    """What this gateway knows of a worker by itself.
+    """State of this gateway's link to a worker.
 
     Attributes:
-        connected: there is a session to it.
-        sound: it answered its last requests.
-        live: streams it runs for this gateway.
+        connected: whether there is a session.
+        healthy: whether its last requests succeeded.
+        live: number of its streams from this gateway.
     """
 
     address: str
     model: str
     connected: bool
-    sound: bool
+    healthy: bool
     live: int
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table; `hit_rate` is the cached share of prompt tokens of its last requests, None without any.
+    """A row of the table.
 
-    `health` is "ok", "draining", "troubled" (its last requests failed), "unreachable" (no connection), "left" (after a
-    drain) or "gone" (without one).
+    Attributes:
+        health: "ok", "draining", "troubled" (its last requests failed), "unreachable" (no connection), "left" (removed
+            after a drain) or "gone" (removed without one).
+        hit_rate: cached share of the prompt tokens of its last requests; None without requests.
     """
 
     id: str
     health: str
-    role: str
-    model: str
-    engine: str
-    address: str
-    live: int
-    running: int
-    waiting: int
-    booked: int
-    used: float
-    cached: float
-    step_ms: float
-    hit_rate: float | None
-    requests_s: float
-    tokens_s: float
+    role: str = "aggregated"
+    model: str = ""
+    engine: str = ""
+    address: str = ""
+    live: int = 0
+    running: int = 0
+    waiting: int = 0
+    booked: int = 0
+    used: float = 0.0
+    cached: float = 0.0
+    step_ms: float = 0.0
+    hit_rate: float | None = None
+    requests_s: float = 0.0
+    tokens_s: float = 0.0
 
 
 class WorkerTable:
-    """Keeps rows in step with who is there; a worker that leaves stays for a minute, marked as gone."""
+    """Maintains the rows; a removed worker is shown for another minute."""
 
     def __init__(self, request_history: RequestHistory, clock: Callable[[], float] = monotonic) -> None:
         self._request_history = request_history
         self._clock = clock
         self._rows: dict[str, Row] = {}
-        self._gone: dict[str, float] = {}
-        self._counted: dict[str, tuple[int, int]] = {}
+        self._removed: dict[str, float] = {}
+        self._totals: dict[str, tuple[int, int]] = {}
 
     @property
     def rows(self) -> Mapping[str, Row]:
-        """By worker id."""
+        """All rows by worker id."""
         return self._rows
 
     def shown(self) -> dict[str, Row]:
-        """The rows that fit on a page: those in trouble, then the first by name."""
-        if len(self._rows) <= MOST_ROWS:
+        """Returns the rows that fit on the page: unhealthy ones first, then by id."""
+        if len(self._rows) <= MAX_ROWS:
             return dict(self._rows)
-        chosen = sorted(self._rows.values(), key=lambda row: (row.health == "ok", row.id))[:MOST_ROWS]
+        chosen = sorted(self._rows.values(), key=lambda row: (row.health == "ok", row.id))[:MAX_ROWS]
         return {row.id: row for row in sorted(chosen, key=lambda row: row.id)}
 
     def update(self, links: Mapping[str, LinkState], states: Iterable[WorkerState], elapsed_s: float) -> None:
-        """Takes in what is known now; `elapsed_s` is since the last time, for the rates."""
-        told = {state.id: state for state in states}
-        hits = hit_rates(list(self._request_history.recent)[-HIT_RATE_OF:])
+        """Updates the rows; `elapsed_s` is the time since the last update."""
+        state_of = {state.id: state for state in states}
+        hits = hit_rates(list(self._request_history.recent)[-HIT_RATE_REQUESTS:])
         now = self._clock()
         rows = {}
-        for worker_id in sorted(links.keys() | told.keys()):
+        for worker_id in sorted(links.keys() | state_of.keys()):
             rates = self._rates(worker_id, elapsed_s)
-            rows[worker_id] = _row(worker_id, links.get(worker_id), told.get(worker_id), hits.get(worker_id), rates)
+            rows[worker_id] = _row(worker_id, links.get(worker_id), state_of.get(worker_id), hits.get(worker_id), rates)
         for worker_id in rows:
-            self._gone.pop(worker_id, None)
+            self._removed.pop(worker_id, None)
         for worker_id in self._rows.keys() - rows.keys():
-            self._gone.setdefault(worker_id, now)
-        kept = sorted((at, worker_id) for worker_id, at in self._gone.items() if now - at < GONE_SHOWN_S)[-MOST_GONE:]
-        self._gone = {worker_id: at for at, worker_id in kept}
-        for worker_id in self._gone:
-            rows[worker_id] = _departed(self._rows[worker_id])
+            self._removed.setdefault(worker_id, now)
+        shown = sorted((at, worker_id) for worker_id, at in self._removed.items() if now - at < REMOVED_SHOWN_S)
+        self._removed = {worker_id: at for at, worker_id in shown[-MAX_REMOVED:]}
+        for worker_id in self._removed:
+            rows[worker_id] = _removed_row(self._rows[worker_id])
         self._rows = rows
-        self._counted = {worker_id: counted for worker_id, counted in self._counted.items() if worker_id in rows}
-        self._request_history.forget_workers(set(rows))
+        self._totals = {worker_id: totals for worker_id, totals in self._totals.items() if worker_id in rows}
+        self._request_history.retain_workers(set(rows))
 
     def _rates(self, worker_id: str, elapsed_s: float) -> tuple[float, float]:
-        of_worker = self._request_history.workers.get(worker_id)
-        now = (0, 0) if of_worker is None else (of_worker.requests, of_worker.output_tokens)
-        before = self._counted.get(worker_id, now)
-        self._counted[worker_id] = now
-        return round((now[0] - before[0]) / elapsed_s, 1), round((now[1] - before[1]) / elapsed_s, 1)
+        totals = self._request_history.workers.get(worker_id)
+        now = (0, 0) if totals is None else (totals.requests, totals.output_tokens)
+        previous = self._totals.get(worker_id, now)
+        self._totals[worker_id] = now
+        return round((now[0] - previous[0]) / elapsed_s, 1), round((now[1] - previous[1]) / elapsed_s, 1)
 
 
 def hit_rates(finished: Sequence[Finished]) -> dict[str, float]:
-    """Share of prompt tokens that were cached, by the worker that got the prompt."""
+    """Returns the cached share of prompt tokens by the first worker of each request."""
     prompt: dict[str, int] = defaultdict(int)
     cached: dict[str, int] = defaultdict(int)
-    for one in finished:
-        if one.outcome == "finished":
-            prompt[one.workers[0]] += one.prompt_tokens
-            cached[one.workers[0]] += one.cached_tokens
+    for request in finished:
+        if request.outcome == "finished":
+            prompt[request.workers[0]] += request.prompt_tokens
+            cached[request.workers[0]] += request.cached_tokens
     return {worker_id: round(cached[worker_id] / tokens, 3) for worker_id, tokens in prompt.items() if tokens}
 
 
@@ -128,24 +130,31 @@ def _row(
     hit_rate: float | None,
     rates: tuple[float, float],
 ) -> Row:
-    total = (state.total_blocks if state else 0) or 1
-    return Row(
+    row = Row(
         id=worker_id,
         health=_health(link, state),
-        role=state.role if state else "aggregated",
-        model=state.model if state else link.model if link else "",
-        engine=f"{state.engine} {state.version}".strip() if state else "",
-        address=state.address if state else link.address if link else "",
+        model=link.model if link else "",
+        address=link.address if link else "",
         live=link.live if link else 0,
-        running=state.running if state else 0,
-        waiting=state.waiting if state else 0,
-        booked=state.booked if state else 0,
-        used=round(state.used_blocks / total, 3) if state else 0.0,
-        cached=round(min(state.cached_blocks / total, 1.0), 3) if state else 0.0,
-        step_ms=state.step_ms if state else 0.0,
         hit_rate=hit_rate,
         requests_s=rates[0],
         tokens_s=rates[1],
+    )
+    if state is None:
+        return row
+    total = state.total_blocks or 1
+    return replace(
+        row,
+        role=state.role,
+        model=state.model,
+        engine=f"{state.engine} {state.version}".strip(),
+        address=state.address,
+        running=state.running,
+        waiting=state.waiting,
+        booked=state.booked,
+        used=round(state.used_blocks / total, 3),
+        cached=round(min(state.cached_blocks / total, 1.0), 3),
+        step_ms=state.step_ms,
     )
 
 
@@ -154,25 +163,9 @@ def _health(link: LinkState | None, state: WorkerState | None) -> str:
         return "draining"
     if link is None or not link.connected:
         return "unreachable"
-    return "ok" if link.sound else "troubled"
+    return "ok" if link.healthy else "troubled"
 
 
-def _departed(row: Row) -> Row:
-    return Row(
-        id=row.id,
-        health="left" if row.health in ("draining", "left") else "gone",
-        role=row.role,
-        model=row.model,
-        engine=row.engine,
-        address=row.address,
-        live=0,
-        running=0,
-        waiting=0,
-        booked=0,
-        used=0.0,
-        cached=0.0,
-        step_ms=0.0,
-        hit_rate=row.hit_rate,
-        requests_s=0.0,
-        tokens_s=0.0,
-    )
+def _removed_row(row: Row) -> Row:
+    health = "left" if row.health in ("draining", "left") else "gone"
+    return Row(row.id, health, row.role, row.model, row.engine, row.address, hit_rate=row.hit_rate)

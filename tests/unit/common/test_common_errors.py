@@ -181,7 +181,7 @@ def test_makers_make_what_they_say() -> None:
         (errors.invalid("x"), 400, False),
         (errors.not_found("x"), 404, False),
         (errors.unavailable("x"), 503, True),
-        (errors.overloaded("x"), 429, False),
+        (errors.overloaded("x"), 503, False),
         (errors.internal("x"), 500, False),
         (SluiceError(ErrorKind.INTERNAL_UNKNOWN, "x"), 500, False),
         (SluiceError(ErrorKind.DISCONNECTED, "x"), 502, True),

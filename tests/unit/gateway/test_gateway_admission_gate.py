@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
+import httpx
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from services.common.errors import SluiceError
+from services.common.errors import ErrorKind, SluiceError, overloaded
 from services.common.tasks import TaskOwner
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile, create, write
 from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.permit import OPEN, current
+from services.gateway.http.errors import error_response
+from services.gateway.http.middleware.admission import AdmissionMiddleware
+from services.gateway.live_view.feed import Feed
 
 KEY = ApiKey("0" * 12, "k", "", requests_per_minute=100, tokens_per_minute=1000, concurrency=2, models=("m",))
 
@@ -82,7 +89,7 @@ async def test_more_tokens_than_are_left() -> None:
     gate, limiter, tasks = make()
     permit = await gate.enter(KEY, 1.0, inf, never)
     await permit.charge(900)
-    with pytest.raises(SluiceError, match="1000 tokens a minute"):
+    with pytest.raises(SluiceError, match="1000 tokens per minute"):
         await permit.charge(200)
     with pytest.raises(SluiceError, match="shorten the prompt"):
         await permit.charge(1001)
@@ -94,7 +101,7 @@ async def test_more_tokens_than_are_left() -> None:
 async def test_concurrency_is_bounded_and_given_back() -> None:
     gate, limiter, tasks = make()
     inside = [await gate.enter(KEY, 1.0, inf, never) for _ in range(2)]
-    with pytest.raises(SluiceError, match="2 requests at once"):
+    with pytest.raises(SluiceError, match="2 concurrent requests"):
         await gate.enter(KEY, 1.0, inf, never)
     gate.leave(inside[0])
     await settled(tasks)
@@ -107,13 +114,59 @@ async def test_concurrency_is_bounded_and_given_back() -> None:
 async def test_whoever_is_refused_by_the_line_gives_its_place_back() -> None:
     gate, limiter, tasks = make(FairQueue(1, 0, 60))
     permit = await gate.enter(KEY, 1.0, inf, never)
-    with pytest.raises(SluiceError, match="line is full"):
+    with pytest.raises(SluiceError, match="queue is full"):
         await gate.enter(KEY, 1.0, inf, never)
     await settled(tasks)
     assert limiter.live(KEY) == 1
     gate.leave(permit)
     await settled(tasks)
-    assert (limiter.live(KEY), gate.line.running) == (0, 0)
+    assert (limiter.live(KEY), gate.queue.running) == (0, 0)
+
+
+async def test_overloaded_errors_have_status_503_and_exceeded_limits_of_keys_429() -> None:
+    gate, _, _ = make(FairQueue(1, 0, 60))
+    free, single = replace(KEY, concurrency=0), replace(KEY, concurrency=1)
+    await gate.enter(single, 1.0, inf, never)
+    feed = Feed(0, lambda: b"")
+    refused = [overloaded("Too many requests.")]
+    for attempt in (gate.enter(free, 1.0, inf, never), gate.enter(single, 1.0, inf, never), async_call(feed.join)):
+        with pytest.raises(SluiceError) as caught:
+            await attempt
+        refused.append(caught.value)
+    assert [(error.code, error.http_status) for error in refused] == [
+        ("overloaded", 503),
+        ("overloaded", 503),
+        ("rate_limit_exceeded", 429),
+        ("overloaded", 503),
+    ]
+    assert {error.kind for error in refused} == {ErrorKind.OVERLOADED}
+    assert [error_response(error).headers["retry-after"] for error in refused] == ["1", "1", "1", "10"]
+
+
+async def async_call(function: Callable[[], object]) -> None:
+    function()
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [("authorization", "Bearer "), ("authorization", "bearer "), ("authorization", " BEARER  "), ("x-api-key", "")],
+)
+async def test_a_key_has_the_same_owner_however_it_is_sent(tmp_path: Path, name: str, scheme: str) -> None:
+    text, record = create("one")
+    write(tmp_path / "keys.json", [record])
+    gate = Gate(KeyFile(tmp_path / "keys.json"), LocalLimiter(), FairQueue(1, 1, 1), TaskOwner())
+    owners: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        owners.append(current().owner)
+        await Response()(scope, receive, send)
+
+    transport = httpx.ASGITransport(AdmissionMiddleware(app, gate))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        for method in ("GET", "POST"):
+            await http.request(method, "/v1/responses", headers={name: scheme + text})
+        assert (await http.get("/v1/responses", headers={name: "Basic " + text})).status_code == 401
+    assert owners == [record.id] * 2
 
 
 async def test_a_client_that_goes_away_in_line_leaves_it() -> None:
@@ -125,14 +178,14 @@ async def test_a_client_that_goes_away_in_line_leaves_it() -> None:
         await left_now.wait()
 
     waiting = asyncio.create_task(gate.enter(KEY, 1.0, inf, gone))
-    while not gate.line.waiting:  # noqa: ASYNC110
+    while not gate.queue.waiting:  # noqa: ASYNC110
         await asyncio.sleep(0)
     left_now.set()
-    with pytest.raises(SluiceError, match="went away"):
+    with pytest.raises(SluiceError, match="disconnected"):
         await waiting
     gate.leave(permit)
     await settled(tasks)
-    assert (gate.line.running, gate.line.waiting, limiter.live(KEY)) == (0, 0, 0)
+    assert (gate.queue.running, gate.queue.waiting, limiter.live(KEY)) == (0, 0, 0)
 
 
 async def test_the_task_in_line_can_be_cancelled_at_any_moment() -> None:
@@ -150,7 +203,7 @@ async def test_the_task_in_line_can_be_cancelled_at_any_moment() -> None:
         if not isinstance(entered, BaseException):
             gate.leave(entered)
         await settled(tasks)
-        assert (gate.line.running, gate.line.waiting, limiter.live(KEY)) == (0, 0, 0), moments
+        assert (gate.queue.running, gate.queue.waiting, limiter.live(KEY)) == (0, 0, 0), moments
 
 
 def test_keys_are_asked_for_only_where_there_are_some(tmp_path: Path) -> None:

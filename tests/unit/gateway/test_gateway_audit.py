@@ -18,7 +18,7 @@ from services.common.observability.audit import AuditSettings
 from services.common.tasks import TaskOwner
 from services.gateway.core import request_audit
 from services.gateway.http.errors import error_response
-from services.gateway.http.middleware import audit as auditing
+from services.gateway.http.middleware.audit import AuditMiddleware, open_audit_log
 
 
 class ObservedStream:
@@ -85,12 +85,14 @@ def application() -> FastAPI:
 
 async def audited(path: Path, **more: Any) -> tuple[httpx.AsyncClient, Any]:
     app, tasks = application(), TaskOwner()
-    close = auditing.attach(app, AuditSettings(audit_log=str(path), **more), tasks)
+    log = open_audit_log(AuditSettings(audit_log=str(path), **more), tasks)
+    assert log is not None
+    app.add_middleware(AuditMiddleware, entries=log)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
     async def finish() -> list[dict[str, Any]]:
         await tasks.close()
-        close()
+        log.close()
         return [json.loads(line) for line in (await asyncio.to_thread(path.read_text)).splitlines()]
 
     return httpx.AsyncClient(transport=transport, base_url="http://gateway"), finish
@@ -134,11 +136,10 @@ async def test_errors_are_told_by_their_code(tmp_path: Path) -> None:
     assert lines[1]["request_id"] == "r9"
 
 
-async def test_without_an_audit_log_nothing_is_noted(tmp_path: Path) -> None:
+async def test_without_an_audit_log_nothing_is_noted() -> None:
     app, tasks = application(), TaskOwner()
-    close = auditing.attach(app, AuditSettings(), tasks)
+    assert open_audit_log(AuditSettings(), tasks) is None
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         assert (await http.post("/v1/generate")).text == "not audited"
-    close()
     assert tasks.alive == 0

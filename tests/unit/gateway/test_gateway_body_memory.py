@@ -31,7 +31,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_memory, "GRACE_S", 0.1)
-    monkeypatch.setattr(body_memory, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(body_memory, "CHECK_INTERVAL_S", 0.02)
 
 
 class Body:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.http.json_size import MOST_MEASURED, measured_size, parsed_size
+from services.gateway.http.json_size import MAX_MEASURED, measured_size, parsed_size
 
 MANY = 20_000
 PROSE = "Requests wait in line, at most ten seconds; then (503) they are refused. " * 500
@@ -91,10 +91,10 @@ def test_measured_size_of_a_prompt_is_what_the_parser_takes(shape: str) -> None:
 
 
 def test_measured_size_of_many_values_is_unknown() -> None:
-    assert measured_size([0] * (MOST_MEASURED - 1)) is not None
-    assert measured_size([0] * MOST_MEASURED) is None
-    assert measured_size([[{"a": [0] * MOST_MEASURED}]]) is None
-    assert measured_size({str(number): 0 for number in range(MOST_MEASURED)}) is None
+    assert measured_size([0] * (MAX_MEASURED - 1)) is not None
+    assert measured_size([0] * MAX_MEASURED) is None
+    assert measured_size([[{"a": [0] * MAX_MEASURED}]]) is None
+    assert measured_size({str(number): 0 for number in range(MAX_MEASURED)}) is None
 
 
 values = st.recursive(

@@ -18,9 +18,9 @@ from services.gateway.core.request import Route, Score
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware.scopes import LIVE_PAGE
 from services.gateway.live_view.endpoints import DATA, add_live_view
-from services.gateway.live_view.feed import STALE_ROUTER_CODES, Feed
+from services.gateway.live_view.feed import MAX_PENDING, Feed
 from services.gateway.live_view.files import page_files
-from services.gateway.live_view.routing_explanations import MOST_SCORES, RoutingExplanations
+from services.gateway.live_view.routing_explanations import MAX_SCORES, RoutingExplanations
 from services.gateway.live_view.view import LiveView
 
 WHOLE = b"whole"
@@ -39,7 +39,7 @@ async def test_a_viewer_that_does_not_read_starts_afresh_and_holds_nothing() -> 
     feed = Feed(1, lambda: WHOLE)
     events = feed.join()
     await anext(events)
-    for _ in range(STALE_ROUTER_CODES + 1):
+    for _ in range(MAX_PENDING + 1):
         feed.publish(b"old")
     feed.publish(b"older than the whole that comes next")
     assert await anext(events) == WHOLE
@@ -98,11 +98,11 @@ def test_one_decision_a_second_is_explained_and_only_for_somebody() -> None:
 def test_the_chosen_worker_is_among_the_scores_however_many_there_are() -> None:
     explanations = RoutingExplanations(lambda: True)
     scores = tuple(score(f"w-{number}", number) for number in range(50))
-    explanations.keep("r", Route("w-40", scores=scores))
+    explanations.record("r", Route("w-40", scores=scores))
     assert explanations.last is not None
     assert explanations.last.candidates == 50
     shown = [one.worker for one in explanations.last.scores]
-    assert len(shown) == MOST_SCORES
+    assert len(shown) == MAX_SCORES
     assert (shown[0], shown[-1]) == ("w-0", "w-40")
 
 

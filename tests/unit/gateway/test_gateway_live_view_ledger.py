@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.core.request import GenerationRequest, SamplingParams, StopParams, TextPrompt, TokenizedPrompt
-from services.gateway.live_view.rates import KEPT_SAMPLES, RateMeter
-from services.gateway.live_view.request_history import FRESH, KEPT, REASONS, PromptTimes, RequestHistory, prompt_times
-from services.gateway.live_view.worker_table import MOST_GONE, MOST_ROWS, LinkState, WorkerTable, hit_rates
+from services.gateway.live_view.rates import HISTORY_SAMPLES, RateMeter
+from services.gateway.live_view.request_history import (
+    MAX_NEW,
+    MAX_REASONS,
+    MAX_RECENT,
+    PromptTimes,
+    RequestHistory,
+    prompt_times,
+)
+from services.gateway.live_view.worker_table import MAX_REMOVED, MAX_ROWS, LinkState, WorkerTable, hit_rates
 from services.gateway.streams.stream import GenerationStream
 
 PROMPT = TokenizedPrompt(b"\1\0\0\0" * 8, b"", "", b"", b"", 100, b"")
@@ -31,7 +38,7 @@ def ended(
     request_history.began(one, worker)
     one.tokens.extend((1, 2))
     one.cached_tokens = cached
-    request_history.over(one, outcome)
+    request_history.ended(one, outcome)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "tokens", "look", "move", "end"])), max_size=80))
@@ -51,7 +58,7 @@ def test_totals_are_the_sum_of_what_streams_said_whoever_looks_when(steps: list[
         elif one is not None and step == "move":
             one.worker = cast(Any, SimpleNamespace(worker_id="other"))
         elif one is not None and step == "end":
-            request_history.over(live.pop(slot), "finished")
+            request_history.ended(live.pop(slot), "finished")
             over += 1
     request_history.meter()
     assert (
@@ -69,26 +76,26 @@ def test_totals_are_the_sum_of_what_streams_said_whoever_looks_when(steps: list[
 def test_a_stream_ends_once() -> None:
     request_history, one = RequestHistory(), stream(1)
     request_history.began(one, "w")
-    request_history.over(one, "finished")
-    request_history.over(one, "cancelled")
+    request_history.ended(one, "finished")
+    request_history.ended(one, "cancelled")
     assert [done.outcome for done in request_history.recent] == ["finished"]
     assert request_history.totals.failed == 0
 
 
 def test_a_year_takes_no_more_than_an_hour() -> None:
     request_history = RequestHistory()
-    for slot in range(3 * KEPT):
+    for slot in range(3 * MAX_RECENT):
         one = stream(slot)
         request_history.began(one, "w")
         one.degraded = (f"reason-{slot}",)
-        request_history.over(one, "finished")
-    assert (len(request_history.recent), len(request_history.fresh), len(request_history.degraded)) == (
-        KEPT,
-        FRESH,
-        REASONS,
+        request_history.ended(one, "finished")
+    assert (len(request_history.recent), len(request_history.new), len(request_history.degraded)) == (
+        MAX_RECENT,
+        MAX_NEW,
+        MAX_REASONS,
     )
-    assert len(request_history.take_fresh()) == FRESH
-    assert request_history.take_fresh() == []
+    assert len(request_history.take_new()) == MAX_NEW
+    assert request_history.take_new() == []
 
 
 def test_stages_follow_each_other_and_the_first_choice_has_the_answers_id() -> None:
@@ -98,7 +105,7 @@ def test_stages_follow_each_other_and_the_first_choice_has_the_answers_id() -> N
     one.first_text_at = one.started_at + 0.0001
     for each in (one, other):
         request_history.began(each, "w")
-        request_history.over(each, "stalled")
+        request_history.ended(each, "stalled")
     done, second = request_history.recent
     assert (done.id, second.id) == ("r-1", "r-2-1")
     assert (round(done.tokenize_ms), round(done.route_ms), round(done.first_ms, 1)) == (200, 300, 0.1)
@@ -111,9 +118,9 @@ def test_rates_are_what_came_in_a_second() -> None:
     ended(request_history, 2, "stalled")
     rates = meter.sample(request_history.totals, 7, 2.0)
     assert (rates.requests, rates.failed, rates.output_tokens, rates.prompt_tokens, rates.live) == (1, 0.5, 2, 8, 7)
-    for _ in range(2 * KEPT_SAMPLES):
+    for _ in range(2 * HISTORY_SAMPLES):
         assert meter.sample(request_history.totals, 0, 1.0).requests == 0
-    assert len(meter.history) == KEPT_SAMPLES
+    assert len(meter.history) == HISTORY_SAMPLES
 
 
 def test_hit_rates_are_of_finished_prompts() -> None:
@@ -124,14 +131,14 @@ def test_hit_rates_are_of_finished_prompts() -> None:
     assert hit_rates(list(request_history.recent)) == {"a": 0.75}
 
 
-def link(connected: bool = True, sound: bool = True) -> LinkState:
-    return LinkState("127.0.0.1:1", "m", connected, sound, 0)
+def link(connected: bool = True, healthy: bool = True) -> LinkState:
+    return LinkState("127.0.0.1:1", "m", connected, healthy, 0)
 
 
 def test_a_worker_that_vanishes_is_red_for_a_minute() -> None:
     now = 100.0
     worker_table = WorkerTable(RequestHistory(), lambda: now)
-    worker_table.update({"a": link(), "b": link(sound=False), "c": link(connected=False)}, [], 1.0)
+    worker_table.update({"a": link(), "b": link(healthy=False), "c": link(connected=False)}, [], 1.0)
     assert {row.id: row.health for row in worker_table.rows.values()} == {
         "a": "ok",
         "b": "troubled",
@@ -152,7 +159,7 @@ def test_thousands_of_workers_do_not_fill_the_page_and_those_in_trouble_are_show
     links = {f"w-{number:04}": link(connected=number != 1999) for number in range(2000)}
     worker_table.update(links, [], 1.0)
     shown = worker_table.shown()
-    assert len(shown) == MOST_ROWS
+    assert len(shown) == MAX_ROWS
     assert "w-1999" in shown
     worker_table.update({}, [], 1.0)
-    assert len(worker_table.rows) == MOST_GONE
+    assert len(worker_table.rows) == MAX_REMOVED

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.http import write_scheduler as pacing
 from services.gateway.http.sse import EventStream
-from services.gateway.http.write_scheduler import LONGEST_PAUSE_S, WriteScheduler
+from services.gateway.http.write_scheduler import MAX_PAUSE_S, WriteScheduler
 
 
 class Clock:
@@ -49,7 +49,7 @@ def paced(clock: Clock) -> WriteScheduler:
 
 async def test_a_round_is_followed_by_a_pause_as_long_as_itself_but_not_longer_than_the_bound(clock: Clock) -> None:
     write_scheduler = paced(clock)
-    for took_s, pause_s in ((0.0, 0.0), (0.004, 0.004), (0.03, 0.03), (0.4, LONGEST_PAUSE_S)):
+    for took_s, pause_s in ((0.0, 0.0), (0.004, 0.004), (0.03, 0.03), (0.4, MAX_PAUSE_S)):
 
         def write(took_s: float = took_s) -> None:
             clock.now += took_s

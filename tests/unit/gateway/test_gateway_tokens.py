@@ -16,7 +16,6 @@ from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.app import create_app
 from services.gateway.core.request import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokenizedPrompt
-from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
@@ -75,7 +74,7 @@ class Gateway:
         openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None), cast(Any, None))
         tokens = TokenEndpoints(pipeline, settings)
         embeddings = EmbeddingEndpoints(pipeline, cast(Any, None), settings)
-        app = create_app(openai, tokens, embeddings, cast(Readiness, None), GatewayMetrics())
+        app = create_app(openai, tokens, embeddings, cast(Readiness, None))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:

@@ -23,6 +23,14 @@ def test_every_message_is_a_sentence(area: str) -> None:
     assert [row.message for row in rows if not row.message.rstrip('"`').endswith((".", "…", "?", "!"))] == []
 
 
+def test_every_code_has_one_status() -> None:
+    statuses: dict[str, set[int]] = {}
+    for row in (row for area in errors.AREAS for row in errors.collect(area) if row.code):
+        statuses.setdefault(row.code, set()).add(row.status)
+    assert {code: found for code, found in statuses.items() if len(found) > 1} == {}
+    assert (statuses["overloaded"], statuses["rate_limit_exceeded"]) == ({503}, {429})
+
+
 def test_collector_reads_templates_codes_and_kinds() -> None:
     source = """
 def check(name):

@@ -1,1 +1,1 @@
-"""The Lua scripts of the shared limits, one atomic decision each."""
+"""Lua scripts of the shared limits, one atomic decision each."""

@@ -138,9 +138,8 @@ class Resource:
         output = [item.completed("completed") for item in items[:-1]] + [
             item.completed("incomplete") for item in items[-1:]
         ]
-        code = {ErrorKind.OVERLOADED: "rate_limit_exceeded", ErrorKind.INVALID_ARGUMENT: "invalid_prompt"}
         error_object = {
-            "code": code.get(error.kind, "server_error"),
+            "code": _error_code(error),
             "message": error.message,
             "param": error.param or None,
         }
@@ -159,6 +158,12 @@ class Resource:
             "output": output,
             "usage": usage(counts) if counts is not None else None,
         }
+
+
+def _error_code(error: SluiceError) -> str:
+    if error.http_status == 429:
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if error.kind is ErrorKind.INVALID_ARGUMENT else "server_error"
 
 
 def usage(counts: Counts) -> dict[str, Any]:

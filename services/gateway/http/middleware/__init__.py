@@ -1,1 +1,1 @@
-"""The ASGI middleware of the gateway, listed in its order in `services.gateway.app`."""
+"""ASGI middleware of the gateway; `services.gateway.app.add_middleware` lists it in order."""

@@ -1,4 +1,4 @@
-"""Admission of HTTP requests: the key they show, its limits, and the line."""
+"""Admission of HTTP requests: API key, scopes, limits and queue."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable
 from math import inf
+from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,26 +15,31 @@ from services.gateway.admission import permit as permits
 from services.gateway.admission.errors import OverLimit
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.limits import LimitDecision
-from services.gateway.admission.permit import Permit
 from services.gateway.core import deadlines, request_audit
 from services.gateway.http.degradation import DEGRADED
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware import scopes as scoped
 from services.gateway.http.middleware.rate_headers import rate_headers
 
-BYTES_OF_COST_ONE = 16_384
-WAIT_SHARE = 0.5
+BYTES_PER_COST = 16_384
+QUEUE_SHARE = 0.5
+"""Maximum share of a request's remaining time that it may spend in the queue."""
 _BEARER = "bearer "
 
 
-class AdmissionMiddleware:
-    """Lets requests in before their bodies are read, so that those in line take no memory.
+class _Decided(Protocol):
+    @property
+    def decision(self) -> LimitDecision | None: ...
 
-    Every request shows its key, which must have the scopes that its path and its headers need; those that ask for work
-    (POST) count against limits and wait in line.
+
+class AdmissionMiddleware:
+    """Admits requests before their bodies are read, so that queued requests take no memory.
+
+    Every request must have a key with the scopes that its path and headers require; those that start work (POST) also
+    count against the limits of the key and may be queued.
 
     Args:
-        ignored: headers that name workers and have no effect here.
+        ignored: headers that name workers but have no effect on this gateway.
     """
 
     def __init__(self, app: ASGIApp, gate: Gate, ignored: frozenset[bytes] = frozenset()) -> None:
@@ -45,55 +51,55 @@ class AdmissionMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        needed = scoped.of_path(scope["path"])
-        if needed is None:
-            permits.begin(self._gate.identify(_shown(scope)))
+        credential = credential_of(scope)
+        required = scoped.of_path(scope["path"])
+        if required is None:
+            permits.begin(self._gate.identify(credential))
             await self._app(scope, receive, send)
             return
-        ears = _DisconnectMonitor(receive)
+        monitor = _DisconnectMonitor(receive)
         try:
-            key = self._gate.authenticate(_shown(scope))
+            key = self._gate.authenticate(credential)
             request_audit.known(key.id)
-            unqueued = self._gate.look_in(key)
-            unqueued.require(needed, subject=scope["path"])
+            permit = self._gate.uncounted(key)
+            permit.require(required, subject=scope["path"])
             if scope["method"] != "POST":
-                permits.begin(unqueued)
+                permits.begin(permit)
                 await self._app(scope, receive, send)
                 return
-            scoped.check_headers(unqueued, scope["headers"], self._ignored)
-            patience_s = deadlines.current().share(WAIT_SHARE, inf)
-            permit = await self._gate.enter(key, _cost(scope), patience_s, ears.gone)
+            scoped.check_headers(permit, scope["headers"], self._ignored)
+            timeout_s = deadlines.current().share(QUEUE_SHARE, inf)
+            permit = await self._gate.enter(key, _cost(scope), timeout_s, monitor.disconnected)
         except SluiceError as error:
-            decision = error.decision if isinstance(error, OverLimit) else None
-            await error_response(error)(scope, receive, self._marking(scope, send, decision, None))
+            error_send = self._with_rate_headers(scope, send, error) if isinstance(error, OverLimit) else send
+            await error_response(error)(scope, receive, error_send)
             return
         permits.begin(permit)
         try:
-            if permit.decision is None:
-                await self._app(scope, ears.receive, send)
-            else:
-                await self._app(scope, ears.receive, self._marking(scope, send, None, permit))
+            limited = permit.decision is not None
+            await self._app(scope, monitor.receive, self._with_rate_headers(scope, send, permit) if limited else send)
         finally:
             self._gate.leave(permit)
 
-    def _marking(self, scope: Scope, send: Send, decision: LimitDecision | None, permit: Permit | None) -> Send:
-        """A send that says in the headers what is left of the limits."""
+    def _with_rate_headers(self, scope: Scope, send: Send, source: _Decided) -> Send:
+        """Returns a `send` that adds the state of the limits to the headers."""
 
-        def marking(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                said = permit.decision if permit is not None else decision
-                if said is not None:
-                    more = rate_headers(said, scope["path"])
-                    if self._gate.degraded:
-                        more.append((DEGRADED.encode(), self._gate.degraded.encode()))
-                    message = {**message, "headers": [*message.get("headers", ()), *more]}
+        def send_with_headers(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start" and source.decision is not None:
+                headers = rate_headers(source.decision, scope["path"])
+                if self._gate.degraded:
+                    headers.append((DEGRADED.encode(), self._gate.degraded.encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
             return send(message)
 
-        return marking
+        return send_with_headers
 
 
-def _shown(scope: Scope) -> str | None:
-    """The key of a request: the bearer token, else x-api-key; None when there is none or more than one."""
+def credential_of(scope: Scope) -> str | None:
+    """Returns the credential of a request: its bearer token, else x-api-key; None without one or with several.
+
+    The only place that reads the headers; everything else identifies the client by the key in the request's permit.
+    """
     bearers, keys = [], []
     for name, value in scope["headers"]:
         if name == b"authorization":
@@ -109,28 +115,28 @@ def _shown(scope: Scope) -> str | None:
 
 
 def _cost(scope: Scope) -> float:
-    """Of a request in its key's share of the line: long prompts are more work."""
+    """Returns the share of a key's turns in the queue that a request uses, by the length of its body."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
-            return max(int(value[:12]) / BYTES_OF_COST_ONE, 1.0)
+            return max(int(value[:12]) / BYTES_PER_COST, 1.0)
     return 1.0
 
 
 class _DisconnectMonitor:
-    """Hears that a client went away while its request waits; what it says meanwhile is kept, one message at most."""
+    """Detects the disconnect of a client whose request is queued, and retains at most one message of its body."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._kept: deque[Message] = deque()
+        self._messages: deque[Message] = deque()
 
     async def receive(self) -> Message:
-        return self._kept.popleft() if self._kept else await self._receive()
+        return self._messages.popleft() if self._messages else await self._receive()
 
-    async def gone(self) -> None:
+    async def disconnected(self) -> None:
         while True:
             message = await self._receive()
-            self._kept.append(message)
+            self._messages.append(message)
             if message["type"] == "http.disconnect":
                 return
-            if message.get("more_body"):  # the rest stays with the network until it is this request's turn
+            if message.get("more_body"):  # the rest stays in the network until the request is admitted
                 await asyncio.get_running_loop().create_future()

@@ -1,10 +1,7 @@
-"""Has every request of a client written into the audit log, whichever API it came through."""
+"""Writes each client's requests to the audit log, for all APIs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common import logs
@@ -16,10 +13,10 @@ OPERATIONS = ("/health", "/ready", "/metrics", "/ui", "/docs", "/redoc", "/opena
 
 
 class AuditMiddleware:
-    """Around the whole application; what runs the service itself is left out.
+    """Writes an audit entry for each request except operational ones.
 
     Args:
-        entries: where they go.
+        entries: audit log to write to.
     """
 
     def __init__(self, app: ASGIApp, entries: AuditLog) -> None:
@@ -31,47 +28,48 @@ class AuditMiddleware:
             await self._app(scope, receive, send)
             return
         entry = AuditEntry(scope["path"], self._entries.with_content)
-        known = audit.current.set(entry)
-        naming = logs.request_id.set("")
+        entry_token = audit.current.set(entry)
+        request_id_token = logs.request_id.set("")
+        if entry.with_content:
+            receive = _recording_body(receive, entry)
         try:
-            await self._app(scope, _reading(receive, entry) if entry.with_content else receive, _noting(send, entry))
+            await self._app(scope, receive, _recording_status(send, entry))
         except BaseException as error:
             entry.outcome = entry.outcome or ("internal" if isinstance(error, Exception) else "cancelled")
             raise
         finally:
             entry.request_id = entry.request_id or logs.request_id.get()
-            logs.request_id.reset(naming)
-            audit.current.reset(known)
+            logs.request_id.reset(request_id_token)
+            audit.current.reset(entry_token)
             self._entries.write(entry)
 
 
-def attach(app: FastAPI, settings: AuditSettings, tasks: TaskOwner) -> Callable[[], None]:
-    """Adds the audit log to an application, if the settings want one; gives what closes it, to be called last.
+def open_audit_log(settings: AuditSettings, tasks: TaskOwner) -> AuditLog | None:
+    """Returns the audit log, to be closed last; None if the settings disable it.
 
     Raises:
         SluiceError: as AuditLog.
     """
     if not settings.audit_log:
-        return lambda: None
+        return None
     entries = AuditLog(settings)
-    app.add_middleware(AuditMiddleware, entries=entries)
     tasks.spawn(entries.run(), "audit")
-    return entries.close
+    return entries
 
 
-def _noting(send: Send, entry: AuditEntry) -> Send:
-    async def noting(message: Message) -> None:
+def _recording_status(send: Send, entry: AuditEntry) -> Send:
+    async def recording_send(message: Message) -> None:
         if message["type"] == "http.response.start":
             entry.status = message["status"]
         await send(message)
 
-    return noting
+    return recording_send
 
 
-def _reading(receive: Receive, entry: AuditEntry) -> Receive:
-    async def reading() -> Message:
+def _recording_body(receive: Receive, entry: AuditEntry) -> Receive:
+    async def recording_receive() -> Message:
         message = await receive()
         entry.read(message.get("body", b""))
         return message
 
-    return reading
+    return recording_receive

@@ -1,4 +1,4 @@
-"""The deadline of each HTTP request, from its headers and the settings."""
+"""Sets the deadline of each HTTP request from its headers and the settings."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _GRPC = deadlines.GRPC_TIMEOUT_HEADER.encode()
 
 
 class DeadlineMiddleware:
-    """Begins every request's deadline before anything else is done for it.
+    """Sets the deadline of each request.
 
     Args:
-        longest_s: for requests that give themselves more or say nothing; 0 for no limit.
+        longest_s: longest timeout, and that of requests without one; 0 for no limit.
     """
 
     def __init__(self, app: ASGIApp, longest_s: float) -> None:
@@ -28,18 +28,18 @@ class DeadlineMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                deadlines.begin(min(self._asked_s(scope), self._longest_s))
+                deadlines.begin(min(self._timeout_s(scope), self._longest_s))
             except SluiceError as error:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _asked_s(self, scope: Scope) -> float:
-        """The shorter one, when both headers are there."""
-        asked_s = inf
+    def _timeout_s(self, scope: Scope) -> float:
+        """Returns the shorter timeout of both headers."""
+        timeout_s = inf
         for name, value in scope["headers"]:
             if name == _MS:
-                asked_s = min(asked_s, deadlines.parse_timeout_ms(value.decode("latin-1").strip()))
+                timeout_s = min(timeout_s, deadlines.parse_timeout_ms(value.decode("latin-1").strip()))
             elif name == _GRPC:
-                asked_s = min(asked_s, deadlines.parse_grpc_timeout(value.decode("latin-1").strip()))
-        return asked_s
+                timeout_s = min(timeout_s, deadlines.parse_grpc_timeout(value.decode("latin-1").strip()))
+        return timeout_s

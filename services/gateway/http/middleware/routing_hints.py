@@ -1,4 +1,4 @@
-"""Where a request asks to run, in the headers of several schedulers."""
+"""Reads routing hints from the headers of several schedulers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.gateway.core import routing_hints as hints
 from services.gateway.core.routing_hints import MOST_RANKS, NO_HINTS, RoutingHints
 from services.gateway.http.errors import error_response
 
-# Of each, the first header that is there counts: ours, Dynamo's, its older form, llm-d's or vLLM's, the Gateway API's.
+# The first header present counts: Sluice, Dynamo, its older form, llm-d or vLLM, Gateway API.
 WORKER = ("x-sluice-worker", "x-dynamo-worker-instance-id", "x-worker-instance-id", "x-data-parallel-host-port")
 ENDPOINT = "x-gateway-destination-endpoint"
 PREFILL = (
@@ -23,26 +23,26 @@ PREFILL = (
 RANK = ("x-sluice-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
 PREFILL_RANK = ("x-sluice-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank")
 SUBSET = "x-gateway-destination-endpoint-subset"
-_PARTS = {"workers": WORKER, "endpoints": (ENDPOINT,), "prefill": PREFILL, "rank": RANK, "prefill_rank": PREFILL_RANK}
+_FIELDS = {"workers": WORKER, "endpoints": (ENDPOINT,), "prefill": PREFILL, "rank": RANK, "prefill_rank": PREFILL_RANK}
 HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET)}
-"""Names of all of them, as ASGI has them and as text."""
+"""All of these headers, by their ASGI names."""
 
 
 def of_headers(headers: Mapping[str, str]) -> RoutingHints:
-    """Returns what the headers say; SluiceError(INVALID_ARGUMENT) for a rank that cannot be one."""
+    """Returns the hints in headers; raises SluiceError(INVALID_ARGUMENT) for an invalid rank."""
     sources = {}
-    for part, names in _PARTS.items():
-        if (found := next((name for name in names if headers.get(name)), None)) is not None:
-            sources[part] = found
+    for field, names in _FIELDS.items():
+        if (source := next((name for name in names if headers.get(name)), None)) is not None:
+            sources[field] = source
 
-    def listed(part: str) -> tuple[str, ...]:
-        return _split(headers[sources[part]]) if part in sources else ()
+    def items(field: str) -> tuple[str, ...]:
+        return _split(headers[sources[field]]) if field in sources else ()
 
     subset = headers.get(SUBSET)
     return RoutingHints(
-        workers=listed("workers"),
-        endpoints=listed("endpoints"),
-        prefill=listed("prefill"),
+        workers=items("workers"),
+        endpoints=items("endpoints"),
+        prefill=items("prefill"),
         rank=_rank(headers, sources.get("rank")),
         prefill_rank=_rank(headers, sources.get("prefill_rank")),
         subset=None if subset is None else _split(subset),
@@ -51,27 +51,29 @@ def of_headers(headers: Mapping[str, str]) -> RoutingHints:
 
 
 class RoutingHintHeaders:
-    """Reads the directions of every request before anything else is done for it."""
+    """Sets the routing hints of each request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            found = {HEADERS[name]: value for name, value in scope["headers"] if name in HEADERS}
-            said = NO_HINTS
-            if found:
+            present = {HEADERS[name]: value for name, value in scope["headers"] if name in HEADERS}
+            routing_hints = NO_HINTS
+            if present:
                 try:
-                    said = of_headers({name: value.decode("latin-1").strip() for name, value in found.items()})
+                    routing_hints = of_headers(
+                        {name: value.decode("latin-1").strip() for name, value in present.items()}
+                    )
                 except SluiceError as error:
                     await error_response(error)(scope, receive, send)
                     return
-            hints.begin(said)
+            hints.begin(routing_hints)
         await self._app(scope, receive, send)
 
 
 def _split(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def _rank(headers: Mapping[str, str], name: str | None) -> int | None:
@@ -79,5 +81,7 @@ def _rank(headers: Mapping[str, str], name: str | None) -> int | None:
         return None
     text = headers[name]
     if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < MOST_RANKS):
-        raise invalid(f"The header {name} must be a data-parallel rank from 0.", param=name, code="invalid_value")
+        raise invalid(
+            f"The header {name} must be a data-parallel rank, a whole number from 0.", param=name, code="invalid_value"
+        )
     return int(text)

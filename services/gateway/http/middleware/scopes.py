@@ -1,6 +1,6 @@
-"""What of an HTTP request needs which scope: its path, its headers and the fields of its body.
+"""The scopes that an HTTP request requires, by its path, headers and body fields, for all APIs.
 
-The only place that decides it, whatever the API: endpoints ask for no scopes of their own.
+Endpoints require no further scopes.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from services.gateway.http.middleware.routing_hints import ENDPOINT, HEADERS
 from services.gateway.pipeline.config import PipelineConfig
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
-"""Served without a key: they name no model and no client. `/ready` reports more to keys."""
+"""Paths without authentication: they show no model and no client. `/ready` reports more to valid keys."""
 LIVE_PAGE = re.compile(r"/ui(/[^/]*)?")
-"""The same: the page of the live view and its files. Its data is below /ui/data."""
-_OPERATED = re.compile(r"/metrics/?|/ui/.*", re.DOTALL)
+"""The page of the live view and its files, also without authentication; its data is below /ui/data."""
+_OPERATE_PATHS = re.compile(r"/metrics/?|/ui/.*", re.DOTALL)
 
 _SOURCE = re.compile(r"\{[{%#]")
-"""What the source of a Jinja template has and the name of an installed one has not."""
+"""Distinguishes the source of a Jinja template from the name of an installed one."""
 _ENGINE_OPTIONS = ("vllm_xargs", "custom_params")
 _PINNING_OPTIONS = ("disagg_prefill_dp_rank", "kv_hints", "routed_dp_rank")
-"""Options of engines that choose ranks, or workers to take blocks from."""
+"""Engine options that select ranks, or workers to fetch blocks from."""
 
 
 def of_path(path: str) -> Scope | None:
-    """The scope that a path needs; None where no key is needed."""
+    """Returns the scope that a path requires; None if it requires no key."""
     if path in OPEN_PATHS or LIVE_PAGE.fullmatch(path):
         return None
-    return Scope.OPERATE if _OPERATED.fullmatch(path) else Scope.INFER
+    return Scope.OPERATE if _OPERATE_PATHS.fullmatch(path) else Scope.INFER
 
 
 def without_effect(config: PipelineConfig) -> frozenset[bytes]:
-    """Headers that name workers and that a gateway of this configuration does not look at.
+    """Returns the headers that name workers but have no effect with this configuration.
 
-    Where the router chooses, a scheduler in front of gateways names the gateway in one of them, with its clients' keys.
+    A scheduler in front of gateways sends one of them to name the gateway, with the keys of its clients.
     """
     reads_endpoint = config.routing == "direct" or "place" in config.stages
     return frozenset() if reads_endpoint else frozenset((ENDPOINT.encode(),))
 
 
 def check_headers(permit: Permit, headers: Iterable[tuple[bytes, bytes]], ignored: frozenset[bytes]) -> None:
-    """Raises SluiceError(PERMISSION_DENIED) for a header that needs a scope which the permit lacks.
+    """Raises SluiceError(PERMISSION_DENIED) for a header that requires a missing scope.
 
     Args:
-        ignored: headers that have no effect, see `without_effect`.
+        ignored: headers without effect, see `without_effect`.
     """
     if permit.may(Scope.PIN_WORKER):
         return
@@ -57,11 +57,11 @@ def check_headers(permit: Permit, headers: Iterable[tuple[bytes, bytes]], ignore
 
 
 def check_body(permit: Permit, body: Mapping[str, Any]) -> None:
-    """Raises SluiceError(PERMISSION_DENIED) for a field that needs a scope which the permit lacks, and for a model or
-    an adapter that its key may not use.
+    """Raises SluiceError(PERMISSION_DENIED) for a field that requires a missing scope, or a model or adapter that the
+    key may not use.
 
     Args:
-        body: of a request of any API, before its fields are checked.
+        body: body of a request of any API, not validated yet.
     """
     for field in ("model", "lora_path"):
         name = body.get(field)
@@ -72,7 +72,7 @@ def check_body(permit: Permit, body: Mapping[str, Any]) -> None:
 
 
 def of_fields(body: Mapping[str, Any]) -> Iterator[tuple[Scope, str]]:
-    """The scopes that the fields of a body need, each with the field. Fields at their neutral values need none."""
+    """Yields the scopes that the fields of a body require, with the field; fields at neutral values require none."""
     if body.get("priority") not in (None, 0):
         yield Scope.PRIORITY, "priority"
     nvext = body.get("nvext")

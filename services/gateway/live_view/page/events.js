@@ -1,6 +1,6 @@
-// Server-sent events over fetch, because an EventSource cannot carry an API key.
+// Server-sent events over fetch, because EventSource cannot send an API key.
 
-const LONGEST = 8 << 20;
+const MAX_LENGTH = 8 << 20;
 
 // Yields {event, data} until the stream ends.
 export async function* events(body) {
@@ -10,20 +10,20 @@ export async function* events(body) {
     while (true) {
       const { done, value } = await reader.read();
       if (done) return;
-      const pieces = (rest + value).split("\n\n");
-      rest = pieces.pop();
-      if (rest.length > LONGEST) throw new Error("an event is too long");
-      for (const piece of pieces) yield parsed(piece);
+      const blocks = (rest + value).split("\n\n");
+      rest = blocks.pop();
+      if (rest.length > MAX_LENGTH) throw new Error("the gateway sent an event that is too long");
+      for (const block of blocks) yield parse(block);
     }
   } finally {
     reader.cancel().catch(() => {});
   }
 }
 
-function parsed(piece) {
+function parse(block) {
   let event = "message";
   const data = [];
-  for (const line of piece.split("\n")) {
+  for (const line of block.split("\n")) {
     if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
     else if (line.startsWith("event:")) event = line.slice(6).trim();
   }

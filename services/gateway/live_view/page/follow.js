@@ -1,68 +1,68 @@
-// Keeps the stream open: a new one after a pause when it ends or falls silent.
+// Reads the event stream, and reconnects after a pause when it ends or times out.
 
 import { events } from "./events.js";
 import { authorized } from "./key.js";
 
-const SILENT_MS = 6000;
-const PAUSE_MS = [500, 15_000];
+const TIMEOUT_MS = 6000;
+const RETRY_MS = [500, 15_000];
 
-export async function follow(model, changed, say) {
-  let pause = PAUSE_MS[0];
+export async function follow(model, onChange, setStatus) {
+  let retryMs = RETRY_MS[0];
   while (true) {
-    const silence = new Silence();
+    const timeout = new Timeout();
     try {
-      say("connecting", "");
-      const answer = await authorized("data/stream", { signal: silence.signal });
-      if (!answer.ok) throw new Error(await refusal(answer));
-      silence.heard();
-      for await (const { event, data } of events(answer.body)) {
-        silence.heard();
-        const news = JSON.parse(data);
-        if (event === "whole") model.whole(news);
-        else model.delta(news);
-        pause = PAUSE_MS[0];
-        say("live", "ok");
-        changed();
+      setStatus("connecting", "");
+      const response = await authorized("data/stream", { signal: timeout.signal });
+      if (!response.ok) throw new Error(await errorMessage(response));
+      timeout.restart();
+      for await (const { event, data } of events(response.body)) {
+        timeout.restart();
+        const state = JSON.parse(data);
+        if (event === "whole") model.whole(state);
+        else model.delta(state);
+        retryMs = RETRY_MS[0];
+        setStatus("live", "ok");
+        onChange();
       }
-      say("the gateway ended the stream", "bad");
+      setStatus("the gateway closed the stream", "bad");
     } catch (error) {
-      say(reason(error, silence), "bad");
+      setStatus(reason(error, timeout), "bad");
     } finally {
-      silence.stop();
+      timeout.stop();
     }
-    await new Promise((resolve) => setTimeout(resolve, pause * (0.75 + Math.random() / 2)));
-    pause = Math.min(pause * 2, PAUSE_MS[1]);
+    await new Promise((resolve) => setTimeout(resolve, retryMs * (0.75 + Math.random() / 2)));
+    retryMs = Math.min(retryMs * 2, RETRY_MS[1]);
   }
 }
 
-function reason(error, silence) {
-  if (silence.over) return "no news from the gateway";
-  return error instanceof TypeError ? "the gateway cannot be reached" : error.message;
+function reason(error, timeout) {
+  if (timeout.expired) return "no response from the gateway";
+  return error instanceof TypeError ? "cannot reach the gateway" : error.message;
 }
 
-async function refusal(answer) {
+async function errorMessage(response) {
   try {
-    return (await answer.json()).error.message;
+    return (await response.json()).error.message;
   } catch {
-    return `the gateway answers ${answer.status}`;
+    return `the gateway returned status ${response.status}`;
   }
 }
 
-class Silence {
+class Timeout {
   #abort = new AbortController();
   #timer = null;
-  over = false;
+  expired = false;
 
   get signal() {
     return this.#abort.signal;
   }
 
-  heard() {
+  restart() {
     clearTimeout(this.#timer);
     this.#timer = setTimeout(() => {
-      this.over = true;
+      this.expired = true;
       this.#abort.abort();
-    }, SILENT_MS);
+    }, TIMEOUT_MS);
   }
 
   stop() {

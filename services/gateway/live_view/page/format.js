@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formats numbers.
 
 export function count(value) {
   if (value >= 1e6) return `${(value / 1e6).toFixed(value >= 1e7 ? 0 : 1)}M`;
@@ -13,7 +13,7 @@ export function duration(ms) {
   return ms >= 10 ? `${Math.round(ms)} ms` : `${ms.toFixed(1)} ms`;
 }
 
-// The time of day in this browser's zone.
+// Time of day in the browser's time zone.
 export const clock = (unixMs) => new Date(unixMs).toLocaleTimeString("en-GB");
 
 export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`);

@@ -1,40 +1,40 @@
-// The API key, where the gateway needs one: asked for once, kept for this tab only. A key without the scope that a
-// request needs is asked for again, with the gateway's sentence about it.
+// Prompts for the API key if the gateway requires one, and keeps it for this tab only. Prompts again if the key lacks
+// a scope, with the gateway's message.
 
 import { $, write } from "./dom.js";
 
-const KEPT = "sluice-key";
-let asking = null;
+const STORAGE_KEY = "sluice-key";
+let prompting = null;
 
 export async function authorized(path, options = {}) {
   while (true) {
-    const key = sessionStorage.getItem(KEPT);
+    const key = sessionStorage.getItem(STORAGE_KEY);
     const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
-    const answer = await fetch(path, { ...options, headers, cache: "no-store" });
-    const missing = key && answer.status === 403 ? await missingScope(answer.clone()) : "";
-    if (answer.status !== 401 && !missing) return answer;
-    if (sessionStorage.getItem(KEPT) === key) await ask(missing);
+    const response = await fetch(path, { ...options, headers, cache: "no-store" });
+    const message = key && response.status === 403 ? await missingScope(response.clone()) : "";
+    if (response.status !== 401 && !message) return response;
+    if (sessionStorage.getItem(STORAGE_KEY) === key) await promptForKey(message);
   }
 }
 
-// The sentence of a refusal for want of a scope; empty for every other answer.
-async function missingScope(answer) {
-  const { error } = await answer.json().catch(() => ({}));
+// Returns the error message for a missing scope; empty for any other response.
+async function missingScope(response) {
+  const { error } = await response.json().catch(() => ({}));
   return error?.code === "scope_missing" ? error.message : "";
 }
 
-function ask(reason) {
-  asking ??= new Promise((resolve) => {
+function promptForKey(reason) {
+  prompting ??= new Promise((resolve) => {
     const dialog = $("#key");
     write($("#key-reason"), reason);
     dialog.addEventListener("close", () => {
-      sessionStorage.setItem(KEPT, $("#key-text").value.trim());
+      sessionStorage.setItem(STORAGE_KEY, $("#key-text").value.trim());
       $("#key-text").value = "";
-      asking = null;
+      prompting = null;
       resolve();
     }, { once: true });
     dialog.addEventListener("cancel", (event) => event.preventDefault());
     dialog.showModal();
   });
-  return asking;
+  return prompting;
 }

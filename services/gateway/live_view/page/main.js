@@ -1,7 +1,7 @@
-// Puts the parts together: one model, drawn at most once a frame, and not at all while nobody sees it.
+// Connects the parts: one model, drawn at most once per frame and only while the page is visible.
 
 import { Chat } from "./chat.js";
-import { $, el, mark, write } from "./dom.js";
+import { $, el, setClass, write } from "./dom.js";
 import { follow } from "./follow.js";
 import { Model } from "./model.js";
 import { Picture } from "./picture.js";
@@ -22,37 +22,37 @@ const parts = [
   { show: degraded },
   { show: title },
 ];
-let due = false;
+let scheduled = false;
 
 function draw() {
-  if (due || document.hidden) return;
-  due = true;
+  if (scheduled || document.hidden) return;
+  scheduled = true;
   requestAnimationFrame(() => {
-    due = false;
+    scheduled = false;
     for (const part of parts) part.show(model);
   });
 }
 
 function degraded(model) {
-  const marks = Object.entries(model.degraded).map(([reason, times]) => `${reason.replaceAll("_", " ")} × ${times}`);
+  const reasons = Object.entries(model.degraded).map(([reason, times]) => `${reason.replaceAll("_", " ")} × ${times}`);
   const host = $("#degraded");
-  if (host.dataset.shown === marks.join()) return;
-  host.dataset.shown = marks.join();
-  const calm = el("li", { class: "calm", text: "No fallback in the last minute." });
-  host.replaceChildren(...(marks.length ? marks.map((text) => el("li", { text })) : [calm]));
+  if (host.dataset.shown === reasons.join()) return;
+  host.dataset.shown = reasons.join();
+  const none = el("li", { class: "calm", text: "No fallbacks in the last minute." });
+  host.replaceChildren(...(reasons.length ? reasons.map((text) => el("li", { text })) : [none]));
 }
 
 function title(model) {
-  write($("#models"), model.models.join(", ") || "no model yet");
-  write($("#version"), model.version ? `Sluice ${model.version}. What one gateway sees; read-only.` : "");
+  write($("#models"), model.models.join(", ") || "no model available");
+  write($("#version"), model.version ? `Sluice ${model.version}. State of one gateway; read-only.` : "");
 }
 
-function say(text, kind) {
+function setStatus(text, kind) {
   write($("#link"), text);
-  mark($("#link"), `pill ${kind}`.trim());
+  setClass($("#link"), `pill ${kind}`.trim());
 }
 
 themes();
 document.addEventListener("visibilitychange", draw);
 draw();
-follow(model, draw, say);
+follow(model, draw, setStatus);

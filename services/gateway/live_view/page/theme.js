@@ -1,16 +1,16 @@
-// Light or dark: as the system says, until the reader chooses.
+// Light or dark theme: the system's, until the user selects one.
 
 import { $ } from "./dom.js";
 
-const KEPT = "sluice-theme";
+const STORAGE_KEY = "sluice-theme";
 const root = document.documentElement;
 
 export function themes() {
-  const kept = localStorage.getItem(KEPT);
-  if (kept) root.dataset.theme = kept;
+  const stored = localStorage.getItem(STORAGE_KEY);
+  if (stored) root.dataset.theme = stored;
   $("#theme").addEventListener("click", () => {
     const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     root.dataset.theme = dark ? "light" : "dark";
-    localStorage.setItem(KEPT, root.dataset.theme);
+    localStorage.setItem(STORAGE_KEY, root.dataset.theme);
   });
 }

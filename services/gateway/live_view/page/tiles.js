@@ -1,4 +1,4 @@
-// The numbers that tell at a glance how it goes, with the last two minutes under each.
+// The main rates, each with a chart of the last two minutes.
 
 import { el, svg, write } from "./dom.js";
 import { count, percent } from "./format.js";
@@ -6,9 +6,9 @@ import { count, percent } from "./format.js";
 const TILES = [
   { name: "requests/s", track: "requests", value: (model) => count(model.rates.requests ?? 0) },
   { name: "tokens/s", track: "output_tokens", value: (model) => count(model.rates.output_tokens ?? 0) },
-  { name: "under way", track: "live", value: (model) => count(model.rates.live ?? 0) },
+  { name: "running", track: "live", value: (model) => count(model.rates.live ?? 0) },
   { name: "failed/s", track: "failed", value: (model) => count(model.rates.failed ?? 0) },
-  { name: "cache hits of recent prompts", track: null, value: (model) => percent(model.hitRate) },
+  { name: "cache hit rate of recent prompts", track: null, value: (model) => percent(model.hitRate) },
 ];
 
 export class Tiles {

@@ -1,6 +1,6 @@
-// Why a request went where it went: the router's scores, the cheapest first.
+// The explanation of a routing decision: the scores of all candidates, lowest first.
 
-import { el, part } from "./dom.js";
+import { el, setShare } from "./dom.js";
 import { count, plural } from "./format.js";
 
 export class Why {
@@ -17,36 +17,42 @@ export class Why {
     if (!why || why === this.#shown) return;
     this.#shown = why;
     this.#sentence.textContent = sentence(why);
-    const most = Math.max(...why.scores.map((score) => score.cost), 0.001);
-    this.#list.replaceChildren(...why.scores.map((score) => line(score, score.worker === why.worker, most)));
+    const highest = Math.max(...why.scores.map((score) => score.cost), 0.001);
+    this.#list.replaceChildren(...why.scores.map((score) => row(score, score.worker === why.worker, highest)));
   }
 }
 
 function sentence({ worker, scores, candidates, degraded }) {
-  const chosen = scores.find((score) => score.worker === worker);
-  const cheapest = chosen && chosen.cost <= scores[0].cost;
-  const others = candidates > 1 ? `of ${plural(candidates, "candidate")}` : "as the only candidate";
-  const equal = scores.filter((score) => score.cost === scores[0].cost).length;
-  const reason = !chosen ? "" : cheapest && equal > 1 ? `, one of ${equal} that cost the same` : cheapest ? `, the cheapest ${others}` : `, ${others}, though not the cheapest`;
-  return `The last request looked at went to ${worker}${reason}.` + (degraded ? ` Degraded: ${degraded}.` : "");
+  const note = degraded ? ` Degraded: ${degraded}.` : "";
+  return `The sampled request was routed to ${worker}${comparison(worker, scores, candidates)}.${note}`;
 }
 
-function line(score, chosen, most) {
+function comparison(worker, scores, candidates) {
+  const chosen = scores.find((score) => score.worker === worker);
+  if (!chosen) return "";
+  if (candidates === 1) return ", the only candidate";
+  const lowest = scores[0].cost;
+  if (chosen.cost > lowest) return `, although others of ${candidates} candidates scored lower`;
+  const equal = scores.filter((score) => score.cost === lowest).length;
+  return equal > 1 ? `, one of ${equal} candidates with the lowest score` : `, which scored lowest of ${candidates} candidates`;
+}
+
+function row(score, chosen, highest) {
   const decode = Math.min(score.decode, score.cost);
   const prefill = el("i", { class: "prefill" });
   const decoding = el("i", { class: "decode" });
-  part(prefill, (score.cost - decode) / most);
-  part(decoding, decode / most);
+  setShare(prefill, (score.cost - decode) / highest);
+  setShare(decoding, decode / highest);
   const bar = el("span", { class: "bar", "aria-hidden": "true" }, prefill, decoding);
   const name = el("span", { class: "name", text: chosen ? `▸ ${score.worker}` : score.worker, title: score.worker });
   const cost = el("span", { class: "cost", text: count(Math.round(score.cost * 10) / 10) });
-  return el("li", { class: chosen ? "chosen" : "" }, name, bar, cost, el("span", { class: "holds", text: holds(score) }));
+  return el("li", { class: chosen ? "chosen" : "" }, name, bar, cost, el("span", { class: "cached", text: describe(score) }));
 }
 
-function holds({ overlap, predicted, prefill, decode }) {
+function describe({ overlap, predicted, prefill, decode }) {
   const [device, host, disk] = overlap;
-  const held = [[device, "on the device"], [host, "on the host"], [disk, "on disk"], [predicted, "predicted"]];
-  const has = held.filter(([blocks]) => blocks > 0).map(([blocks, where]) => `${plural(blocks, "block")} ${where}`);
-  const booked = prefill + decode > 0 ? ` · booked ${count(Math.round(prefill))} prefill, ${count(Math.round(decode))} decode` : "";
-  return (has.length ? `holds ${has.join(", ")}` : "holds nothing of it") + booked;
+  const tiers = [[device, "on the device"], [host, "on the host"], [disk, "on disk"], [predicted, "predicted"]];
+  const cached = tiers.filter(([blocks]) => blocks > 0).map(([blocks, where]) => `${plural(blocks, "block")} ${where}`);
+  const reserved = prefill + decode > 0 ? ` · reserved ${count(Math.round(prefill))} prefill, ${count(Math.round(decode))} decode` : "";
+  return (cached.length ? `cached: ${cached.join(", ")}` : "nothing cached") + reserved;
 }

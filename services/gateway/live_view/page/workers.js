@@ -1,6 +1,6 @@
-// The table of workers. A row lives as long as its worker is shown; only cells that differ are written.
+// The table of workers. Rows are reused, and only changed cells are written.
 
-import { el, mark, part, write } from "./dom.js";
+import { el, setClass, setShare, write } from "./dom.js";
 import { count, duration, percent, plural } from "./format.js";
 
 export class Workers {
@@ -47,20 +47,20 @@ export class Workers {
   }
 }
 
-// A worker reports its load now and then; this gateway's own streams are counted at once, and short requests per second.
+// The worker's report may be older than this gateway's own streams; short requests only appear in the rate.
 function load({ running, waiting, live, requests_s }) {
   const parts = [`${Math.max(running, live)} running`, ...(waiting ? [`${waiting} waiting`] : [])];
   return [...parts, ...(requests_s ? [`${count(requests_s)} requests/s`] : [])].join(", ");
 }
 
 function fill(shown, row) {
-  mark(shown.line, row.health);
+  setClass(shown.line, row.health);
   shown.line.title = `${row.model} at ${row.address}`;
   write(shown.about, [row.role, row.engine].filter(Boolean).join(" · "));
   write(shown.health, row.health);
   write(shown.load, load(row));
-  part(shown.cached, row.cached);
-  part(shown.used, row.used);
+  setShare(shown.cached, row.cached);
+  setShare(shown.used, row.used);
   shown.meter.setAttribute("aria-valuenow", Math.round(row.cached * 100));
   write(shown.fill, `${percent(row.cached)} filled, ${percent(row.used)} in use`);
   write(shown.hit, percent(row.hit_rate));

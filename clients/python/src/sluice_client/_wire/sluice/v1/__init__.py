@@ -256,7 +256,7 @@ class ErrorKind(betterproto2.Enum):
 
     OVERLOADED = 4
     """
-    shed or rate limited, retry after `retry_after_ms`; HTTP 429
+    overloaded, retry after `retry_after_ms`; HTTP 503
     """
 
     UNAVAILABLE = 5
