@@ -53,7 +53,7 @@ def make_config(settings: RouterSettings) -> RouterConfig:
         session_ttl_ms=int(settings.session_ttl_s * 1000),
         thresholds=Thresholds(settings.busy_kv_share, settings.busy_prefill_tokens, settings.busy_requests),
         wait_ms=settings.wait_ms,
-        line_limit=settings.line_limit,
+        queue_limit=settings.queue_limit,
         disagg=DisaggRules(
             settings.wait_for_prefill,
             settings.enforce_disagg,

@@ -80,7 +80,7 @@ INDEX_AGE = METRICS.gauge(
     "index_age_seconds", "time since the index was last known to be current", MODEL, unit="s", together="max"
 )
 PREDICTIONS = METRICS.gauge("predictions", "blocks predicted on workers that have not reported them yet", MODEL)
-BOOKED = METRICS.gauge("booked_requests", "active reservations of all replicas, as last read", MODEL)
+BOOKED = METRICS.gauge("reserved_requests", "active reservations of all replicas, as last read", MODEL)
 
 
 class Metrics:

@@ -55,7 +55,7 @@ class RouterConfig:
     session_ttl_ms: int = 600_000
     thresholds: Thresholds = field(default_factory=Thresholds)
     wait_ms: int = 0
-    line_limit: int = 1_000
+    queue_limit: int = 1_000
     disagg: DisaggRules = field(default_factory=DisaggRules)
 
 
@@ -100,12 +100,12 @@ class Router:
         )
         self.owners = Owners(store, self._health, self._synchronizer, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
-        self.queues: AdmissionQueues[Route] = AdmissionQueues(self._tasks, self.config.line_limit, self._abandon)
+        self.queues: AdmissionQueues[Route] = AdmissionQueues(self._tasks, self.config.queue_limit, self._abandon)
         self.metrics.watch_views(lambda: self._synchronizer.views, self.queues.length)
         self.lifecycle = RequestLifecycle(
             self._reservations, self._synchronizer, self.decisions, self.metrics, self.queues.ended
         )
-        self._disagg = DisaggPlanner(self.registry, self.config.disagg, self.config.line_limit)
+        self._disagg = DisaggPlanner(self.registry, self.config.disagg, self.config.queue_limit)
         self._selector = Selector(
             store,
             self._reservations,

@@ -74,7 +74,7 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     wait_ms: int = Field(
         0, ge=0, description="longest wait in milliseconds while all workers are busy, for requests that set none"
     )
-    line_limit: int = Field(1_000, ge=1, description="maximum length of each model's admission queue")
+    queue_limit: int = Field(1_000, ge=1, description="maximum length of each model's admission queue")
     wait_for_prefill: bool = Field(
         False, description="requests wait for the first prefill worker while decode workers have none"
     )

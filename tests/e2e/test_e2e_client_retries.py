@@ -113,7 +113,7 @@ ASKING = [ask_openai, ask_responses, ask_anthropic]
 
 
 @pytest.mark.parametrize("ask", ASKING)
-@pytest.mark.parametrize(("key", "reason"), [(SINGLE, "concurrency"), (FREE, "line_full")], ids=["429", "503"])
+@pytest.mark.parametrize(("key", "reason"), [(SINGLE, "concurrency"), (FREE, "queue_full")], ids=["429", "503"])
 def test_clients_ask_again_until_they_are_served(suite: Suite, ask: Callable[..., int], key: str, reason: str) -> None:
     before = refused(suite, reason)
     with ThreadPoolExecutor(1) as pool, busy(suite, SINGLE) as let_go:
@@ -127,10 +127,10 @@ def test_langchain_asks_again(suite: Suite) -> None:
     model = ChatOpenAI(
         model="tekken", base_url=f"{suite.url}/v1", api_key=SecretStr(FREE), max_retries=RETRIES, max_tokens=3
     )
-    before = refused(suite, "line_full")
+    before = refused(suite, "queue_full")
     with ThreadPoolExecutor(1) as pool, busy(suite, FREE) as let_go:
         asked = pool.submit(model.invoke, "Hello.")
-        until(lambda: refused(suite, "line_full") > before)
+        until(lambda: refused(suite, "queue_full") > before)
         let_go()
         assert asked.result(WAIT_S).content
 

@@ -27,7 +27,7 @@ def build_gate(settings: AdmissionSettings, listen: str, tasks: TaskOwner) -> Ga
             "every client that can reach this address may use the models; set --api-keys-file",
             extra={"address": listen, "scopes": ",".join(scopes.ordered(anonymous.scopes))},
         )
-    queue = FairQueue(settings.max_requests, settings.max_waiting, settings.line_timeout_s)
+    queue = FairQueue(settings.max_requests, settings.max_waiting, settings.queue_timeout_s)
     return Gate(keys, _limiter(settings, tasks), queue, tasks, anonymous, settings.tenant_salt)
 
 

@@ -60,13 +60,13 @@ def missing_scope(key: ApiKey, scope: Scope, field: str, subject: str) -> Refuse
 def queue_full(retry_s: float) -> Refused:
     """Returns the error for a request without a place in the queue."""
     message = "The gateway is overloaded: the queue is full; try again later."
-    return Refused(ErrorKind.OVERLOADED, message, reason="line_full", code="overloaded", wait_s=retry_s)
+    return Refused(ErrorKind.OVERLOADED, message, reason="queue_full", code="overloaded", wait_s=retry_s)
 
 
 def queue_timeout(waited_s: float, retry_s: float) -> Refused:
     """Returns the error for a request that waited too long in the queue."""
     message = f"The gateway is overloaded: the request waited {waited_s:g} s in the queue; try again later."
-    return Refused(ErrorKind.OVERLOADED, message, reason="line_timeout", code="overloaded", wait_s=retry_s)
+    return Refused(ErrorKind.OVERLOADED, message, reason="queue_timeout", code="overloaded", wait_s=retry_s)
 
 
 def rate_limited(key: ApiKey, decision: LimitDecision) -> OverLimit:

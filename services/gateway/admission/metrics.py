@@ -10,7 +10,7 @@ from services.gateway.metrics import METRICS
 
 REASONS = (
     "no_key", "wrong_key", "model", "scope", "requests", "tokens", "concurrency", "request_too_large",
-    "line_full", "line_timeout", "host", "origin",
+    "queue_full", "queue_timeout", "host", "origin",
 )  # fmt: skip
 REFUSED = METRICS.counter(
     "refused",
@@ -21,8 +21,8 @@ REFUSED = METRICS.counter(
         REASONS,
     ),
 )
-LINE_WAIT = METRICS.histogram(
-    "line_wait",
+QUEUE_WAIT = METRICS.histogram(
+    "queue_wait",
     "time that requests waited in the queue, of those that had to wait",
     Label("outcome", "admitted, rejected, or client disconnected", ("turn", "refused", "left")),
     unit="s",
@@ -42,7 +42,7 @@ class AdmissionMetrics:
 
     def __init__(self, waiting: Callable[[], int], admitted: Callable[[], int]) -> None:
         self._refused = Counter(REFUSED)
-        self._wait = Histogram(LINE_WAIT)
+        self._wait = Histogram(QUEUE_WAIT)
         watch(WAITING, lambda: [(waiting(), {})])
         watch(ADMITTED, lambda: [(admitted(), {})])
 

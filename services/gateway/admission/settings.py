@@ -52,6 +52,6 @@ class AdmissionSettings(RedisLoginSettings):
     )
     max_requests: int = Field(4096, ge=1, description="maximum number of requests served concurrently; more are queued")
     max_waiting: int = Field(1024, ge=0, description="maximum number of queued requests; more are rejected with 503")
-    line_timeout_s: float = Field(
+    queue_timeout_s: float = Field(
         10, gt=0, description="longest wait in the queue before a request is rejected with 503, s"
     )

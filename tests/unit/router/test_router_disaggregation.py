@@ -154,7 +154,7 @@ async def test_the_wait_runs_once_for_all() -> None:
 
 async def test_only_so_many_wait_for_a_prefill_worker() -> None:
     rules = DisaggRules(wait_for_prefill=True, prefill_wait_s=NEVER_S)
-    async with Cluster(RouterConfig(disagg=rules, line_limit=2)) as cluster:
+    async with Cluster(RouterConfig(disagg=rules, queue_limit=2)) as cluster:
         await cluster.add(decode("d", alone=True))
         waiting = [asyncio.create_task(cluster.ask(prompt("A"))) for _ in range(2)]
         await asyncio.sleep(0)

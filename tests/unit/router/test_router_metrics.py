@@ -43,6 +43,6 @@ async def test_the_index_and_the_book_are_shown_by_model() -> None:
         await cluster.router.loads("")
         assert read("sluice_router_index_blocks") == {("m",): 4, ("other",): 0}
         assert read("sluice_router_predictions") == {("m",): 1, ("other",): 0}
-        assert read("sluice_router_booked_requests") == {("m",): 1, ("other",): 0}
+        assert read("sluice_router_reserved_requests") == {("m",): 1, ("other",): 0}
         assert all(0 <= age < 60 for age in read("sluice_router_index_age_seconds").values())
         assert read("sluice_router_attached_workers") == {(): 2}
