@@ -112,6 +112,11 @@ class SluiceError(Exception):
         """The HTTP status a client of the gateway sees."""
         return _HTTP_STATUS.get(self.kind, 500)
 
+    @property
+    def word(self) -> str:
+        """The code or, without one, the kind in lower case."""
+        return self.code or self.kind.name.lower()
+
 
 def shortened(text: str, most: int = MOST_VALUE) -> str:
     """Returns the text, or its beginning and "…" when it is longer than `most` characters."""

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import SluiceError, internal, shortened
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.apis.anthropic import models as anthropic_models
 from services.gateway.apis.anthropic.dialect import speaks_anthropic
 from services.gateway.apis.anthropic.response_schemas import EitherModel, EitherModelList
@@ -202,7 +202,7 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
     )
     async def ready(request: Request) -> Response:
         """Readiness of the services behind the gateway, independent of workers; with `model`, of that model."""
-        permit, model = permits.current(), request.query_params.get("model")
+        permit, model = context.current().permit, request.query_params.get("model")
         state = readiness.report(permit) if model is None else readiness.report_model(model, permit)
         return Response(orjson.dumps(state), 200 if state["ready"] else 503, media_type="application/json")
 

@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections import deque
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -110,10 +109,6 @@ class AuditEntry:
             shown["request"] = self.request.decode("utf-8", "replace")
             shown["answer"] = "".join(self.answer)
         return json.dumps(shown, ensure_ascii=False)
-
-
-current: ContextVar[AuditEntry | None] = ContextVar("sluice_audit", default=None)
-"""The entry of the request being served; None while there is no audit log."""
 
 
 class AuditLog:

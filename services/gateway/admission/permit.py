@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Protocol
 
 from services.gateway.admission import errors as refusals
@@ -137,15 +136,3 @@ class Permit:
 
 
 OPEN = Permit(ANONYMOUS, "", None, None)
-
-_current: ContextVar[Permit] = ContextVar("permit", default=OPEN)
-
-
-def current() -> Permit:
-    """The permit of the request at hand; one that allows everything when nothing is asked for."""
-    return _current.get()
-
-
-def begin(permit: Permit) -> None:
-    """From now on this task works for that request."""
-    _current.set(permit)

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.stream import GenerationStream
 
 KEPT = 512
 FRESH = 20
 REASONS = 32
-
-prompt_times: ContextVar[PromptTimes | None] = ContextVar("prompt_times", default=None)
-
-
-@dataclass(slots=True)
-class PromptTimes:
-    """When preprocess was asked for a request's tokens and when it had answered, seconds of `perf_counter`."""
-
-    asked: float
-    answered: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +68,6 @@ class Totals:
 class _Live:
     stream: GenerationStream
     began_unix_ms: int
-    times: PromptTimes | None
     workers: tuple[str, ...]
     tokens: int = 0
     characters: int = 0
@@ -111,26 +100,34 @@ class RequestHistory:
     troubled: Counter[str] = field(default_factory=Counter)
     _live: dict[int, _Live] = field(default_factory=dict)
 
-    def began(self, stream: GenerationStream, worker_id: str) -> None:
-        """A worker got a stream."""
-        self.totals.requests += 1
-        self.totals.prompt_tokens += stream.prompt_tokens
-        self._of(worker_id).requests += 1
-        self._live[stream.slot] = _Live(stream, int(time.time() * 1000), prompt_times.get(), (worker_id,))
+    def on_started(self, stream: GenerationStream) -> None:
+        """See StreamObserver; counted once a worker is assigned."""
 
-    def over(self, stream: GenerationStream, outcome: str) -> None:
-        """A stream came to its end; one that is over already, or was never seen to begin, stays as it is."""
+    def on_assigned(self, stream: GenerationStream, worker_id: str) -> None:
+        """See StreamObserver."""
+        self._of(worker_id).requests += 1
+        live = self._live.get(stream.slot)
+        if live is None:
+            self.totals.requests += 1
+            self.totals.prompt_tokens += stream.prompt_tokens
+            self._live[stream.slot] = _Live(stream, int(time.time() * 1000), (worker_id,))
+        else:
+            self._meter(stream.slot)
+            live.workers = (*live.workers, worker_id)
+
+    def on_ended(self, stream: GenerationStream, end: StreamEnd) -> None:
+        """See StreamObserver; does nothing for a stream that never had a worker."""
         self._meter(stream.slot)
         live = self._live.pop(stream.slot, None)
         if live is None:
             return
         self.totals.ended += 1
-        self.totals.failed += outcome not in ("finished", "cancelled")
+        self.totals.failed += end.error is not None
         self.totals.cached_tokens += stream.cached_tokens
         for reason in (*stream.degraded, *(("migrated",) if stream.migrations else ())):
             if reason in self.degraded or len(self.degraded) < REASONS:
                 self.degraded[reason] += 1
-        done = _finished(live, outcome)
+        done = _finished(live, end.outcome)
         self.recent.append(done)
         if len(self.fresh) < FRESH:
             self.fresh.append(done)
@@ -168,9 +165,6 @@ class RequestHistory:
         if live is None:
             return
         stream = live.stream
-        if stream.worker is not None and stream.worker.worker_id != live.workers[-1]:
-            live.workers = (*live.workers, stream.worker.worker_id)
-            self._of(live.workers[-1]).requests += 1
         tokens, characters = len(stream.tokens), stream.text_sent + stream.sent.reasoning
         self._of(live.workers[-1]).output_tokens += tokens - live.tokens
         self.totals.output_tokens += tokens - live.tokens
@@ -179,10 +173,11 @@ class RequestHistory:
 
 
 def _finished(live: _Live, outcome: str) -> Finished:
-    stream, times, now = live.stream, live.times, perf_counter()
+    stream, now = live.stream, perf_counter()
+    times = stream.context.prompt_times
     first = stream.first_text_at or now
-    asked = stream.started_at if times is None else times.asked
-    answered = stream.started_at if times is None else times.answered
+    asked = stream.started_at if times is None else times.started_at
+    answered = stream.started_at if times is None else times.ended_at
     return Finished(
         id=stream.request.request_id if stream.index == 0 else stream.request_id,
         model=stream.model,

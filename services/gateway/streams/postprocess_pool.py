@@ -35,7 +35,6 @@ class PostprocessPool:
 
     Attributes:
         links: links by address, maintained by `ConnectionManager`.
-        custom: returns the custom postprocess stage of a model, or None.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class PostprocessPool:
         self._waiting: dict[int, GenerationStream] = {}
         self._deferred: set[int] = set()
         self._excluded: set[int] = set()  # streams without a replica: the engine or a custom stage makes their text
-        self.custom: Callable[[str], PostLink | None] = _no_custom_stage
 
     @property
     def single_replica(self) -> PostLink | None:
@@ -85,11 +83,9 @@ class PostprocessPool:
     def open(self, stream: GenerationStream) -> None:
         """Opens or replays a stream on a replica; if none is available, as soon as one connects."""
         self._deferred.discard(stream.slot)
-        link = self.custom(stream.model)
-        if link is not None:
+        link = stream.custom_text or self.least_loaded()
+        if stream.custom_text is not None:
             self._excluded.add(stream.slot)
-        else:
-            link = self.least_loaded()
         if link is None:
             stream.waiting_since = perf_counter()
             self._waiting[stream.slot] = stream
@@ -189,7 +185,3 @@ class PostprocessPool:
         post, stream.post = stream.post, None
         if post is not None:
             post.release(stream)
-
-
-def _no_custom_stage(model: str) -> PostLink | None:
-    return None

@@ -14,10 +14,9 @@ from opentelemetry.trace import Span
 from services.common.errors import SluiceError, internal
 from services.common.observability import telemetry
 from services.common.packing import unpack_u32
-from services.gateway.clients.postprocess_link import PostLink, Sent
+from services.gateway.clients.postprocess_link import Sent
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core import request_audit
-from services.gateway.core.deadlines import Deadline
+from services.gateway.context import RequestContext
 from services.gateway.core.request import (
     NULL_SINK,
     FinishReason,
@@ -27,6 +26,7 @@ from services.gateway.core.request import (
     Sink,
     TokenizedPrompt,
 )
+from services.gateway.streams.interfaces import RecoveryPolicy, TextLink
 
 PROMPT_TAIL_TOKENS = 16
 """Length of `TokenizedPrompt.prompt_tail`, from which detokenization continues; as in preprocess."""
@@ -67,6 +67,9 @@ class GenerationStream:
     """The state of one choice of a request.
 
     Attributes:
+        context: the context of its request.
+        recovery: continues it when its worker fails.
+        custom_text: the custom stage that makes its text; None: the engine or a postprocess replica does.
         worker: the worker that runs it; None once the engine has finished, and during a migration.
         post: the postprocess replica; None while it waits for one.
         waiting_since: when it began to wait for a postprocess replica.
@@ -95,12 +98,12 @@ class GenerationStream:
     __slots__ = (
         "active",
         "attempt_cached",
-        "audit",
         "booked_from",
         "cached_tokens",
         "completion_tokens",
         "computed",
-        "deadline",
+        "context",
+        "custom_text",
         "degraded",
         "end",
         "expiry",
@@ -118,6 +121,7 @@ class GenerationStream:
         "prompt_ids",
         "prompt_positions",
         "reasoning_tokens",
+        "recovery",
         "replays",
         "request",
         "reservation_id",
@@ -143,20 +147,23 @@ class GenerationStream:
         prompt: TokenizedPrompt,
         max_tokens: int,
         sink: Sink,
-        deadline: Deadline,
+        context: RequestContext,
+        recovery: RecoveryPolicy,
+        custom_text: TextLink | None = None,
     ) -> None:
         self.slot = slot
         self.request = request
         self.index = index
         self.prompt = prompt
         self.max_tokens = max_tokens
-        self.audit = request_audit.of_request()
-        self.sink = sink if self.audit is None else self.audit.listening(sink)
-        self.deadline = deadline
+        self.sink = sink
+        self.context = context
+        self.recovery = recovery
+        self.custom_text = custom_text
         self.expiry: asyncio.TimerHandle | None = None
         self.worker: WorkerLink | None = None
         self.reservation_id = ""
-        self.post: PostLink | None = None
+        self.post: TextLink | None = None
         self.waiting_since = 0.0
         self.tokens = array("I")
         self.resumed = 0
@@ -185,8 +192,6 @@ class GenerationStream:
         self.first_text_at = 0.0
         self.span: Span | None = None
         self.worker_span: Span | None = None
-        if self.audit is not None:
-            self.audit.began(request.request_id, request.model, 0 if index else prompt.length)
 
     @property
     def model(self) -> str:
@@ -219,10 +224,8 @@ class GenerationStream:
         sink, self.sink = self.sink, NULL_SINK
         return sink
 
-    def end_spans(self, error: SluiceError | None = None, gone: bool = False) -> None:
-        """Ends the spans and the audit record; `gone`: because the client disconnected."""
-        if self.audit is not None:
-            self.audit.ended(self.completion_tokens or len(self.tokens), self.cached_tokens, error, gone)
+    def end_spans(self, error: SluiceError | None) -> None:
+        """Ends the spans, with an error if there is one."""
         for span in (self.worker_span, self.span):
             if span is None:
                 continue
@@ -235,8 +238,6 @@ class GenerationStream:
     def attach(self, worker: WorkerLink, route: Route) -> None:
         """Assigns the stream to a worker with a new reservation."""
         self.worker = worker
-        if self.audit is not None:
-            self.audit.worked_on_by(worker.worker_id)
         self.reservation_id = route.reservation_id
         self.attempt_cached = None
         self.resumed = self.booked_from = len(self.tokens)

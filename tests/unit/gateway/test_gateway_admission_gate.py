@@ -15,7 +15,8 @@ from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile, create, write
 from services.gateway.admission.local_limiter import LocalLimiter
-from services.gateway.admission.permit import OPEN, current
+from services.gateway.admission.permit import OPEN
+from services.gateway.context import current
 
 KEY = ApiKey("0" * 12, "k", "", requests_per_minute=100, tokens_per_minute=1000, concurrency=2, models=("m",))
 
@@ -185,4 +186,4 @@ async def test_without_limits_nothing_is_counted() -> None:
     assert permit.decision is None
     gate.leave(permit)
     assert tasks.alive == 0
-    assert current() is OPEN
+    assert current().permit is OPEN

@@ -22,6 +22,7 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement.selector import Placement
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.fake_links import FakeLink
@@ -124,7 +125,7 @@ class Desk:
         for other in others:
             other.retired = True  # the stream shall go to the one named
         stream = self.stream_manager.connect(
-            REQUEST, index, PROMPT, route, cast(WorkerLink, self.worker), 10, cast(Any, sink)
+            REQUEST, index, PROMPT, Placement(route, cast(WorkerLink, self.worker)), 10, cast(Any, sink)
         )
         for other in others:
             other.retired = False

@@ -23,8 +23,8 @@ from services.gateway.apis.common.block_runner import BlockAnswerRunner, Fallbac
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import mark
-from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline.pipeline import Generation
+from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
 CLIENT_CLOSED_REQUEST = 499
@@ -82,7 +82,7 @@ class MessagesEndpoints:
             "gateway.request", dict(request.headers), model=fields.model, client_request_id=fields.request_id
         ):
             user = fields.metadata.user_id if fields.metadata is not None else None
-            sessions.begin(self._settings.session_sources, request.headers, {"user": user})
+            enter_session(self._settings.session_sources, request.headers, {"user": user})
             attempt = Attempt(
                 fields,
                 message_id,

@@ -16,11 +16,10 @@ from services.common import logs
 from services.common.errors import SluiceError, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.fields import one_by_one
 from services.gateway.apis.openai.validation import check
-from services.gateway.core import request_audit
 from services.gateway.core.request import TextPrompt, TokenPrompt
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
@@ -66,14 +65,15 @@ class EmbeddingEndpoints:
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.embed", dict(request.headers), model=fields.model, client_request_id=label):
             ids = await self._tokenized(inputs, fields, entry)
-            permit = permits.current()
+            permit = context.current().permit
             await permit.charge(sum(map(len, ids)) // 4)
             computed = self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
             result = await result_unless_gone(request.receive, computed)
         if result is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         permit.spent(result.prompt_tokens)
-        request_audit.embedded(fields.model, result.prompt_tokens)
+        if (audit := context.current().audit) is not None:
+            audit.model, audit.prompt_tokens = fields.model, result.prompt_tokens
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, fields)}
             for index, vector in enumerate(result.vectors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from services.common import logs
 from services.common.errors import invalid
 from services.common.observability import telemetry
 from services.common.tasks import TaskOwner
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.apis.openai.choices import (
     CollectedChoice,
     CollectedChoices,
@@ -34,16 +35,15 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest, Completi
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.token_bytes import TokenPieces
-from services.gateway.core import routing_hints as hints
 from services.gateway.core.request import GenerationRequest
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import mark
 from services.gateway.http.sse import EventStream, run_unless_gone
 from services.gateway.http.write_scheduler import WriteScheduler
-from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Pipeline
+from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.registry import WorkerEntry
 from services.gateway.workers.tokenizer_parity import TokenizerParity
@@ -105,7 +105,7 @@ class OpenAIEndpoints:
     async def models(self) -> dict[str, Any]:
         """Returns the served models that the API key may use."""
         await self._parity.freshen()
-        permit = permits.current()
+        permit = context.current().permit
         return {
             "object": "list",
             "data": [self._model_object(name, entry) for name, entry in self._served() if permit.may_use(name)],
@@ -117,7 +117,7 @@ class OpenAIEndpoints:
         Raises:
             SluiceError: PERMISSION_DENIED if the API key may not use it; NOT_FOUND or UNAVAILABLE if it is not served.
         """
-        permits.current().check_model(name)
+        context.current().permit.check_model(name)
         entry = self._pipelines.registry.model(name)
         await self._parity.freshen()
         return self._model_object(name, entry)
@@ -156,11 +156,8 @@ class OpenAIEndpoints:
                 generations = [
                     await resolve(generation, fields, entry, self._pipelines.preprocess) for generation in generations
                 ]
-            if fields.nvext is not None:
-                hints.add(fields.nvext.hints())
-            if fields.data_parallel_rank is not None:
-                _set_rank(pipeline, fields.data_parallel_rank)
-            sessions.begin(self._settings.session_sources, request.headers, fields.session_names)
+            _enter_hints(fields, pipeline)
+            enter_session(self._settings.session_sources, request.headers, fields.session_names)
             if pipeline.only_asks():
                 return await query_response(pipeline, generations, form)
             return await respond(request, generations, form, fields)
@@ -253,14 +250,21 @@ class OpenAIEndpoints:
         return Naming(self._pieces.of(entry.model), bool(fields.return_tokens_as_token_ids))
 
 
-def _set_rank(pipeline: Pipeline, rank: int) -> None:
+def _enter_hints(fields: GenerationFields, pipeline: Pipeline) -> None:
+    """Adds the routing hints of the request's body to its context; those of its headers win."""
+    outer = context.current()
+    if fields.nvext is not None:
+        context.enter(replace(outer, hints=outer.hints.over(fields.nvext.hints())))
+    if fields.data_parallel_rank is None:
+        return
     if pipeline.config.routing != "direct":
         raise invalid(
             "data_parallel_rank is supported only with routing direct; otherwise the router chooses the rank.",
             param="data_parallel_rank",
             code="unsupported_parameter",
         )
-    hints.at_rank(rank)
+    outer = context.current()
+    context.enter(replace(outer, hints=outer.hints.with_rank(fields.data_parallel_rank)))
 
 
 def detail_options(fields: GenerationFields) -> DetailOptions:

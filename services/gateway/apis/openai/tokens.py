@@ -13,7 +13,7 @@ from starlette.responses import Response
 from services.common.errors import SluiceError, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.apis.openai.completion_objects import ChatFormat
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
@@ -110,7 +110,7 @@ class TokenEndpoints:
         entries = list(self._pipelines.registry.models.values())
         if len(entries) != 1:
             raise invalid("Missing required parameter: model.", param="model", code="missing_required_parameter")
-        permits.current().check_model(entries[0].model)
+        context.current().permit.check_model(entries[0].model)
         return entries[0]
 
     async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> TokenizedPrompt:
@@ -120,7 +120,7 @@ class TokenEndpoints:
 
 
 async def _charge(tokens: int) -> None:
-    permit = permits.current()
+    permit = context.current().permit
     await permit.charge(tokens)
     permit.spent(tokens)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable
+from dataclasses import replace
 from math import inf
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import SluiceError
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.admission.errors import OverLimit
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.limits import LimitDecision
 from services.gateway.admission.permit import Permit
-from services.gateway.core import deadlines, request_audit
 from services.gateway.http.degradation import DEGRADED
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware import scopes as scoped
@@ -47,27 +47,28 @@ class AdmissionMiddleware:
             return
         needed = scoped.of_path(scope["path"])
         if needed is None:
-            permits.begin(self._gate.identify(_shown(scope)))
+            _enter(self._gate.identify(_shown(scope)))
             await self._app(scope, receive, send)
             return
         ears = _DisconnectMonitor(receive)
         try:
             key = self._gate.authenticate(_shown(scope))
-            request_audit.known(key.id)
+            if (audit := context.current().audit) is not None:
+                audit.key = key.id
             unqueued = self._gate.look_in(key)
             unqueued.require(needed, subject=scope["path"])
             if scope["method"] != "POST":
-                permits.begin(unqueued)
+                _enter(unqueued)
                 await self._app(scope, receive, send)
                 return
             scoped.check_headers(unqueued, scope["headers"], self._ignored)
-            patience_s = deadlines.current().share(WAIT_SHARE, inf)
+            patience_s = context.current().deadline.share(WAIT_SHARE, inf)
             permit = await self._gate.enter(key, _cost(scope), patience_s, ears.gone)
         except SluiceError as error:
             decision = error.decision if isinstance(error, OverLimit) else None
             await error_response(error)(scope, receive, self._marking(scope, send, decision, None))
             return
-        permits.begin(permit)
+        _enter(permit)
         try:
             if permit.decision is None:
                 await self._app(scope, ears.receive, send)
@@ -90,6 +91,10 @@ class AdmissionMiddleware:
             return send(message)
 
         return marking
+
+
+def _enter(permit: Permit) -> None:
+    context.enter(replace(context.current(), permit=permit))
 
 
 def _shown(scope: Scope) -> str | None:

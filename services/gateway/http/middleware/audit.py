@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common import logs
-from services.common.observability import audit
 from services.common.observability.audit import AuditEntry, AuditLog, AuditSettings
 from services.common.tasks import TaskOwner
+from services.gateway import context
 
 OPERATIONS = ("/health", "/ready", "/metrics", "/ui", "/docs", "/redoc", "/openapi.json", "/favicon.ico")
 
@@ -31,7 +32,8 @@ class AuditMiddleware:
             await self._app(scope, receive, send)
             return
         entry = AuditEntry(scope["path"], self._entries.with_content)
-        known = audit.current.set(entry)
+        outer = context.current()
+        context.enter(replace(outer, audit=entry))
         naming = logs.request_id.set("")
         try:
             await self._app(scope, _reading(receive, entry) if entry.with_content else receive, _noting(send, entry))
@@ -41,7 +43,7 @@ class AuditMiddleware:
         finally:
             entry.request_id = entry.request_id or logs.request_id.get()
             logs.request_id.reset(naming)
-            audit.current.reset(known)
+            context.enter(outer)
             self._entries.write(entry)
 
 
