@@ -112,6 +112,17 @@ class SluiceError(Exception):
         """The HTTP status a client of the gateway sees."""
         return _HTTP_STATUS.get(self.kind, 500)
 
+    def with_field(self, param: str, message: str) -> SluiceError:
+        """Returns the same error about another field."""
+        return SluiceError(
+            self.kind,
+            message,
+            param=param,
+            code=self.code,
+            retry_after_ms=self.retry_after_ms,
+            retryable=self.retryable,
+        )
+
     @property
     def word(self) -> str:
         """The code or, without one, the kind in lower case."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -22,7 +23,7 @@ from services.gateway.apis.anthropic.response_schemas import EitherModel, Either
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
-from services.gateway.apis.openai.openapi import GENERATING, body_of, document, responses
+from services.gateway.apis.openai.openapi import GENERATING, add_route, document, responses
 from services.gateway.apis.openai.response_schemas import (
     ChatCompletion,
     Completion,
@@ -110,38 +111,14 @@ def _add_openai(
     app: FastAPI, openai: OpenAIEndpoints, tokens: TokenEndpoints, embeddings: EmbeddingEndpoints
 ) -> list[type[BaseModel]]:
     """Adds the OpenAI routes and returns the Pydantic models of their request bodies."""
-    bodies: list[type[BaseModel]] = []
-
-    def post(
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        body: type[BaseModel],
-        answer: type[BaseModel],
-        streams: bool = False,
-    ) -> None:
-        async def handle(request: Request) -> Response:
-            return await endpoint(request)
-
-        handle.__doc__ = endpoint.__doc__
-        bodies.append(body)
-        app.add_api_route(
-            path,
-            handle,
-            methods=["POST"],
-            response_class=Response,
-            response_model=None,
-            name=endpoint.__name__,
-            tags=["OpenAI"],
-            responses=responses(answer, GENERATING, streams),
-            openapi_extra=body_of(body),
-        )
-
-    post("/v1/chat/completions", openai.chat_completions, ChatCompletionRequest, ChatCompletion, streams=True)
-    post("/v1/completions", openai.completions, CompletionRequest, Completion, streams=True)
-    post("/v1/embeddings", embeddings.embeddings, EmbeddingRequest, EmbeddingList)
-    post("/v1/chat/completions/render", tokens.render, ChatCompletionRequest, Rendered)
-    post("/tokenize", tokens.tokenize, TokenizeRequest, Tokens)
-    post("/detokenize", tokens.detokenize, DetokenizeRequest, Detokenized)
+    chats, texts = (responses(answer, GENERATING, streams=True) for answer in (ChatCompletion, Completion))
+    add = partial(add_route, app)
+    add("/v1/chat/completions", openai.chat_completions, chats, body=ChatCompletionRequest)
+    add("/v1/completions", openai.completions, texts, body=CompletionRequest)
+    add("/v1/embeddings", embeddings.embeddings, responses(EmbeddingList, GENERATING), body=EmbeddingRequest)
+    add("/v1/chat/completions/render", tokens.render, responses(Rendered, GENERATING), body=ChatCompletionRequest)
+    add("/tokenize", tokens.tokenize, responses(Tokens, GENERATING), body=TokenizeRequest)
+    add("/detokenize", tokens.detokenize, responses(Detokenized, GENERATING), body=DetokenizeRequest)
 
     @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(EitherModelList, (400, 401, 500)))
     async def models(request: Request) -> dict[str, Any]:
@@ -165,7 +142,7 @@ def _add_openai(
         shown = await openai.model(request.path_params["model"])
         return anthropic_models.as_anthropic(shown) if speaks_anthropic(request.scope) else shown
 
-    return bodies
+    return [ChatCompletionRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest]
 
 
 ROOT: Mapping[str, str] = {

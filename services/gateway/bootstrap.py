@@ -22,6 +22,7 @@ from services.gateway.apis.anthropic.dialect import AnthropicDialect
 from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
 from services.gateway.apis.anthropic.routes import add_messages
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
+from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
@@ -205,7 +206,7 @@ def build_app(settings: GatewaySettings, gateway: Gateway, response_store: Respo
     """Returns the HTTP application with all APIs and middleware."""
     components, pipelines = gateway.components, gateway.pipelines
     write_scheduler = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
-    bodies = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
+    bodies = BodyReader(settings, BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share)))
     block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
     embed_client = EmbedClient(components.registry, components.connections, settings.embed_timeout_s)
     app = create_app(

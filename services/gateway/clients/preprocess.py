@@ -78,9 +78,13 @@ class PreprocessClient:
             return await self.replicas.call(method, request, share_s, hedge=hedge)
 
     async def tokenize(
-        self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str
+        self, model: str, prompt: Prompt, block_size: int = 0, lora: str = "", cache_salt: str = ""
     ) -> TokenizedPrompt:
-        """Returns token ids and block hashes of a prompt; raises SluiceError as preprocess does."""
+        """Returns the token ids of a prompt, and its block hashes if there is a block size.
+
+        Raises:
+            SluiceError: as preprocess does.
+        """
         request = preprocess_pb2.TokenizeRequest(model=model, block_size=block_size, lora=lora, cache_salt=cache_salt)
         if isinstance(prompt, ChatPrompt):
             request.chat.CopyFrom(_chat_input(prompt))

@@ -299,26 +299,25 @@ def _max_tokens(request: GenerationRequest, prompt: TokenizedPrompt, entry: Work
         return request.stop.max_tokens or entry.context_length or NO_LIMIT
     if prompt.length == 0:
         raise invalid("The prompt is empty; send at least one token.", param=field, code="empty_prompt")
-    limits = [limit for limit in (entry.context_length, prompt.context_length) if limit]
-    context = min(limits, default=0)
+    limit = prompt.context_limit(entry.context_length)
     requested = request.stop.max_tokens
-    if not context:
+    if not limit:
         requested = requested or prompt.default_max_tokens
         if requested is None:
             raise invalid("The context length of this model is unknown; set max_tokens.", param="max_tokens")
         return requested
-    if prompt.length >= context:
+    if prompt.length >= limit:
         raise invalid(
-            f"The prompt has {prompt.length} tokens, but the context length of {request.model} is {context} tokens for "
+            f"The prompt has {prompt.length} tokens, but the context length of {request.model} is {limit} tokens for "
             "prompt and output together; shorten the prompt.",
             param=field,
             code="context_length_exceeded",
         )
-    available = context - prompt.length
+    available = limit - prompt.length
     if requested is not None and requested > available:
         raise invalid(
             f"max_tokens is {requested}, but after the prompt's {prompt.length} tokens only {available} of the "
-            f"{context} tokens of the context remain; reduce max_tokens or shorten the prompt.",
+            f"{limit} tokens of the context remain; reduce max_tokens or shorten the prompt.",
             param="max_tokens",
             code="context_length_exceeded",
         )

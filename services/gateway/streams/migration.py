@@ -107,12 +107,13 @@ class Migrator:
             return "too_long"
         if generated and stream.prompt.embeds is not None:
             return "embeddings"
-        if generated and stream.request.guided is not None and not self._any_worker_has(stream, RESUME_GUIDED):
+        if (
+            generated
+            and stream.request.guided is not None
+            and not self._registry.has_capability(stream.model, RESUME_GUIDED)
+        ):
             return "guided"
         return ""
-
-    def _any_worker_has(self, stream: GenerationStream, capability: str) -> bool:
-        return any(capability in worker.capabilities for worker in self._registry.of_model(stream.model))
 
     async def _move(self, stream: GenerationStream, lost: WorkerLink) -> None:
         logs.request_id.set(stream.request_id)

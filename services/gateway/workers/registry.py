@@ -123,6 +123,10 @@ class WorkerRegistry:
         workers = self.workers.values()
         return [one for one in workers if one.model == name] or [one for one in workers if name in one.adapters]
 
+    def has_capability(self, model: str, capability: str) -> bool:
+        """Returns whether any worker that serves the model has a capability."""
+        return any(capability in worker.capabilities for worker in self.of_model(model))
+
     async def run(self) -> None:
         """Follows the worker list until cancelled."""
         while True:

@@ -13,8 +13,9 @@ from pydantic import BaseModel
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.apis.anthropic.blocks import read_chat
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
-from services.gateway.apis.anthropic.translate import EngineCapabilities, TranslatedRequest, translate
+from services.gateway.apis.anthropic.translate import EngineCapabilities, translate
 from services.gateway.apis.anthropic.validation import check
+from services.gateway.apis.common.chat_translation import TranslatedRequest
 from services.gateway.core.request import ChatPrompt
 from tests.support.data.bodies import BUDGETS
 
@@ -244,7 +245,7 @@ def test_sampling_in_the_engines_words() -> None:
 
 def test_errors_of_the_services_behind_speak_of_the_clients_fields() -> None:
     body = {**BODIES[MessagesRequest], "system": "s", "tools": [TOOL]}
-    rename_fields = request_of(MessagesRequest, body).rename_fields
+    rename_fields = request_of(MessagesRequest, body).field_names.rename
     for param, message, expected in (
         ("messages[1].content", "messages[1].content is odd.", "messages.0 is odd."),
         ("tools[0].function.parameters", "tools[0].function.parameters is odd.", "tools.0.input_schema is odd."),

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
 from services.gateway import context
+from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.context import RequestContext
@@ -182,12 +183,14 @@ async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None
 
     class Preprocess:
         async def tokenize(self, *how: Any) -> Any:
-            return SimpleNamespace(token_ids=pack_u32([1, 2]), context_length=64)
+            return SimpleNamespace(token_ids=pack_u32([1, 2]), context_limit=lambda worker_limit: 64)
 
     registry = Workers({"a": Stub()}).registry
     pipeline = SimpleNamespace(registry=registry, preprocess=Preprocess())
     settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5, budgets=BUDGETS)
-    endpoints = EmbeddingEndpoints(cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings))
+    endpoints = EmbeddingEndpoints(
+        cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings), BodyReader(cast(Any, settings))
+    )
     body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]
 
     async def receive() -> Any:

@@ -15,6 +15,8 @@ from services.common.errors import SluiceError, invalid, not_found
 from services.common.observability import telemetry
 from services.gateway import context
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
+from services.gateway.apis.common.chat_translation import TranslatedRequest
+from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversation import Conversation, conversation
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
@@ -24,16 +26,11 @@ from services.gateway.apis.responses.resource import OutputOptions, Resource, ou
 from services.gateway.apis.responses.schemas import ContextFields, InputTokensRequest, ResponsesRequest
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.tools import ChatTools, read_tools
-from services.gateway.apis.responses.translate import TranslatedRequest, translate
+from services.gateway.apis.responses.translate import translate
 from services.gateway.apis.responses.truncation import truncated_to_fit
-from services.gateway.http.body import read_json
-from services.gateway.http.body_memory import BodyMemory
-from services.gateway.http.degradation import mark
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class ResponsesEndpoints:
     """Handlers that create, retrieve, continue and delete responses.
 
     Args:
-        bodies: the memory budget shared by all request bodies.
+        bodies: reads the bodies of requests.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class ResponsesEndpoints:
         block_runner: BlockAnswerRunner,
         settings: GatewaySettings,
         store: ResponseStore,
-        bodies: BodyMemory | None = None,
+        bodies: BodyReader,
     ) -> None:
         self._block_runner = block_runner
         self._settings = settings
@@ -71,7 +68,7 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Create a response."""
-        fields = check(ResponsesRequest, await self._body(request), self._budgets)
+        fields = check(ResponsesRequest, await self._bodies.read(request), self._budgets)
         owner = context.current().permit.owner
         response_input = await self._response_input(fields, owner)
         response_id = new_id("resp")
@@ -120,12 +117,12 @@ class ResponsesEndpoints:
         response_id = request.path_params["response_id"]
         if not await self._store.delete(context.current().permit.owner, response_id):
             raise _not_found(response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
         """List the input items of a response, including those of earlier responses."""
         stored = await self._stored(request)
-        return _json(page(orjson.loads(stored.items), request.query_params))
+        return json_response(page(orjson.loads(stored.items), request.query_params))
 
     async def cancel(self, request: Request) -> Response:
         """Reject the cancellation: stored responses are completed, as background responses are not supported."""
@@ -134,21 +131,17 @@ class ResponsesEndpoints:
 
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without generating."""
-        fields = check(InputTokensRequest, await self._body(request), self._budgets)
+        fields = check(InputTokensRequest, await self._bodies.read(request), self._budgets)
         response_input = await self._response_input(fields, context.current().permit.owner)
         pipelines = self._block_runner.pipelines
         entry = pipelines.registry.model(fields.model)
         translated = self._translated(fields, response_input, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
             try:
-                prompt = await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")
+                prompt = await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt)
             except SluiceError as error:
                 raise translated.field_names.rename(error) from None
-        return _json({"object": "response.input_tokens", "input_tokens": prompt.length})
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
+        return json_response({"object": "response.input_tokens", "input_tokens": prompt.length})
 
     async def _response_input(self, fields: ContextFields, owner: str) -> ResponseInput:
         tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
@@ -175,7 +168,7 @@ class ResponsesEndpoints:
         return [Item(item, "previous_response_id") for item in items]
 
     def _translated(self, fields: ContextFields, response_input: ResponseInput, response_id: str) -> TranslatedRequest:
-        forces_calls = self._block_runner.has_capability(fields.model, "guided_json")
+        forces_calls = self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json")
         return translate(fields, response_input.chat, response_input.tools, response_id, self._budgets, forces_calls)
 
     async def _stored(self, request: Request) -> StoredResponse:
@@ -211,14 +204,12 @@ class ResponsesEndpoints:
     ) -> Response:
         collected = await self._block_runner.collect(request, translated.generation, translated.field_names.rename)
         if collected is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return client_closed_response()
         turn, generation = collected
         items = output_of(turn.transcript.blocks, options)
-        response = _resource(fields, translated, generation).completed(items, turn.result(), turn.counts)
+        response = _resource(fields, translated, generation).completed(items, turn.result(), turn.usage.counts())
         store(response)
-        http_response = _json(response)
-        mark(http_response, [generation])
-        return http_response
+        return json_response(response, [generation])
 
 
 def _resource(fields: ResponsesRequest, translated: TranslatedRequest, generation: Generation) -> Resource:
@@ -228,7 +219,3 @@ def _resource(fields: ResponsesRequest, translated: TranslatedRequest, generatio
 
 def _not_found(response_id: str) -> SluiceError:
     return not_found(f"Response with id {response_id[:80]!r} not found.", param="response_id")
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 
 from services.common.errors import SluiceError
-from services.gateway.apis.common.transcript import Block, Counts, Kind
+from services.gateway.apis.common.transcript import Block, Kind
+from services.gateway.apis.common.usage import Counts
 from services.gateway.apis.openai.logprobs import ShownToken
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
 from services.gateway.core.request import Finish
