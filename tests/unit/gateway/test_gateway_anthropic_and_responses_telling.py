@@ -73,7 +73,7 @@ def heard(
         if response.unsent or written:
             written.append(response.take())
 
-    turn = response.turn
+    turn = response.sinks[0]
     say(turn, said, cuts, write)
     turn.finish(end) if isinstance(end, Finish) else turn.fail(end)
     written.append(response.take())
@@ -217,7 +217,7 @@ def test_a_stream_that_breaks_says_so() -> None:
 
 def test_what_breaks_before_anything_is_said_is_an_error_of_http() -> None:
     turn, _, _ = responding(OutputOptions())
-    turn.turn.fail(BROKEN)
+    turn.sinks[0].fail(BROKEN)
     assert turn.failure is BROKEN
     waiting = CollectedTurn(same)
     waiting.fail(BROKEN)
@@ -282,7 +282,7 @@ async def test_headers_reach_admission_unchanged() -> None:
 def test_a_message_begins_with_no_output_however_far_the_engine_is() -> None:
     encoder = MessageEventEncoder("msg_1", "m", lambda error: {}, clipped=False, thinking=True, omitted=False)
     response = streamed(encoder)
-    turn = response.turn
+    turn = response.sinks[0]
     # The engine has run on past a stop string before the first of the text goes out.
     counted = SimpleNamespace(prompt_tokens=7, cached_tokens=3, completion_tokens=5, reasoning_tokens=2)
     response.usage.generations.append(cast(Any, counted))

@@ -69,7 +69,7 @@ class BlockAnswerRunner:
         response = StreamedBlocks(encoder, rename_fields)
 
         async def start() -> list[Marked]:
-            generation = await self._start(request, response.turn, response.usage, rename_fields)
+            generation = await self._start(request, response.sinks[0], response.usage, rename_fields)
             started(generation)
             return [generation, *fallbacks]
 

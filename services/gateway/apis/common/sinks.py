@@ -93,12 +93,13 @@ class StreamedTurn(_TokenSink, StreamedChoice):
 
 
 class StreamedBlocks(StreamedResponse):
-    """The event source of a streamed turn."""
+    """The event source of a streamed turn, the only one of `sinks`."""
+
+    sinks: Sequence[StreamedTurn]
 
     def __init__(self, encoder: EventEncoder, rename_fields: FieldRenamer) -> None:
         super().__init__(rename_fields)
-        self.turn = StreamedTurn(encoder, self)
-        self.sinks = (self.turn,)
+        self.sinks = (StreamedTurn(encoder, self),)
         self._encoder = encoder
 
     def _encode_failure(self, error: SluiceError) -> bytes:
