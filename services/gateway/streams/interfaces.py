@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from services.common.errors import SluiceError
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core.request import DisaggregationPart, Finish, FinishReason, GenerationRequest, TokenizedPrompt
+from services.gateway.core.request import DisaggregationPart, Finish, FinishReason
 from services.gateway.placement.selector import Placement
 
 if TYPE_CHECKING:
-    from services.gateway.clients.postprocess_link import Sent
     from services.gateway.streams.stream import GenerationStream
 
 
@@ -109,17 +107,7 @@ class TextLink(Protocol):
 
     def release(self, stream: GenerationStream) -> None: ...
 
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        request: GenerationRequest,
-        prompt: TokenizedPrompt,
-        trace: Any,
-        max_tokens: int,
-        tokens: array[int] | None = None,
-        sent: Sent | None = None,
-    ) -> None: ...
+    def open(self, stream: GenerationStream) -> None: ...
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None: ...
 

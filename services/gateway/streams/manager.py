@@ -209,22 +209,8 @@ class StreamManager:
             unreachable = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {worker.peer} cannot be reached.")
             self.interrupted(stream, unreachable)
             return
-        request = stream.request
-        if stream.computed and request.prompt_logprobs is not None:  # the sink has already received them
-            request = replace(request, prompt_logprobs=None)
         try:
-            worker.start(
-                stream.slot,
-                name,
-                request,
-                stream.prompt,
-                stream.seed,
-                stream.max_tokens,
-                rank,
-                telemetry.trace_context(stream.current_span),
-                stream.tokens[:resumed],
-                part,
-            )
+            worker.start(stream, name, rank, resumed, part)
         except SluiceError as error:
             self.interrupted(stream, error)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from time import perf_counter
 
 from services.common.errors import SluiceError, unavailable
-from services.common.observability import telemetry
 from services.common.rpc.least_loaded import idlest
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.metrics import GatewayMetrics
@@ -93,19 +92,8 @@ class PostprocessPool:
         self._waiting.pop(stream.slot, None)
         stream.post = link
         link.adopt(stream)
-        is_replay = bool(stream.tokens)
-        stream.sent.text = stream.text_sent
         try:
-            link.open(
-                stream.slot,
-                stream.request_id,
-                stream.request,
-                stream.prompt,
-                telemetry.trace_context(stream.current_span),
-                stream.max_tokens,
-                stream.tokens if is_replay else None,
-                stream.sent if is_replay else None,
-            )
+            link.open(stream)
         except SluiceError as error:
             self._fail(stream, error)
             return

@@ -21,9 +21,11 @@ from services.gateway.apis.openai.validation import check
 from services.gateway.clients import link as link_module
 from services.gateway.clients import postprocess_link as post_link
 from services.gateway.clients import worker_link
-from services.gateway.clients.postprocess_link import PostLink, Sent, stream_options
+from services.gateway.clients.postprocess_link import PostLink, stream_options
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.context import NO_CONTEXT
 from services.gateway.core.request import (
+    NULL_SINK,
     EmbedsPrompt,
     Finish,
     FinishReason,
@@ -35,7 +37,7 @@ from services.gateway.core.request import (
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
 from services.gateway.placement.selector import Placement, PlacementRequest, WorkerSelector
-from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.manager import NO_RECOVERY, StreamManager
 from services.gateway.streams.migration import MAX_CONCURRENT, Migrator
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.postprocess_pool import MAX_REPLAYS
@@ -180,6 +182,14 @@ class FakeReplica:
     stub: Any = None
 
 
+def stream_of(
+    slot: int, request: GenerationRequest = REQUEST, prompt: Any = PROMPT, tokens: tuple[int, ...] = ()
+) -> GenerationStream:
+    made = GenerationStream(slot, request, 0, prompt, MAX_TOKENS, NULL_SINK, NO_CONTEXT, NO_RECOVERY)
+    made.tokens.extend(tokens)
+    return made
+
+
 def words(*values: int) -> bytes:
     return array("I", values).tobytes()
 
@@ -188,15 +198,12 @@ def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> 
     desk = WorkerTable()
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
     link._connected.set()
-    prompt = PROMPT
-    link.open(7, "r", REQUEST, prompt, None, MAX_TOKENS)
-    link.open(8, "r", REQUEST, prompt, None, MAX_TOKENS)
+    link.open(stream_of(7))
+    link.open(stream_of(8))
     link._drain()
     link.feed(words(7, 8), words(1, 2), words(100, 200, 201))
     link.feed(words(7), words(1), words(101))
-    link.open(
-        7, "r", REQUEST, prompt, None, MAX_TOKENS, array("I", [100, 101]), Sent()
-    )  # refused; its tokens still wait here
+    link.open(stream_of(7, tokens=(100, 101)))  # refused; its tokens still wait here
     link.feed(words(7), words(1), words(102))
     message = link._drain()
     assert message is not None
@@ -213,7 +220,7 @@ async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
     embeds = EmbedsPrompt(bytes(4 * 256 * 1024), 1024)
     prompt = replace(PROMPT, token_ids=b"", embeds=embeds)
     for slot in range(16):
-        link.start(slot, f"r{slot}", REQUEST, prompt, None, 10, None, None)
+        link.start(stream_of(slot, prompt=prompt), f"r{slot}")
     link.cancel(3)
     sizes, started, cancelled = [], 0, b""
     while (message := link._drain()) is not None:
@@ -260,7 +267,7 @@ def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
     link._connected.set()
     request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
     for slot in range(40):
-        link.open(slot, "r", request, PROMPT, None, MAX_TOKENS, array("I", [1, 2, 3]), Sent())
+        link.open(stream_of(slot, request, tokens=(1, 2, 3)))
         link.feed(words(slot), words(1), words(4))
     sizes, opened = [], 0
     while (message := link._drain()) is not None:

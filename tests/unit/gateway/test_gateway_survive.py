@@ -51,9 +51,9 @@ class Worker(FakeLink):
         self.breaker = Breaker()
         self.slots: set[int] = set()
 
-    def start(self, slot: int, *rest: Any) -> None:
-        assert slot not in self.slots
-        self.slots.add(slot)
+    def start(self, stream: GenerationStream, *rest: Any) -> None:
+        assert stream.slot not in self.slots
+        self.slots.add(stream.slot)
 
     def cancel(self, slot: int) -> None:
         self.slots.discard(slot)
@@ -71,14 +71,12 @@ class Post(FakeLink):
         self.opened: list[tuple[Any, ...]] = []
         self.ends: dict[int, FinishReason] = {}
 
-    def open(
-        self, slot: int, name: str, request: Any, prompt: Any, trace: Any, max_tokens: int, tokens: Any, sent: Any
-    ) -> None:
+    def open(self, stream: GenerationStream) -> None:
         assert self.connected
-        assert slot not in self.held
-        assert (tokens is None) == (sent is None)
-        self.held[slot] = list(tokens or ())
-        self.opened.append((name, list(tokens or ()), None if sent is None else replace(sent)))
+        assert stream.slot not in self.held
+        self.held[stream.slot] = list(stream.tokens)
+        sent = (stream.text_sent, replace(stream.sent)) if stream.tokens else None
+        self.opened.append((stream.request_id, list(stream.tokens), sent))
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         ids, start = unpack_u32(token_ids), 0
@@ -379,7 +377,7 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     other = next(post for post in desk.posts if post is not first)
     desk.lose_post(desk.posts.index(first))
     # The same name: ids of tool calls are made of it.
-    assert other.opened == [("r-0", [10, 11, 12], Sent(text=3))]
+    assert other.opened == [("r-0", [10, 11, 12], (3, Sent()))]
     assert stream.degraded == (REPLACED,)
     desk.tokens([(stream, [13])])
     assert other.held[stream.slot] == [10, 11, 12, 13]

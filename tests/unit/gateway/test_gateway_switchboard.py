@@ -43,9 +43,9 @@ class FakeWorker(FakeLink):
         self.seeds: list[int | None] = []
         self.cancelled: list[int] = []
 
-    def start(self, slot: int, request_id: str, request: Any, prompt: Any, seed: int | None, *rest: Any) -> None:
-        self.started.append(slot)
-        self.seeds.append(seed)
+    def start(self, stream: GenerationStream, *rest: Any) -> None:
+        self.started.append(stream.slot)
+        self.seeds.append(stream.seed)
 
     def cancel(self, slot: int) -> None:
         self.cancelled.append(slot)
@@ -62,7 +62,7 @@ class FakePost(FakeLink):
         self.ended: list[int] = []
         self.closed: list[int] = []
 
-    def open(self, slot: int, *rest: Any) -> None:
+    def open(self, stream: GenerationStream) -> None:
         pass
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
