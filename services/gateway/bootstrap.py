@@ -107,7 +107,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     log.info("HTTP server listening", extra={"address": server.address})
 
     await stop.wait()
-    gateway.readiness.leaving = True
+    gateway.readiness.drain()
     if gateway.live_view is not None:
         gateway.live_view.close()
     server.stop()

@@ -15,7 +15,7 @@ from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import from_detail, passed_on
 from services.common.rpc.replicas import Replica
-from services.gateway.clients.link import Link
+from services.gateway.clients.link import Link, take_within
 from services.gateway.core.request import Finish, FinishReason, GenerationRequest, TokenizedPrompt
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
@@ -185,7 +185,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
     def _drain(self) -> postprocess_pb2.PostSessionRequest | None:
         if not (self._opens or self._columns or self._ends or self._closes):
             return None
-        opens = self._take_opens()
+        opens = take_within(self._opens, TOKEN_BYTES_PER_MESSAGE)
         if self._opens:  # nothing may overtake the opening of its stream
             return postprocess_pb2.PostSessionRequest(opens=opens)
         columns = self._take_columns()
@@ -201,16 +201,6 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             self._ends.clear()
             self._closes.clear()
         return message
-
-    def _take_opens(self) -> list[postprocess_pb2.OpenStream]:
-        count, size = 0, 0
-        while count < len(self._opens):
-            size += self._opens[count][1]
-            if count and size > TOKEN_BYTES_PER_MESSAGE:
-                break
-            count += 1
-        opens, self._opens = self._opens[:count], self._opens[count:]
-        return [opening for opening, _ in opens]
 
     def _take_columns(self) -> list[tuple[bytes, bytes, bytes]]:
         if self._column_bytes <= TOKEN_BYTES_PER_MESSAGE:

@@ -15,7 +15,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32
 from services.common.rpc.errors import from_detail, passed_on
-from services.gateway.clients.link import Link
+from services.gateway.clients.link import Link, take_within
 from services.gateway.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts, stream_options
 from services.gateway.core.request import (
     ChatPrompt,
@@ -200,18 +200,12 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
     def _drain(self) -> worker_pb2.WorkerSessionRequest | None:
         if not self._starts and not self._cancels:
             return None
-        count, size = 0, 0
-        while count < len(self._starts):
-            size += self._starts[count][1]
-            if count and size > START_BYTES_PER_MESSAGE:  # workers limit the size of messages
-                break
-            count += 1
-        starts, self._starts = self._starts[:count], self._starts[count:]
+        starts = take_within(self._starts, START_BYTES_PER_MESSAGE)  # workers limit the size of messages
         # A cancel must not overtake the start of its generation.
         cancels: list[int] = []
         if not self._starts:
             cancels, self._cancels = self._cancels, []
-        return worker_pb2.WorkerSessionRequest(starts=[start for start, _ in starts], cancels=pack_u32(cancels))
+        return worker_pb2.WorkerSessionRequest(starts=starts, cancels=pack_u32(cancels))
 
     def _on_message(self, message: worker_pb2.TokenBatch) -> None:
         self._active_at = monotonic()

@@ -16,7 +16,7 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import DisaggregationPart, Role, Route
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.interfaces import StreamControl
-from services.gateway.streams.migration import INEXACT, RESUME, RESUME_GUIDED, is_history_dependent
+from services.gateway.streams.migration import RESUME_GUIDED, note_inexact
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
@@ -188,9 +188,7 @@ class DisaggOrchestrator:
         self, stream: GenerationStream, worker: WorkerLink, rank: int | None, name: str, reason: str
     ) -> None:
         self._streams.on_degraded(stream, reason)
-        entry = self._registry.workers[worker.worker_id]
-        if stream.tokens and is_history_dependent(stream.request.sampling) and RESUME not in entry.capabilities:
-            self._streams.on_degraded(stream, INEXACT)
+        note_inexact(self._streams, stream, self._registry.workers[worker.worker_id])
         stream.pair = None
         self._streams.start_on_worker(stream, worker, rank, name, len(stream.tokens), None)
 

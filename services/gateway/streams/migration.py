@@ -21,14 +21,14 @@ from services.common.packing import pack_u32
 from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import overdue
-from services.gateway.core.request import SamplingParams, TokenizedPrompt
+from services.gateway.core.request import TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement.selector import Placement, PlacementRequest
 from services.gateway.streams.interfaces import StreamControl
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream, Loss
 from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerRegistry
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 log = logging.getLogger(__name__)
 
@@ -177,15 +177,10 @@ class Migrator:
     def _resume(self, stream: GenerationStream, lost: WorkerLink, placement: Placement) -> None:
         worker = placement.worker
         self._metrics.migration("moved")
-        if stream.tokens and is_history_dependent(stream.request.sampling) and not self._can_resume(worker):
-            self._streams.on_degraded(stream, INEXACT)
+        note_inexact(self._streams, stream, self._registry.workers.get(worker.worker_id))
         if stream.span is not None:
             _trace(stream, lost, worker)
         self._streams.resume(stream, placement)
-
-    def _can_resume(self, worker: WorkerLink) -> bool:
-        entry = self._registry.workers.get(worker.worker_id)
-        return entry is not None and RESUME in entry.capabilities
 
     def _give_up(self, stream: GenerationStream, error: SluiceError) -> None:
         stream.migration_task = None  # this is the running task, which must not cancel itself
@@ -200,9 +195,12 @@ def _with_generated(prompt: TokenizedPrompt, stream: GenerationStream) -> Tokeni
     return replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens), block_hashes=b"", hash_scheme="")
 
 
-def is_history_dependent(sampling: SamplingParams) -> bool:
-    """Returns whether sampling depends on which of the preceding tokens were generated, or on their number."""
-    return sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
+def note_inexact(streams: StreamControl, stream: GenerationStream, worker: WorkerEntry | None) -> None:
+    """Records a fallback if sampling depends on which tokens were generated and the next worker cannot resume."""
+    sampling = stream.request.sampling
+    depends = sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
+    if stream.tokens and depends and (worker is None or RESUME not in worker.capabilities):
+        streams.on_degraded(stream, INEXACT)
 
 
 def _trace(stream: GenerationStream, lost: WorkerLink, worker: WorkerLink) -> None:

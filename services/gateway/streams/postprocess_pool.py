@@ -33,7 +33,7 @@ class PostprocessPool:
         wait_s: how long a stream waits while no replica is available.
 
     Attributes:
-        links: links by address, maintained by `ConnectionManager`.
+        links: links by address.
     """
 
     def __init__(
@@ -53,6 +53,14 @@ class PostprocessPool:
         self._waiting: dict[int, GenerationStream] = {}
         self._deferred: set[int] = set()
         self._excluded: set[int] = set()  # streams without a replica: the engine or a custom stage makes their text
+
+    def add_link(self, link: PostLink) -> None:
+        """Adds the link to a replica."""
+        self.links[link.address] = link
+
+    def remove_link(self, link: PostLink) -> None:
+        """Removes a link that has been closed."""
+        del self.links[link.address]
 
     @property
     def single_replica(self) -> PostLink | None:

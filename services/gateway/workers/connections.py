@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import grpc
@@ -29,7 +29,12 @@ POLL_INTERVAL_S = 0.05
 class PostprocessLinks(Protocol):
     """The links to postprocess replicas, and the streams on them."""
 
-    links: dict[str, PostLink]
+    @property
+    def links(self) -> Mapping[str, PostLink]: ...
+
+    def add_link(self, link: PostLink) -> None: ...
+
+    def remove_link(self, link: PostLink) -> None: ...
 
     def least_loaded(self) -> PostLink | None:
         """Returns a link that takes new streams, if there is one."""
@@ -179,7 +184,7 @@ class ConnectionManager:
                 if isinstance(link, WorkerLink):
                     await self._channels.pop(link).close()
                 else:
-                    del self._streams.texts.links[link.address]
+                    self._streams.texts.remove_link(link)
                     link.replica.held = False
 
     def _on_post_change(self) -> None:
@@ -192,7 +197,7 @@ class ConnectionManager:
         for address in serving.keys() - links.keys():
             link = PostLink(serving[address], self._connect_timeout_s, self._streams)
             link.replica.held = True  # keep the channel, which carries the session, while the replica drains
-            links[address] = link
+            self._streams.texts.add_link(link)
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")
 
 

@@ -14,8 +14,9 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.apis.anthropic.blocks import read_chat
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.gateway.apis.anthropic.translate import EngineCapabilities, translate
-from services.gateway.apis.anthropic.validation import check
+from services.gateway.apis.anthropic.validation import explain
 from services.gateway.apis.common.chat_translation import TranslatedRequest
+from services.gateway.apis.openai import validation
 from services.gateway.core.request import ChatPrompt
 from tests.support.data.bodies import BUDGETS
 
@@ -54,7 +55,7 @@ BODIES: dict[type[BaseModel], dict[str, Any]] = {
 
 
 def request_of(kind: type[BaseModel], body: dict[str, Any]) -> TranslatedRequest:
-    fields: Any = check(kind, body, BUDGETS)
+    fields: Any = validation.check(kind, body, BUDGETS, explain)
     return translate(fields, "msg_1", CAPABILITIES, BUDGETS)
 
 

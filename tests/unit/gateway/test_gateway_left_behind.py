@@ -281,6 +281,8 @@ def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
 class Entries:
     """A catalogue of two models; the workers of one are gone."""
 
+    workers: dict[str, Any] = {}  # noqa: RUF012
+
     def of_model(self, name: str) -> list[Any]:
         return []
 

@@ -16,10 +16,11 @@ from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields
 from services.gateway.apis.anthropic.translate import EngineCapabilities, thinks, translate
-from services.gateway.apis.anthropic.validation import check
+from services.gateway.apis.anthropic.validation import explain
 from services.gateway.apis.common.block_runner import BlockAnswerRunner, Fallback
 from services.gateway.apis.common.chat_translation import TranslatedRequest
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.openai.validation import check
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
@@ -69,7 +70,7 @@ class MessagesEndpoints:
     async def messages(self, request: Request) -> Response:
         """Create a message."""
         _check_version(request)
-        fields = check(MessagesRequest, await self._bodies.read(request), self._budgets)
+        fields = check(MessagesRequest, await self._bodies.read(request), self._budgets, explain)
         message_id = f"msg_{secrets.token_hex(12)}"
         logs.request_id.set(message_id)
         with telemetry.stage(
@@ -97,7 +98,7 @@ class MessagesEndpoints:
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without generating."""
         _check_version(request)
-        fields = check(CountTokensRequest, await self._bodies.read(request), self._budgets)
+        fields = check(CountTokensRequest, await self._bodies.read(request), self._budgets, explain)
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
             translated = self._translated(fields, "count")
             try:

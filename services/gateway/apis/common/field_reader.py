@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Literal
 
 from services.common.budgets import Budget
@@ -70,6 +70,16 @@ class FieldReader:
         if field.value not in kinds:
             raise field.invalid(f"is {field.value[:64]!r}; choose from {', '.join(kinds)}")
         return field.value
+
+    def reject_other_kinds(self, kinds: Container[str], problem: Callable[[str], str]) -> None:
+        """Raises the `unsupported` error if this is an object of another type.
+
+        Args:
+            problem: returns the end of a sentence that begins with the type.
+        """
+        kind = self.value.get("type") if isinstance(self.value, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise self.under("type").unsupported(f"{kind[:64]!r} {problem(kind)}")
 
     def items(self) -> Iterator[FieldReader]:
         """Returns readers of the list's items; raises SluiceError(INVALID_ARGUMENT) if the list is too long."""

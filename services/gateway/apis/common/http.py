@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -15,6 +15,7 @@ from services.gateway.http.degradation import Marked, mark
 from services.gateway.settings import GatewaySettings
 
 CLIENT_CLOSED_REQUEST = 499
+DEFAULT_PAGE = 20
 
 
 class BodyReader:
@@ -33,6 +34,13 @@ class BodyReader:
     async def read(self, request: Request) -> dict[str, Any]:
         """Returns the body as a JSON object; raises as `read_json`."""
         return await read_json(request, self._max_bytes, self._timeout_s, self._values, self._bodies)
+
+
+def read_limit(query: Mapping[str, str], most: int) -> int | None:
+    """Returns the `limit` of a page, or None if it is not a number from 1 to `most`."""
+    limit = query.get("limit", str(DEFAULT_PAGE))
+    fits = limit.isascii() and limit.isdigit() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most
+    return int(limit) if fits else None
 
 
 def json_response(content: dict[str, Any], marked: Iterable[Marked] = ()) -> Response:
