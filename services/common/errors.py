@@ -112,21 +112,22 @@ class SluiceError(Exception):
         """The HTTP status a client of the gateway sees."""
         return _HTTP_STATUS.get(self.kind, 500)
 
-    def with_field(self, param: str, message: str) -> SluiceError:
-        """Returns the same error about another field."""
-        return SluiceError(
-            self.kind,
-            message,
-            param=param,
-            code=self.code,
-            retry_after_ms=self.retry_after_ms,
-            retryable=self.retryable,
-        )
 
-    @property
-    def word(self) -> str:
-        """The code or, without one, the kind in lower case."""
-        return self.code or self.kind.name.lower()
+def with_field(error: SluiceError, param: str, message: str) -> SluiceError:
+    """Returns the same error about another field."""
+    return SluiceError(
+        error.kind,
+        message,
+        param=param,
+        code=error.code,
+        retry_after_ms=error.retry_after_ms,
+        retryable=error.retryable,
+    )
+
+
+def word(error: SluiceError) -> str:
+    """Returns the code of an error or, without one, its kind in lower case."""
+    return error.code or error.kind.name.lower()
 
 
 def shortened(text: str, most: int = MOST_VALUE) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from services.common.errors import MOST_MESSAGE, SluiceError, shortened
+from services.common.errors import MOST_MESSAGE, SluiceError, shortened, word
 from services.common.observability import telemetry
 from services.gateway import context
 
@@ -33,7 +33,7 @@ def error_body(error: SluiceError) -> dict[str, Any]:
 def error_response(error: SluiceError) -> Response:
     """The HTTP answer to an error, with Retry-After where waiting helps."""
     if (audit := context.current().audit) is not None:
-        audit.outcome = error.word
+        audit.outcome = word(error)
     headers = {}
     if error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, (error.retry_after_ms + 999) // 1000))

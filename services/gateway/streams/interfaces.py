@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, word
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import DisaggregationPart, Finish, FinishReason
 from services.gateway.placement.selector import Placement
@@ -23,7 +23,7 @@ class StreamEnd(NamedTuple):
     def outcome(self) -> str:
         """The end as one word: finished, cancelled, or the code of the error."""
         if self.error is not None:
-            return self.error.word
+            return word(self.error)
         return "cancelled" if self.finish is None else "finished"
 
 

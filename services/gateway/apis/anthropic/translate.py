@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, with_field
 from services.gateway.apis.anthropic.blocks import Chat, read_chat
 from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptFields
 from services.gateway.apis.anthropic.tools import ChatTools, read_tools
@@ -53,7 +53,7 @@ class MessageFieldNames(FieldNameMap):
             message = f"prompt is too long: {message}"
         elif renamed.param and renamed.param not in message:
             message = f"{renamed.param}: {message}"
-        return renamed if message == renamed.message else renamed.with_field(renamed.param, message)
+        return renamed if message == renamed.message else with_field(renamed, renamed.param, message)
 
 
 def translate(

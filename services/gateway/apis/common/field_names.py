@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, with_field
 
 _ITEM = re.compile(r"(messages|tools)\[(\d+)\](?:\.(.+))?")
 
@@ -53,4 +53,4 @@ class FieldNameMap:
         if not error.param or (name := self.param(error.param)) == error.param:
             return error
         message = re.sub(rf"\b{re.escape(error.param)}(?![\w\[.]*\w)", lambda _: name, error.message)
-        return error.with_field(name, message)
+        return with_field(error, name, message)
