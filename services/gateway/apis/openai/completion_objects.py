@@ -106,6 +106,7 @@ class Format(ABC):
     prompt_in_choice: bool
     _response_object: str
     _chunk_object: str
+    _role: bytes  # output of the first chunk; empty: none
     _no_output: bytes
 
     def __init__(self, completion_id: str, created: int, model: str, include_usage: bool) -> None:
@@ -119,37 +120,49 @@ class Format(ABC):
         """Returns the `logprobs` of a choice, or of a piece of it."""
 
     @abstractmethod
-    def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
-        """Returns the first chunk, if it contains a role."""
+    def _text(self, piece: bytes) -> bytes:
+        """Returns the output of a chunk of text; `piece` is a JSON string."""
 
     @abstractmethod
-    def text_affixes(self, index: int) -> tuple[bytes, bytes]:
-        """Returns the bytes before and after the JSON string of a text chunk."""
+    def _reasoning(self, piece: bytes) -> bytes:
+        """Returns the output of a chunk of reasoning; `piece` is a JSON string."""
 
     @abstractmethod
-    def text(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """Returns a text chunk with details."""
-
-    @abstractmethod
-    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """Returns a chunk of reasoning."""
-
-    @abstractmethod
-    def tool_call(
-        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
-    ) -> bytes:
-        """Returns a chunk of a tool call; only the first chunk of a call has its id and name."""
+    def _call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        """Returns the output of a chunk of a tool call."""
 
     @abstractmethod
     def _output(self, choice: Choice) -> dict[str, Any]:
         """Returns the fields of a choice with its output."""
 
+    def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
+        """Returns the first chunk, which contains the role; empty where there are no roles."""
+        return self._event(index, self._role, detail) if self._role else b""
+
+    def text_affixes(self, index: int) -> tuple[bytes, bytes]:
+        """Returns the bytes before and after the JSON string of a text chunk."""
+        before, after = self._event(index, self._text(b"\0"), PLAIN).split(b"\0")
+        return before, after
+
+    def text(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
+        """Returns a text chunk with details."""
+        return self._event(index, self._text(orjson.dumps(text)), detail)
+
+    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
+        """Returns a chunk of reasoning."""
+        return self._event(index, self._reasoning(orjson.dumps(text)), detail)
+
+    def tool_call(
+        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
+    ) -> bytes:
+        """Returns a chunk of a tool call; only the first chunk of a call has its id and name."""
+        return self._event(index, self._call(call, call_id, name, arguments), detail)
+
     def finish_chunk(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
         """Returns the chunk with the finish reason."""
-        extra = {"stop_reason": stop_reason(finish), **degraded(finish)}
-        return self._event(
-            index, self._no_output, detail, orjson.dumps(finish_reason(finish)), b"," + orjson.dumps(extra)[1:-1]
-        )
+        reason = orjson.dumps(finish_reason(finish))
+        extra = orjson.dumps({"stop_reason": stop_reason(finish), **degraded(finish)})
+        return self._event(index, self._no_output, detail, reason, b"," + extra[1:-1])
 
     def usage_event(self, counts: dict[str, Any]) -> bytes:
         """Returns the usage chunk, the last one of a stream."""
@@ -196,42 +209,25 @@ class ChatFormat(Format):
     id_prefix = "chatcmpl-"
     prompt_in_choice = False
     _response_object, _chunk_object = "chat.completion", "chat.completion.chunk"
-    _no_output = b'"delta":{}'
+    _role, _no_output = b'"delta":{"role":"assistant","content":""}', b'"delta":{}'
 
     def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
         """See Format."""
         return chat_logprobs(tokens, naming)
 
-    def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
-        """See Format."""
-        return self._event(index, b'"delta":{"role":"assistant","content":""}', detail)
+    def _text(self, piece: bytes) -> bytes:
+        return b'"delta":{"content":%b}' % piece
 
-    def text_affixes(self, index: int) -> tuple[bytes, bytes]:
-        """See Format."""
-        return (
-            b'%b%d,"delta":{"content":' % (self._chunk, index),
-            b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
-        )
+    def _reasoning(self, piece: bytes) -> bytes:
+        return b'"delta":{"reasoning_content":%b,"reasoning":%b}' % (piece, piece)  # clients use either name
 
-    def text(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """See Format."""
-        return self._event(index, b'"delta":{"content":%b}' % orjson.dumps(text), detail)
-
-    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """See Format; uses both field names that clients know."""
-        piece = orjson.dumps(text)
-        return self._event(index, b'"delta":{"reasoning_content":%b,"reasoning":%b}' % (piece, piece), detail)
-
-    def tool_call(
-        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
-    ) -> bytes:
-        """See Format."""
+    def _call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
         piece: dict[str, Any] = {"index": call}
         if name:
             piece |= {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         else:
             piece["function"] = {"arguments": arguments}
-        return self._event(index, b'"delta":' + orjson.dumps({"tool_calls": [piece]}), detail)
+        return b'"delta":' + orjson.dumps({"tool_calls": [piece]})
 
     def _output(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -243,41 +239,25 @@ class ChatFormat(Format):
 
 
 class CompletionFormat(Format):
-    """Formats completions, whose output is not parsed."""
+    """Formats completions, whose output is not parsed: all of it is text."""
 
     id_prefix = "cmpl-"
     prompt_in_choice = True
     _response_object = _chunk_object = "text_completion"
-    _no_output = b'"text":""'
+    _role, _no_output = b"", b'"text":""'
 
     def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
         """See Format."""
         return completion_logprobs(tokens, naming)
 
-    def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
-        """See Format; completions have no role."""
-        return b""
+    def _text(self, piece: bytes) -> bytes:
+        return b'"text":%b' % piece
 
-    def text_affixes(self, index: int) -> tuple[bytes, bytes]:
-        """See Format."""
-        return (
-            b'%b%d,"text":' % (self._chunk, index),
-            b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
-        )
+    def _reasoning(self, piece: bytes) -> bytes:
+        return self._text(piece)
 
-    def text(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """See Format."""
-        return self._event(index, b'"text":' + orjson.dumps(text), detail)
-
-    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """See Format; a text chunk."""
-        return self.text(index, text, detail)
-
-    def tool_call(
-        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
-    ) -> bytes:
-        """See Format; a text chunk."""
-        return self.text(index, arguments, detail)
+    def _call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        return self._text(orjson.dumps(arguments))
 
     def _output(self, choice: Choice) -> dict[str, Any]:
         return {"text": choice.text}
