@@ -14,9 +14,8 @@ from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapte
 from services.gateway.pipeline.stages import Components, PlaceStage, TokenizeStage
 from services.gateway.placement.direct import DirectSelector
 from services.gateway.placement.selector import WorkerSelector
-from services.gateway.streams.disaggregation import DisaggOrchestrator, DisaggRules
+from services.gateway.streams.disaggregation import DisaggOrchestrator, DisaggRules, StreamRecovery
 from services.gateway.streams.migration import Migrator
-from services.gateway.streams.recovery import StreamRecovery
 from services.gateway.workers.registry import WorkerEntry
 
 

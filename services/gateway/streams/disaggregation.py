@@ -16,7 +16,7 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import DisaggregationPart, Role, Route
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.streams.interfaces import StreamControl
-from services.gateway.streams.migration import RESUME_GUIDED, note_inexact
+from services.gateway.streams.migration import RESUME_GUIDED, Migrator, note_inexact
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
@@ -191,6 +191,25 @@ class DisaggOrchestrator:
         note_inexact(self._streams, stream, self._registry.workers[worker.worker_id])
         stream.pair = None
         self._streams.start_on_worker(stream, worker, rank, name, len(stream.tokens), None)
+
+
+class StreamRecovery:
+    """Implements RecoveryPolicy with disaggregation and migration."""
+
+    def __init__(self, pairs: DisaggOrchestrator, migrator: Migrator) -> None:
+        self._pairs = pairs
+        self._migrator = migrator
+
+    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
+        """See RecoveryPolicy."""
+        self._pairs.hand_over(stream, handoff)
+
+    def on_interrupted(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+        """See RecoveryPolicy."""
+        remaining_error = self._pairs.rescue(stream, worker, error)
+        if remaining_error is None or self._migrator.take_over(stream, worker, remaining_error):
+            return None
+        return remaining_error
 
 
 def _required(model: str) -> SluiceError:

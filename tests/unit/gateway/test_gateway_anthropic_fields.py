@@ -15,7 +15,7 @@ from services.gateway.apis.anthropic.blocks import read_chat
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.gateway.apis.anthropic.translate import EngineCapabilities, translate
 from services.gateway.apis.anthropic.validation import explain
-from services.gateway.apis.common.chat_translation import TranslatedRequest
+from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai import validation
 from services.gateway.core.request import ChatPrompt
 from tests.support.data.bodies import BUDGETS

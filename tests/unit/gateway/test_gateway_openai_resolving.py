@@ -8,10 +8,9 @@ import pytest
 
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.apis.openai.error_params import client_names
 from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve
 from services.gateway.apis.openai.schemas import CompletionRequest
-from services.gateway.apis.openai.translate import completion_requests
+from services.gateway.apis.openai.translate import client_names, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.core.request import GenerationRequest, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt

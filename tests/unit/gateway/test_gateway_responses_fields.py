@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.apis.common.chat_translation import TranslatedRequest
+from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversation import conversation
 from services.gateway.apis.responses.items import SEALED, read_items, reasoning_text, seal

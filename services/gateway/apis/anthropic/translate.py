@@ -9,8 +9,8 @@ from services.common.errors import SluiceError, with_field
 from services.gateway.apis.anthropic.blocks import Chat, read_chat
 from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptFields
 from services.gateway.apis.anthropic.tools import ChatTools, read_tools
-from services.gateway.apis.common.chat_translation import TranslatedRequest, translate_chat
 from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
 from services.gateway.http.body_budgets import BodyBudgets
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")

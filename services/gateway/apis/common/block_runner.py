@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
+from services.gateway.apis.common.output import FieldRenamer, GenerationUsage
 from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
-from services.gateway.apis.common.streaming import FieldRenamer
-from services.gateway.apis.common.usage import GenerationUsage
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
-from services.gateway.core.request import GenerationRequest
+from services.gateway.core.request import GenerationRequest, Sink
 from services.gateway.http.degradation import Marked
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.pipeline.models import Pipelines
@@ -106,7 +106,7 @@ class BlockAnswerRunner:
         try:
             request = self.pipelines.named(request)
             sink = LogprobsAssembler(turn, self._pieces, request.model, self._tasks) if with_logprobs else turn
-            generation = await self.pipelines.of(request.model).start(request, [sink])
+            generation = await self.pipelines.of(request.model).start(request, [cast("Sink", sink)])
         except SluiceError as error:
             raise rename_fields(error) from None
         usage.generations.append(generation)

@@ -7,12 +7,16 @@ from typing import Protocol
 
 from services.common.errors import SluiceError
 from services.common.observability import telemetry
-from services.gateway.apis.common.collecting import CollectedResponse
-from services.gateway.apis.common.streaming import FieldRenamer, StreamedChoice, StreamedResponse
+from services.gateway.apis.common.output import (
+    CollectedResponse,
+    Counts,
+    FieldRenamer,
+    StreamedChoice,
+    StreamedResponse,
+)
 from services.gateway.apis.common.transcript import Kind, PendingTokens, Transcript
-from services.gateway.apis.common.usage import Counts
 from services.gateway.apis.openai.logprobs import ShownToken
-from services.gateway.core.request import Finish, PositionLogprobs
+from services.gateway.core.request import Finish
 
 
 class EventEncoder(Protocol):
@@ -35,8 +39,8 @@ class EventEncoder(Protocol):
         """Returns the events of a stream that failed."""
 
 
-class _TokenSink:
-    """The methods of a sink about tokens; a LogprobsAssembler calls those of TokenSink, if it is in front."""
+class _NoPromptTokens:
+    """The methods of TokenSink without effect here."""
 
     __slots__ = ()
 
@@ -46,17 +50,8 @@ class _TokenSink:
     def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
         """See TokenSink; prompt log-probabilities are never requested."""
 
-    def logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """See Sink."""
 
-    def prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """See Sink."""
-
-    def tokens(self, pieces: Sequence[bytes], offsets: Sequence[int]) -> None:
-        """See Sink."""
-
-
-class StreamedTurn(_TokenSink, StreamedChoice):
+class StreamedTurn(_NoPromptTokens, StreamedChoice):
     """The choice of a streamed turn."""
 
     __slots__ = ("_encoder", "_pending_tokens")
@@ -107,7 +102,7 @@ class StreamedBlocks(StreamedResponse):
         return self._encoder.failure(error, self.usage.counts())
 
 
-class CollectedTurn(_TokenSink, CollectedResponse):
+class CollectedTurn(_NoPromptTokens, CollectedResponse):
     """Collects a turn that is returned as one response."""
 
     def __init__(self, rename_fields: FieldRenamer) -> None:

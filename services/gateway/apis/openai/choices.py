@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import orjson
 
 from services.common.errors import SluiceError
-from services.gateway.apis.common.collecting import CollectedResponse
-from services.gateway.apis.common.streaming import FieldRenamer, StreamedChoice, StreamedResponse
+from services.gateway.apis.common.output import CollectedResponse, FieldRenamer, StreamedChoice, StreamedResponse
 from services.gateway.apis.openai.completion_objects import (
     DONE,
     PLAIN,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from services.common.errors import SluiceError
-from services.gateway.apis.common.usage import Counts
+from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.logprobs import Naming, ShownToken, chat_logprobs, completion_logprobs
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.errors import error_body

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from services.gateway.apis.common.usage import Counts
+from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import Choice, Detail, Format, usage
 from services.gateway.apis.openai.logprobs import Naming, ShownToken, prompt_logprobs

@@ -21,13 +21,12 @@ from services.gateway.apis.common.http import BodyReader, client_closed_response
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format, usage
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, DetailOptions
-from services.gateway.apis.openai.error_params import client_names
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler, TokenSink
 from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve
 from services.gateway.apis.openai.route_query import query_response
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from services.gateway.apis.openai.translate import chat_request, completion_requests
+from services.gateway.apis.openai.translate import chat_request, client_names, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.request import GenerationRequest

@@ -41,6 +41,16 @@ class SharedFields(Strict):
     request_id: Label | None = None
 
 
+class EngineExtensions(SharedFields):
+    """Extension fields beyond the API's own, with the same meaning as in chat completions."""
+
+    chat_template_kwargs: JsonObject = None
+
+    def extensions(self) -> dict[str, Any]:
+        """Returns the fields that are set, by their chat completion names."""
+        return {name: value for name in EngineExtensions.model_fields if (value := getattr(self, name)) is not None}
+
+
 class EngineFields(SharedFields, GuidedFields):
     """The extension fields of chat completions and completions, with the engines' own names."""
 

@@ -9,7 +9,7 @@ import orjson
 from starlette.responses import Response
 
 from services.common.packing import unpack_u32
-from services.gateway.apis.common.usage import Counts
+from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.completion_objects import Format, usage
 from services.gateway.core.request import GenerationRequest, Route, TokenizedPrompt
 from services.gateway.http.degradation import DEGRADED

@@ -15,8 +15,8 @@ from services.common.errors import SluiceError, invalid, not_found
 from services.common.observability import telemetry
 from services.gateway import context
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
-from services.gateway.apis.common.chat_translation import TranslatedRequest
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversation import Conversation, conversation
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 import orjson
 
 from services.common.errors import SluiceError
+from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import Block, Kind
-from services.gateway.apis.common.usage import Counts
 from services.gateway.apis.openai.logprobs import ShownToken
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
 from services.gateway.core.request import Finish
 
 
 class _EventNames(NamedTuple):
-    """The names of an item's events: of its pieces, and (unless empty) of its only part, with the field of that part's index."""
+    """The names of an item's events: of its pieces and, unless empty, of its part, with the field of its index."""
 
     piece: str
     part: str = ""

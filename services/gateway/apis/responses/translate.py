@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.apis.common.chat_translation import TranslatedRequest, translate_chat
 from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
 from services.gateway.apis.responses.conversation import Conversation
 from services.gateway.apis.responses.schemas import ContextFields, ResponsesRequest, TextFormat
 from services.gateway.apis.responses.tools import ChatTools

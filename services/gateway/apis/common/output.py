@@ -1,23 +1,71 @@
-"""Streamed responses of every API: an event source, and the buffered output of each of its choices."""
+"""Responses of every API, streamed or collected, and the usage of the generations behind them."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from starlette.responses import Response
+from starlette.types import Receive
 
 from services.common.errors import SluiceError
-from services.gateway.apis.common.usage import GenerationUsage
 from services.gateway.core.request import Finish
 from services.gateway.http.degradation import Marked, mark
-from services.gateway.http.sse import EventStream
+from services.gateway.http.sse import EventStream, run_unless_gone
 from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.pipeline.pipeline import Generation
 
 TEXT, REASONING = -1, -2
 """Kinds of buffered output; values from 0 on are the numbers of calls."""
 
 FieldRenamer = Callable[[SluiceError], SluiceError]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Token counts of a response; `cached` is included in `prompt` and `reasoning` in `generated`."""
+
+    prompt: int = 0
+    generated: int = 0
+    cached: int = 0
+    reasoning: int = 0
+
+
+class GenerationUsage:
+    """Sums the token counts of generations.
+
+    Args:
+        prompt_only: do not count generated tokens.
+    """
+
+    def __init__(self, prompt_only: bool = False) -> None:
+        self.generations: list[Generation] = []
+        self._prompt_only = prompt_only
+
+    def counts(self) -> Counts:
+        """Returns the counts so far, over all generations."""
+        generations = self.generations
+        return Counts(
+            sum(generation.prompt_tokens for generation in generations),
+            0 if self._prompt_only else sum(generation.completion_tokens for generation in generations),
+            sum(generation.cached_tokens for generation in generations),
+            sum(generation.reasoning_tokens for generation in generations),
+        )
+
+    def prompt_tokens(self, choice: int) -> int:
+        """Returns the prompt tokens of the generation that a choice belongs to."""
+        for generation in self.generations:
+            if choice < len(generation.streams):
+                return generation.prompt_tokens
+            choice -= len(generation.streams)
+        return 0
+
+    def cancel(self) -> None:
+        """Cancels all generations."""
+        for generation in self.generations:
+            generation.cancel()
 
 
 class StreamedChoice(ABC):
@@ -214,3 +262,42 @@ class StreamedResponse(ABC):
     @abstractmethod
     def _encode_failure(self, error: SluiceError) -> bytes:
         """Returns the events that report an error in the middle of the stream."""
+
+
+class CollectedResponse:
+    """The end of a collected response, and the usage of its generations.
+
+    Args:
+        rename_fields: returns an error with its fields named as in the client's API.
+        prompt_only: the usage does not count generated tokens.
+    """
+
+    def __init__(self, rename_fields: FieldRenamer, prompt_only: bool = False) -> None:
+        self.usage = GenerationUsage(prompt_only)
+        self._done = asyncio.Event()
+        self._rename_fields = rename_fields
+        self._error: SluiceError | None = None
+
+    def fail(self, error: SluiceError) -> None:
+        """Fails the response."""
+        if self._error is None:
+            self._error = self._rename_fields(error)
+            self.usage.cancel()
+            self._done.set()
+
+    def cancel(self) -> None:
+        """Cancels the generations."""
+        self.usage.cancel()
+
+    async def ended(self, receive: Receive) -> bool:
+        """Waits for the end of the response; returns False, after cancelling it, if the client disconnects."""
+        return await run_unless_gone(receive, self._done, self.usage.cancel)
+
+    def check(self) -> None:
+        """Raises SluiceError if the response failed."""
+        error, self._error = self._error, None  # break the reference cycle: the traceback references this frame
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
