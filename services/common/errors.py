@@ -118,6 +118,23 @@ class SluiceError(Exception):
         return _HTTP_STATUS.get(self.kind, 500)
 
 
+def with_field(error: SluiceError, param: str, message: str) -> SluiceError:
+    """Returns the same error about another field."""
+    return SluiceError(
+        error.kind,
+        message,
+        param=param,
+        code=error.code,
+        retry_after_ms=error.retry_after_ms,
+        retryable=error.retryable,
+    )
+
+
+def word(error: SluiceError) -> str:
+    """Returns the code of an error or, without one, its kind in lower case."""
+    return error.code or error.kind.name.lower()
+
+
 def shortened(text: str, most: int = MOST_VALUE) -> str:
     """Returns the text, truncated to `most` characters and ending in "…" when it is longer."""
     return text if len(text) <= most else text[: most - len(_ELLIPSIS)] + _ELLIPSIS

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from services.common.errors import SluiceError, internal, shortened
 from services.common.observability.audit import AuditLog
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.admission.gate import Gate
 from services.gateway.apis.anthropic import models as anthropic_models
 from services.gateway.apis.anthropic.dialect import AnthropicDialect, speaks_anthropic
@@ -23,7 +24,7 @@ from services.gateway.apis.anthropic.response_schemas import EitherModel, Either
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
-from services.gateway.apis.openai.openapi import GENERATING, body_of, document, responses
+from services.gateway.apis.openai.openapi import GENERATING, add_route, document, responses
 from services.gateway.apis.openai.response_schemas import (
     ChatCompletion,
     Completion,
@@ -108,38 +109,14 @@ def _add_openai(
     app: FastAPI, openai: OpenAIEndpoints, tokens: TokenEndpoints, embeddings: EmbeddingEndpoints
 ) -> list[type[BaseModel]]:
     """Adds the OpenAI routes and returns the Pydantic models of their request bodies."""
-    bodies: list[type[BaseModel]] = []
-
-    def post(
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        body: type[BaseModel],
-        answer: type[BaseModel],
-        streams: bool = False,
-    ) -> None:
-        async def handle(request: Request) -> Response:
-            return await endpoint(request)
-
-        handle.__doc__ = endpoint.__doc__
-        bodies.append(body)
-        app.add_api_route(
-            path,
-            handle,
-            methods=["POST"],
-            response_class=Response,
-            response_model=None,
-            name=endpoint.__name__,
-            tags=["OpenAI"],
-            responses=responses(answer, GENERATING, streams),
-            openapi_extra=body_of(body),
-        )
-
-    post("/v1/chat/completions", openai.chat_completions, ChatCompletionRequest, ChatCompletion, streams=True)
-    post("/v1/completions", openai.completions, CompletionRequest, Completion, streams=True)
-    post("/v1/embeddings", embeddings.embeddings, EmbeddingRequest, EmbeddingList)
-    post("/v1/chat/completions/render", tokens.render, ChatCompletionRequest, Rendered)
-    post("/tokenize", tokens.tokenize, TokenizeRequest, Tokens)
-    post("/detokenize", tokens.detokenize, DetokenizeRequest, Detokenized)
+    chats, texts = (responses(answer, GENERATING, streams=True) for answer in (ChatCompletion, Completion))
+    add = partial(add_route, app)
+    add("/v1/chat/completions", openai.chat_completions, chats, body=ChatCompletionRequest)
+    add("/v1/completions", openai.completions, texts, body=CompletionRequest)
+    add("/v1/embeddings", embeddings.embeddings, responses(EmbeddingList, GENERATING), body=EmbeddingRequest)
+    add("/v1/chat/completions/render", tokens.render, responses(Rendered, GENERATING), body=ChatCompletionRequest)
+    add("/tokenize", tokens.tokenize, responses(Tokens, GENERATING), body=TokenizeRequest)
+    add("/detokenize", tokens.detokenize, responses(Detokenized, GENERATING), body=DetokenizeRequest)
 
     @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(EitherModelList, (400, 401, 500)))
     async def models(request: Request) -> dict[str, Any]:
@@ -163,7 +140,7 @@ def _add_openai(
         shown = await openai.model(request.path_params["model"])
         return anthropic_models.as_anthropic(shown) if speaks_anthropic(request.scope) else shown
 
-    return bodies
+    return [ChatCompletionRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest]
 
 
 ROOT: Mapping[str, str] = {
@@ -200,7 +177,7 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
     )
     async def ready(request: Request) -> Response:
         """Readiness of the services behind the gateway, independent of workers; with `model`, of that model."""
-        permit, model = permits.current(), request.query_params.get("model")
+        permit, model = context.current().permit, request.query_params.get("model")
         state = readiness.report(permit) if model is None else readiness.report_model(model, permit)
         return Response(orjson.dumps(state), 200 if state["ready"] else 503, media_type="application/json")
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import TYPE_CHECKING
 
-from services.common.errors import SluiceError
 from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, MODEL, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
 
 if TYPE_CHECKING:
+    from services.gateway.streams.interfaces import StreamEnd
     from services.gateway.streams.stream import GenerationStream
 
 METRICS = MetricDeclarations("gateway")
@@ -105,10 +106,19 @@ class GatewayMetrics:
         """Registers the source of the gauge of live streams."""
         watch(LIVE, lambda: [(live_streams(), {})])
 
-    def finished(self, stream: GenerationStream, now: float) -> None:
-        """Records a finished generation."""
-        of_model = {"model": stream.model}
-        self._finished.add(1, {"model": stream.model, "outcome": "finished"})
+    def on_started(self, stream: GenerationStream) -> None:
+        """See StreamObserver; counted at the end."""
+
+    def on_assigned(self, stream: GenerationStream, worker_id: str) -> None:
+        """See StreamObserver; not counted."""
+
+    def on_ended(self, stream: GenerationStream, end: StreamEnd) -> None:
+        """Counts a generation by its outcome, and records one that has finished."""
+        outcome = end.outcome if end.error is None else end.error.kind.name.lower()
+        self._finished.add(1, {"model": stream.model, "outcome": outcome})
+        if end.finish is None:
+            return
+        of_model, now = {"model": stream.model}, perf_counter()
         self._prompt.add(stream.prompt_tokens, of_model)
         self._cached.add(stream.cached_tokens, of_model)
         self._output.add(stream.completion_tokens, of_model)
@@ -117,14 +127,6 @@ class GatewayMetrics:
             self._ttft.record(stream.first_text_at - stream.started_at, of_model)
             if stream.completion_tokens > 1:
                 self._between.record((now - stream.first_text_at) / (stream.completion_tokens - 1), of_model)
-
-    def cancelled(self, model: str) -> None:
-        """Counts a generation cancelled by the client."""
-        self._finished.add(1, {"model": model, "outcome": "cancelled"})
-
-    def failed(self, model: str, error: SluiceError) -> None:
-        """Counts a failed generation."""
-        self._finished.add(1, {"model": model, "outcome": error.kind.name.lower()})
 
     def answered(self, path: str, status: int) -> None:
         """Counts an HTTP response."""

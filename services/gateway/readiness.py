@@ -29,9 +29,6 @@ class Readiness:
 
     Args:
         needed: services without which the gateway is not ready.
-
-    Attributes:
-        leaving: whether the gateway is draining: requests in progress continue, and it reports not ready.
     """
 
     def __init__(
@@ -47,7 +44,11 @@ class Readiness:
         self._registry = registry
         self._connections = connections
         self._needed = needed
-        self.leaving = False
+        self._draining = False
+
+    def drain(self) -> None:
+        """Reports not ready from now on; requests in progress continue."""
+        self._draining = True
 
     async def first(self, most_s: float) -> None:
         """Waits until the gateway is ready and connected to every registered worker, at most `most_s` seconds.
@@ -98,7 +99,7 @@ class Readiness:
             "postprocess": len(self._connections.postprocess.serving),
         }
         return {
-            "ready": not self.leaving and all(services[name] for name in self._needed) and self._registry.synced,
+            "ready": not self._draining and all(services[name] for name in self._needed) and self._registry.synced,
             "services": services,
             "workers": self._connections.connected_workers,
             "pid": os.getpid(),  # several gateways may share a port

@@ -81,9 +81,11 @@ Set = ReplicaSet[worker_pb2_grpc.WorkerStub]
 
 
 @asynccontextmanager
-async def suite(count: int) -> AsyncIterator[tuple[list[Host], Set]]:
+async def suite(count: int, events: list[str] | None = None) -> AsyncIterator[tuple[list[Host], Set]]:
     hosts = [await Host(f"w{index}").start() for index in range(count)]
-    chosen: Set = ReplicaSet("worker", [host.address for host in hosts], worker_pb2_grpc.WorkerStub)
+    on_event = [].append if events is None else events.append
+    addresses = [host.address for host in hosts]
+    chosen: Set = ReplicaSet("worker", addresses, worker_pb2_grpc.WorkerStub, on_event=on_event)
     await chosen.start()
     try:
         await until(lambda: len(chosen.serving) == count)
@@ -304,9 +306,8 @@ async def test_closing_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_a_call_that_takes_unusually_long_is_made_elsewhere_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "HEDGE_GUESS_S", 0.05)
-    async with suite(2) as (hosts, chosen):
-        events: list[str] = []
-        chosen.on_event = events.append
+    events: list[str] = []
+    async with suite(2, events) as (hosts, chosen):
         hosts[0].worker.gate.clear()
         answers = [
             (
@@ -343,9 +344,8 @@ async def test_hedges_have_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_replica_that_never_answers_is_left_alone_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "PATIENCE_S", 0.05)
-    async with suite(1) as (hosts, chosen):
-        events: list[str] = []
-        chosen.on_event = events.append
+    events: list[str] = []
+    async with suite(1, events) as (hosts, chosen):
         hosts[0].worker.gate.clear()
         codes = []
         for _ in range(7):

@@ -8,7 +8,8 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.core import routing_hints as hints
+from services.gateway import context
+from services.gateway.context import NO_CONTEXT, RequestContext
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
@@ -26,14 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def undirected() -> None:
-    hints.begin(hints.NO_HINTS)
+    context.enter(NO_CONTEXT)
 
 
 async def test_the_worker_that_is_named_runs_it_by_id_or_address(folder: Path) -> None:
     async with staged(folder, workers=3, config=DIRECT) as stage:
         address = stage.pipeline.registry.workers["w2"].address
         for number, name in ((0, "w0"), (1, "w1"), (2, address)):
-            hints.begin(RoutingHints(workers=("gone", name)))
+            context.enter(RequestContext(hints=RoutingHints(workers=("gone", name))))
             stage.knives[number].set(3)  # whoever runs it is cut
             heard = await stage.ask(REQUEST)
             assert heard.error is not None
@@ -45,9 +46,9 @@ async def test_the_worker_that_is_named_runs_it_by_id_or_address(folder: Path) -
 
 async def test_pairs_are_named_too(folder: Path) -> None:
     async with staged(folder, roles=("prefill", "prefill", "decode"), config=DIRECT) as stage:
-        hints.begin(RoutingHints(workers=("w2",)))
+        context.enter(RequestContext(hints=RoutingHints(workers=("w2",))))
         told = await stage.ask(REQUEST)
-        hints.begin(RoutingHints(workers=("w2",), prefill=("w1",)))
+        context.enter(RequestContext(hints=RoutingHints(workers=("w2",), prefill=("w1",))))
         heard = await stage.ask(REQUEST)
         assert heard.text == told.text
         assert heard.finish is not None
@@ -72,7 +73,7 @@ async def test_pairs_are_named_too(folder: Path) -> None:
 )
 async def test_what_cannot_be_is_refused(folder: Path, said: RoutingHints, kind: ErrorKind, code: str) -> None:
     async with staged(folder, roles=("prefill", "decode", "aggregated"), config=DIRECT) as stage:
-        hints.begin(said)
+        context.enter(RequestContext(hints=said))
         with pytest.raises(SluiceError) as refused:
             await stage.ask(REQUEST)
         assert (refused.value.kind, refused.value.code) == (kind, code)
@@ -81,10 +82,10 @@ async def test_what_cannot_be_is_refused(folder: Path, said: RoutingHints, kind:
 
 async def test_with_a_router_names_and_subsets_limit_its_choice(folder: Path) -> None:
     async with staged(folder, workers=3) as stage:
-        hints.begin(RoutingHints(workers=("w1",)))
+        context.enter(RequestContext(hints=RoutingHints(workers=("w1",))))
         _, route = await stage.pipeline.query(REQUEST)
         assert route.worker_id == "w1"
-        hints.begin(RoutingHints(subset=(stage.pipeline.registry.workers["w2"].address,)))
+        context.enter(RequestContext(hints=RoutingHints(subset=(stage.pipeline.registry.workers["w2"].address,))))
         await stage.ask(REQUEST)
         assert stage.reservations.last == ("", "w2")
         for said, code in (
@@ -92,7 +93,7 @@ async def test_with_a_router_names_and_subsets_limit_its_choice(folder: Path) ->
             (RoutingHints(subset=("other:1",)), "no_workers"),
             (RoutingHints(workers=("w9",)), "worker_not_found"),
         ):
-            hints.begin(said)
+            context.enter(RequestContext(hints=said))
             with pytest.raises(SluiceError) as refused:
                 await stage.ask(REQUEST)
             assert refused.value.code == code
@@ -103,7 +104,7 @@ async def test_ids_in_place_of_the_prompt(folder: Path) -> None:
     ids = load_vocabulary(folder, "hf").encode("Tell me of gates.")
     async with staged(folder, workers=1) as stage:
         told = await stage.ask(asking("g", "Tell me of gates."))
-        hints.begin(RoutingHints(token_ids=pack_u32(ids)))
+        context.enter(RequestContext(hints=RoutingHints(token_ids=pack_u32(ids))))
         prompt, _ = await stage.pipeline.query(REQUEST)
         assert unpack_u32(prompt.token_ids).tolist() == list(ids)
         heard = await stage.ask(REQUEST)

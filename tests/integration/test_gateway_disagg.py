@@ -210,18 +210,19 @@ async def test_without_migration_a_lost_decode_worker_is_an_error(folder: Path) 
         await stage.quiet()
 
 
-async def test_a_decode_worker_that_is_gone_when_its_turn_comes(folder: Path) -> None:
+async def test_a_decode_worker_that_is_gone_when_its_turn_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with staged(folder, roles=("prefill", "decode", "decode")) as stage:
         told = await stage.ask(LONG)
-        stream_manager, worker = stage.pipeline.stream_manager, stage.pipeline.connections.worker("w1")
-        hand_over = stream_manager.hand_over
+        worker = stage.pipeline.connections.worker("w1")
+        recovery = stage.pipeline.stages.recovery
+        hand_over = recovery.on_handoff
 
         def too_late(stream: GenerationStream, handed: bytes) -> None:
             worker._connected.clear()
             worker.break_off()
             hand_over(stream, handed)
 
-        stream_manager.hand_over = too_late
+        monkeypatch.setattr(recovery, "on_handoff", too_late)
         heard = await stage.ask(LONG)
         assert heard.comparable.text == told.text
         assert heard.finish is not None

@@ -8,7 +8,8 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
-from services.gateway.core import routing_hints as hints
+from services.gateway import context
+from services.gateway.context import NO_CONTEXT
 from services.gateway.core.request import FinishReason, StopParams
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
@@ -27,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    hints.begin(hints.NO_HINTS)
+    context.enter(NO_CONTEXT)
 
 
 async def test_a_tokenize_stage(folder: Path) -> None:

@@ -22,7 +22,6 @@ from services.gateway.http.connection import Bounds
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.server import HttpServer
-from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
 from tests.support.clients.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, post
 
@@ -44,10 +43,9 @@ class App:
         self.served.append(scope["path"])
         try:
             if scope["path"] == "/stream":
-                choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", False), 1, False)
-                choices.stream = EventStream(choices, self.write_scheduler, 64 << 10, {})
+                choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", False), 1, False, lambda error: error)
                 self.choices.append(choices)
-                await choices.stream(scope, receive, send)
+                await choices.open_stream(self.write_scheduler, 64 << 10)(scope, receive, send)
                 return
             await self.hold.wait()
             try:

@@ -11,8 +11,9 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import unpack_u32
+from services.gateway import context
 from services.gateway.clients import link
-from services.gateway.core import routing_hints as hints
+from services.gateway.context import NO_CONTEXT, RequestContext
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Parsing, SamplingParams, StopParams
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undirected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BACKOFF_S", (0.005, 0.05))
     monkeypatch.setattr(connections, "SWEEP_S", 0.05)
-    hints.begin(hints.NO_HINTS)
+    context.enter(NO_CONTEXT)
 
 
 def config_of(pre: Any, post: Any, routing: Any, migration: bool) -> PipelineConfig:
@@ -75,7 +76,7 @@ async def test_every_combination_answers_the_same_or_is_refused(folder: Path, kn
             assert stage.reservations.made == 0
             return
         if routing == "direct":
-            hints.begin(RoutingHints(workers=("w0", "w1")))
+            context.enter(RequestContext(hints=RoutingHints(workers=("w0", "w1"))))
         heard = await stage.ask(REQUEST)
         assert (heard.text, heard.reasoning) == HEARD
         assert heard.finish is not None

@@ -11,6 +11,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.core.request import GenerationRequest, TokenizedPrompt
+from services.gateway.pipeline import model_lifecycle
 from services.gateway.pipeline import models as pipelines_module
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.stages import Components
@@ -58,7 +59,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "listening_stage", module)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(pipelines_module, "POLL_INTERVAL_S", 0.02)
-    monkeypatch.setattr(pipelines_module, "SET_UP_RETRY_S", 0.1)
+    monkeypatch.setattr(model_lifecycle, "SET_UP_RETRY_S", 0.1)
     Listener.calls, Listener.broken = [], False
 
 

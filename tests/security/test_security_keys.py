@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from services.common import file_watcher
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.admission import tenants
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
@@ -24,6 +24,7 @@ from services.gateway.admission.keys import ANONYMOUS, KeyFile, create, write
 from services.gateway.admission.local_limiter import LocalLimiter
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.tenants import SHARED, TenantSalt
+from services.gateway.context import RequestContext
 from services.gateway.http.middleware.routing_hints import ENDPOINT, HEADERS
 from services.gateway.pipeline import tenant_cache
 from services.gateway.workers.capabilities import able
@@ -340,7 +341,7 @@ def test_salts_are_on_as_soon_as_the_file_has_two_tenants(tmp_path: Path, monkey
 async def test_an_engine_that_cannot_keep_tenants_apart_is_refused_or_marked(folder: Path, tenant: TenantSalt) -> None:
     async with staged(folder, workers=2) as stage:
         workers = stage.pipeline.registry.workers
-        permits.begin(Permit(ALICE_RECORD, "", None, None, salts=tenant))
+        context.enter(RequestContext(Permit(ALICE_RECORD, "", None, None, salts=tenant)))
         workers["w0"] = replace(workers["w0"], capabilities=workers["w0"].capabilities - {"cache_salt"})
         heard = await stage.ask(asking("r0", "Tell me of rivers."))
         assert heard.finish is not None

@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections import deque
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,10 +112,6 @@ class AuditEntry:
             fields["request"] = self.request.decode("utf-8", "replace")
             fields["answer"] = "".join(self.answer)
         return json.dumps(fields, ensure_ascii=False)
-
-
-current: ContextVar[AuditEntry | None] = ContextVar("sluice_audit", default=None)
-"""The entry of the current request; None while there is no audit log."""
 
 
 class AuditLog:

@@ -76,8 +76,6 @@ class ReplicaSet(Generic[S]):
         make_stub: creates the service's stub on a channel.
         on_change: called after a replica came up or went down.
         shared: returns the MultiplexedCall of a stub, if one of its RPCs has one.
-
-    Attributes:
         on_event: called with each mitigation: "retry", "hedge", "hedge_won", "circuit_opened", "circuit_refused".
     """
 
@@ -89,13 +87,14 @@ class ReplicaSet(Generic[S]):
         credentials: grpc.ChannelCredentials | None = None,
         on_change: Callable[[], None] | None = None,
         shared: Callable[[S], MultiplexedCall[Any, Any]] | None = None,
+        on_event: Callable[[str], None] = lambda event: None,
     ) -> None:
-        self.on_event: Callable[[str], None] = lambda event: None
         self.peer = peer
         self._targets = targets
         self._make_stub = make_stub
         self._credentials = credentials
         self._shared = shared
+        self._on_event = on_event
         self._on_change = on_change or (lambda: None)
         self._replicas: dict[str, Replica[S]] = {}
         self._unresolved: list[str] = []
@@ -147,7 +146,7 @@ class ReplicaSet(Generic[S]):
             raise unavailable(f"No {self.peer} replica is ready; retry shortly.", code="service_unavailable")
         passable = [replica for replica in candidates if replica.breaker.passable]
         if not passable:
-            self.on_event("circuit_refused")
+            self._on_event("circuit_refused")
             wait_ms = int(1000 * min(replica.breaker.retry_after_s for replica in candidates))
             raise unavailable(
                 f"The {self.peer} service does not respond; retry shortly.",
@@ -189,7 +188,7 @@ class ReplicaSet(Generic[S]):
                 retryable = cause.retryable and tried and len(tried) < attempts and loop.time() < deadline and elsewhere
                 if not retryable or not (_refused(cause) or self._retries.spend()):
                     raise
-                self.on_event("retry")
+                self._on_event("retry")
                 log.warning("retrying on another replica", extra={"peer": self.peer, "failed": tried})
 
     async def _once(
@@ -239,7 +238,7 @@ class ReplicaSet(Generic[S]):
 
     def _failed(self, replica: Replica[S]) -> None:
         if replica.breaker.failed():
-            self.on_event("circuit_opened")
+            self._on_event("circuit_opened")
             log.warning("replica does not respond", extra={"peer": self.peer, "address": replica.address})
 
     async def _hedged(
@@ -259,11 +258,11 @@ class ReplicaSet(Generic[S]):
             await asyncio.wait(calls, timeout=latency.seconds)
             latency.saw(perf_counter() - started)
             if not calls[0].done() and self._hedges.spend():
-                self.on_event("hedge")
+                self._on_event("hedge")
                 calls.append(asyncio.ensure_future(self._once(method, request, deadline, tried)))
             first = calls.index(await _first_response(calls))
             if first > 0:
-                self.on_event("hedge_won")
+                self._on_event("hedge_won")
                 if (slow := self._replicas.get(tried[0])) is not None:
                     self._failed(slow)  # repeated hedge losses open the breaker of a hanging replica
             return calls[first].result()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Protocol
 
 from services.gateway.admission import errors, tenants
@@ -136,15 +135,3 @@ class Permit:
 
 
 OPEN = Permit(ANONYMOUS, "", None, None)
-
-_current: ContextVar[Permit] = ContextVar("permit", default=OPEN)
-
-
-def current() -> Permit:
-    """Returns the permit of the current request; outside of requests one that allows everything."""
-    return _current.get()
-
-
-def begin(permit: Permit) -> None:
-    """Sets the permit of the current request."""
-    _current.set(permit)

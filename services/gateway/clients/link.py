@@ -30,6 +30,22 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
+T = TypeVar("T")
+
+
+def take_within(pending: list[tuple[T, int]], max_bytes: int) -> list[T]:
+    """Removes and returns the first messages, each with its size, that fit into `max_bytes`; at least one."""
+    count, size = 0, 0
+    while count < len(pending):
+        size += pending[count][1]
+        if count and size > max_bytes:
+            break
+        count += 1
+    taken = [message for message, _ in pending[:count]]
+    del pending[:count]
+    return taken
+
+
 class Link(ABC, Generic[Out, In]):
     """A connection to one peer with one session at a time.
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import from_detail, passed_on
 from services.common.rpc.replicas import Replica
-from services.gateway.clients.link import Link
+from services.gateway.clients.link import Link, take_within
 from services.gateway.core.request import Finish, FinishReason, GenerationRequest, TokenizedPrompt
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
@@ -30,16 +31,14 @@ MAX_OPEN_BYTES = 12 << 20
 
 @dataclass(slots=True)
 class Sent:
-    """How much output of a stream has been sent to its client.
+    """How much output of a stream, apart from content, has been sent to its client.
 
     Attributes:
-        text: code points of content.
         reasoning: code points of reasoning.
         calls: code points of arguments, by index of each started tool call.
         tokens: tokens sent with their bytes.
     """
 
-    text: int = 0
     reasoning: int = 0
     calls: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
@@ -113,34 +112,24 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self._ends: list[postprocess_pb2.EndStream] = []
         self._closes: list[int] = []
 
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        request: GenerationRequest,
-        prompt: TokenizedPrompt,
-        trace: common_pb2.TraceContext | None,
-        max_tokens: int,
-        tokens: array[int] | None = None,
-        sent: Sent | None = None,
-    ) -> None:
-        """Opens a stream that this link has adopted.
-
-        Args:
-            max_tokens: limit of the whole generation; further tokens produce no text.
-            tokens: for a stream continued from another session, all tokens so far.
-            sent: output that its client has already received, which is not repeated.
+    def open(self, stream: GenerationStream) -> None:
+        """Opens a stream that this link has adopted, with its tokens so far and the output not to be repeated.
 
         Raises:
             SluiceError: TOO_LARGE when the message exceeds the replica's limit.
         """
-        options = stream_options(request, prompt)
-        options.max_tokens = min(max(max_tokens, 1), MAX_TOKENS)
-        resume = None if tokens is None or sent is None else _resume(tokens, sent)
-        if resume is not None:
-            self._drop_columns(slot)
+        options = stream_options(stream.request, stream.prompt)
+        options.max_tokens = min(max(stream.max_tokens, 1), MAX_TOKENS)
+        resume = None
+        if stream.tokens:
+            resume = _resume(stream)
+            self._drop_columns(stream.slot)
         opening = postprocess_pb2.OpenStream(
-            slot=slot, request_id=request_id, options=options, trace=trace, resume=resume
+            slot=stream.slot,
+            request_id=stream.request_id,
+            options=options,
+            trace=telemetry.trace_context(stream.current_span),
+            resume=resume,
         )
         if (size := opening.ByteSize()) > MAX_OPEN_BYTES:  # would end the session with all of its streams
             message = f"Stop strings and tools take {size} bytes; send fewer or shorter ones."
@@ -196,7 +185,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
     def _drain(self) -> postprocess_pb2.PostSessionRequest | None:
         if not (self._opens or self._columns or self._ends or self._closes):
             return None
-        opens = self._take_opens()
+        opens = take_within(self._opens, TOKEN_BYTES_PER_MESSAGE)
         if self._opens:  # nothing may overtake the opening of its stream
             return postprocess_pb2.PostSessionRequest(opens=opens)
         columns = self._take_columns()
@@ -212,16 +201,6 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
             self._ends.clear()
             self._closes.clear()
         return message
-
-    def _take_opens(self) -> list[postprocess_pb2.OpenStream]:
-        count, size = 0, 0
-        while count < len(self._opens):
-            size += self._opens[count][1]
-            if count and size > TOKEN_BYTES_PER_MESSAGE:
-                break
-            count += 1
-        opens, self._opens = self._opens[:count], self._opens[count:]
-        return [opening for opening, _ in opens]
 
     def _take_columns(self) -> list[tuple[bytes, bytes, bytes]]:
         if self._column_bytes <= TOKEN_BYTES_PER_MESSAGE:
@@ -337,10 +316,11 @@ def dispatch_event(events: TextEvents, stream: GenerationStream, event: postproc
         )
 
 
-def _resume(tokens: array[int], sent: Sent) -> postprocess_pb2.StreamResume:
+def _resume(stream: GenerationStream) -> postprocess_pb2.StreamResume:
+    sent = stream.sent
     return postprocess_pb2.StreamResume(
-        token_ids=pack_u32(tokens),
-        text_sent=sent.text,
+        token_ids=pack_u32(stream.tokens),
+        text_sent=stream.text_sent,
         reasoning_sent=sent.reasoning,
         calls=[postprocess_pb2.CallSent(index=call, arguments_sent=count) for call, count in sent.calls.items()],
         tokens_sent=sent.tokens,

@@ -11,7 +11,7 @@ import grpc
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
 from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
-from services.gateway.core import deadlines
+from services.gateway import context
 from services.gateway.core.request import (
     DEFAULTED,
     ChatPrompt,
@@ -41,13 +41,26 @@ class TokenizerIdentity:
 
 
 class PreprocessClient:
-    """Sends calls to the least loaded preprocess replica."""
+    """Sends calls to the least loaded preprocess replica.
+
+    Args:
+        on_event: called with each incident of a call; see ReplicaSet.
+    """
 
     def __init__(
-        self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, tokenize_timeout_s: float
+        self,
+        targets: Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+        tokenize_timeout_s: float,
+        on_event: Callable[[str], None] = lambda event: None,
     ) -> None:
         self.replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
-            "preprocess", targets, _stub, credentials, shared=lambda stub: cast(Any, stub.Tokenize)
+            "preprocess",
+            targets,
+            _stub,
+            credentials,
+            shared=lambda stub: cast(Any, stub.Tokenize),
+            on_event=on_event,
         )
         self._limiter = ConcurrencyLimiter("preprocess")
         self._timeout_s = tokenize_timeout_s
@@ -59,15 +72,19 @@ class PreprocessClient:
         hedge: str,
     ) -> A:
         """Makes a call within the concurrency limit and its share of the request's deadline."""
-        deadline = deadlines.current()
+        deadline = context.current().deadline
         async with self._limiter.turn(deadline.left_s):
             share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
             return await self.replicas.call(method, request, share_s, hedge=hedge)
 
     async def tokenize(
-        self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str
+        self, model: str, prompt: Prompt, block_size: int = 0, lora: str = "", cache_salt: str = ""
     ) -> TokenizedPrompt:
-        """Returns token ids and block hashes of a prompt; raises SluiceError as preprocess does."""
+        """Returns the token ids of a prompt, and its block hashes if there is a block size.
+
+        Raises:
+            SluiceError: as preprocess does.
+        """
         request = preprocess_pb2.TokenizeRequest(model=model, block_size=block_size, lora=lora, cache_salt=cache_salt)
         if isinstance(prompt, ChatPrompt):
             request.chat.CopyFrom(_chat_input(prompt))

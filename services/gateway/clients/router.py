@@ -14,7 +14,7 @@ from services.common.errors import SluiceError
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
 from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
-from services.gateway.core import deadlines
+from services.gateway import context
 from services.gateway.core.request import Route, Score, TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc
 
@@ -37,6 +37,7 @@ class RouterClient:
 
     Args:
         owner: owner of the reservations; the stream of the worker list under this name renews their lease.
+        on_event: called with each incident of a call; see ReplicaSet.
     """
 
     def __init__(
@@ -45,9 +46,15 @@ class RouterClient:
         credentials: grpc.ChannelCredentials | None,
         route_timeout_s: float,
         owner: str = "",
+        on_event: Callable[[str], None] = lambda event: None,
     ) -> None:
         self.replicas: ReplicaSet[router_pb2_grpc.RouterAsyncStub] = ReplicaSet(
-            "router", targets, _stub, credentials, shared=lambda stub: cast(Any, stub.RouteQuery)
+            "router",
+            targets,
+            _stub,
+            credentials,
+            shared=lambda stub: cast(Any, stub.RouteQuery),
+            on_event=on_event,
         )
         self.owner = owner
         self._limiter = ConcurrencyLimiter("router")
@@ -109,7 +116,7 @@ class RouterClient:
             explain=explain,
         )
         effective_timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        async with self._limiter.turn(deadlines.current().left_s):  # a hedge is idempotent by request id
+        async with self._limiter.turn(context.current().deadline.left_s):  # a hedge is idempotent by request id
             response = await self.replicas.call(lambda stub: stub.RouteQuery, query, effective_timeout_s, hedge="route")
         return Route(
             worker_id=response.decode.worker_id,

@@ -1,14 +1,12 @@
 """The deadline of a request, and the share of the remaining time that each of its stages may use.
 
-Clients set it with a header: `x-request-timeout-ms: 1500`, or gRPC's own form, `grpc-timeout: 1500m`. The deadline is a
-context variable, so every stage of the request can read it without passing it through signatures.
+Clients set it with a header: `x-request-timeout-ms: 1500`, or gRPC's own form, `grpc-timeout: 1500m`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
 
@@ -27,6 +25,11 @@ class Deadline:
     """The time by which a request must finish, in seconds of the event loop's clock."""
 
     at: float = inf
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline:
+        """Returns the deadline `timeout_s` seconds from now; an infinite timeout means no deadline."""
+        return NO_DEADLINE if timeout_s == inf else cls(asyncio.get_running_loop().time() + timeout_s)
 
     @property
     def left_s(self) -> float:
@@ -50,18 +53,6 @@ class Deadline:
 
 
 NO_DEADLINE = Deadline()
-
-_current: ContextVar[Deadline] = ContextVar("deadline", default=NO_DEADLINE)
-
-
-def current() -> Deadline:
-    """Returns the deadline of the current request."""
-    return _current.get()
-
-
-def begin(timeout_s: float) -> None:
-    """Starts the deadline of the current request; an infinite timeout means no deadline."""
-    _current.set(NO_DEADLINE if timeout_s == inf else Deadline(asyncio.get_running_loop().time() + timeout_s))
 
 
 def overdue() -> SluiceError:

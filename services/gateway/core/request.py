@@ -222,6 +222,10 @@ class TokenizedPrompt:
         """Number of prompt tokens; 0 until the worker has tokenized a raw prompt."""
         return len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
 
+    def context_limit(self, worker_limit: int) -> int:
+        """Returns the smaller of the context lengths known to the worker and to preprocess; 0 if both are unknown."""
+        return min((limit for limit in (worker_limit, self.context_length) if limit), default=0)
+
     @property
     def estimated_length(self) -> int:
         """Tokens of the prompt; estimated from its bytes where the engine makes the token ids."""

@@ -1,12 +1,8 @@
-"""Hints of a request about the workers that should run it.
-
-They are a context variable, like the deadline: the pipeline reads them independently of the API that was called.
-"""
+"""Hints of a request about the workers that should run it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +62,12 @@ class RoutingHints:
         sources = {name: hints.sources[name] for name, hints in chosen.items() if name in hints.sources}
         return RoutingHints(**values, query_only=self.query_only or other.query_only, sources=sources)
 
+    def with_rank(self, rank: int) -> RoutingHints:
+        """Returns these hints with the rank of the request's body, for any worker; a rank in its headers wins."""
+        if self.rank is not None:
+            return self
+        return replace(self, rank=rank, sources={**self.sources, "rank": "data_parallel_rank"})
+
     def source(self, attribute: str) -> str:
         """Returns the header or body field that an attribute was read from."""
         return self.sources.get(attribute) or USUAL_SOURCES[attribute]
@@ -94,27 +96,3 @@ def described(source: str) -> str:
 
 
 NO_HINTS = RoutingHints()
-
-_current: ContextVar[RoutingHints] = ContextVar("hints", default=NO_HINTS)
-
-
-def current() -> RoutingHints:
-    """Returns the hints of the current request."""
-    return _current.get()
-
-
-def add(hints: RoutingHints) -> None:
-    """Adds hints from the body of the current request; its headers take precedence."""
-    _current.set(_current.get().over(hints))
-
-
-def at_rank(rank: int) -> None:
-    """Sets the data-parallel rank from the body of the current request, for any worker; headers take precedence."""
-    hints = _current.get()
-    if hints.rank is None:
-        _current.set(replace(hints, rank=rank, sources={**hints.sources, "rank": "data_parallel_rank"}))
-
-
-def begin(hints: RoutingHints) -> None:
-    """Sets the hints of a new request."""
-    _current.set(hints)

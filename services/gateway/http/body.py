@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.gateway.admission import permit
+from services.gateway import context
 from services.gateway.http.body_memory import SETTING, SMALL_BYTES, BodyMemory, BodyShare
 from services.gateway.http.body_pace import LARGE_BYTES
 from services.gateway.http.json_size import measured_size, parsed_size
@@ -70,7 +70,7 @@ async def read_json(
         raise invalid("The request body must be a JSON object.")
     size = measured_size(parsed) if len(body) >= MEASURED_FROM else None
     memory.resize(share, parsed_size(body, memory.most_parsed, marks) if size is None else size)
-    scoped.check_body(permit.current(), parsed)
+    scoped.check_body(context.current().permit, parsed)
     return parsed
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from services.common.errors import MOST_MESSAGE, SluiceError, shortened
+from services.common.errors import MOST_MESSAGE, SluiceError, shortened, word
 from services.common.observability import telemetry
-from services.gateway.core import request_audit
+from services.gateway import context
 
 _TYPES = {
     400: "invalid_request_error",
@@ -32,7 +32,8 @@ def error_body(error: SluiceError) -> dict[str, Any]:
 
 def error_response(error: SluiceError) -> Response:
     """Returns the HTTP response for an error, with Retry-After for 429 and 503."""
-    request_audit.failed(error)
+    if (audit := context.current().audit) is not None:
+        audit.outcome = word(error)
     headers = {}
     if error.http_status in (429, 503):
         headers["retry-after"] = str(max(1, (error.retry_after_ms + 999) // 1000))

@@ -8,25 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.stream import GenerationStream
 
 MAX_RECENT = 512
 MAX_NEW = 20
 MAX_REASONS = 32
-
-prompt_times: ContextVar[PromptTimes | None] = ContextVar("prompt_times", default=None)
-
-
-@dataclass(slots=True)
-class PromptTimes:
-    """Start and end of a request's tokenization, in seconds of `perf_counter`."""
-
-    started: float
-    ended: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +68,6 @@ class Totals:
 class _Live:
     stream: GenerationStream
     began_unix_ms: int
-    times: PromptTimes | None
     workers: tuple[str, ...]
     tokens: int = 0
     characters: int = 0
@@ -111,26 +100,34 @@ class RequestHistory:
     failures: Counter[str] = field(default_factory=Counter)
     _live: dict[int, _Live] = field(default_factory=dict)
 
-    def began(self, stream: GenerationStream, worker_id: str) -> None:
-        """Records the start of a stream on a worker."""
-        self.totals.requests += 1
-        self.totals.prompt_tokens += stream.prompt_tokens
-        self._totals_of(worker_id).requests += 1
-        self._live[stream.slot] = _Live(stream, int(time.time() * 1000), prompt_times.get(), (worker_id,))
+    def on_started(self, stream: GenerationStream) -> None:
+        """See StreamObserver; counted once a worker is assigned."""
 
-    def ended(self, stream: GenerationStream, outcome: str) -> None:
-        """Records the end of a stream, unless it is already recorded or its start was not."""
+    def on_assigned(self, stream: GenerationStream, worker_id: str) -> None:
+        """See StreamObserver."""
+        self._totals_of(worker_id).requests += 1
+        live = self._live.get(stream.slot)
+        if live is None:
+            self.totals.requests += 1
+            self.totals.prompt_tokens += stream.prompt_tokens
+            self._live[stream.slot] = _Live(stream, int(time.time() * 1000), (worker_id,))
+        else:
+            self._meter(stream.slot)
+            live.workers = (*live.workers, worker_id)
+
+    def on_ended(self, stream: GenerationStream, end: StreamEnd) -> None:
+        """See StreamObserver; does nothing for a stream that never had a worker."""
         self._meter(stream.slot)
         live = self._live.pop(stream.slot, None)
         if live is None:
             return
         self.totals.ended += 1
-        self.totals.failed += outcome not in ("finished", "cancelled")
+        self.totals.failed += end.error is not None
         self.totals.cached_tokens += stream.cached_tokens
         for reason in (*stream.degraded, *(("migrated",) if stream.migrations else ())):
             if reason in self.degraded or len(self.degraded) < MAX_REASONS:
                 self.degraded[reason] += 1
-        finished = _finished(live, outcome)
+        finished = _finished(live, end.outcome)
         self.recent.append(finished)
         if len(self.new) < MAX_NEW:
             self.new.append(finished)
@@ -168,9 +165,6 @@ class RequestHistory:
         if live is None:
             return
         stream = live.stream
-        if stream.worker is not None and stream.worker.worker_id != live.workers[-1]:
-            live.workers = (*live.workers, stream.worker.worker_id)
-            self._totals_of(live.workers[-1]).requests += 1
         tokens, characters = len(stream.tokens), stream.text_sent + stream.sent.reasoning
         self._totals_of(live.workers[-1]).output_tokens += tokens - live.tokens
         self.totals.output_tokens += tokens - live.tokens
@@ -179,10 +173,11 @@ class RequestHistory:
 
 
 def _finished(live: _Live, outcome: str) -> Finished:
-    stream, times, now = live.stream, live.times, perf_counter()
+    stream, now = live.stream, perf_counter()
+    times = stream.context.prompt_times
     first = stream.first_text_at or now
-    tokenize_started = stream.started_at if times is None else times.started
-    tokenize_ended = stream.started_at if times is None else times.ended
+    tokenize_started = stream.started_at if times is None else times.started_at
+    tokenize_ended = stream.started_at if times is None else times.ended_at
     return Finished(
         id=stream.request.request_id if stream.index == 0 else stream.request_id,
         model=stream.model,

@@ -9,13 +9,15 @@ from time import monotonic
 from typing import Any
 
 from services.common.errors import SluiceError
+from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.clients.router import RouterClient
 from services.gateway.live_view.feed import Feed
-from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter, ObservedStreamManager
 from services.gateway.live_view.rates import RateMeter
 from services.gateway.live_view.request_history import Finished, RequestHistory
 from services.gateway.live_view.routing_explanations import RoutingExplanations
 from services.gateway.live_view.state import Node, State
 from services.gateway.live_view.worker_table import LinkState, WorkerTable
+from services.gateway.streams.manager import StreamManager
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.overview import WorkerState, worker_states
 from services.gateway.workers.registry import WorkerRegistry
@@ -27,34 +29,44 @@ INTERVAL_S = 1.0
 ROUTER_TIMEOUT_S = 0.8
 
 
-class LiveView:
-    """Samples the gateway's state. Queries the router only while a page is open.
+class LiveViewRecords:
+    """Holds what the live view shows: observers add to it, `LiveView` publishes it.
 
     Args:
         max_viewers: maximum number of open pages.
+
+    Attributes:
+        request_history: observes the streams of the gateway.
+        explanations: of some of the router's decisions, while a page is open.
     """
+
+    def __init__(self, max_viewers: int) -> None:
+        self.request_history = RequestHistory()
+        self.worker_table = WorkerTable(self.request_history)
+        self.feed = Feed(max_viewers, lambda: self.state.whole_event())
+        self.explanations = RoutingExplanations(lambda: self.feed.viewers > 0)
+        self.state = State(self.request_history, RateMeter(), self.worker_table, self.explanations, __version__)
+
+
+class LiveView:
+    """Samples the gateway's state every second. Queries the router only while a page is open."""
 
     def __init__(
         self,
-        preprocess: ObservedPreprocess,
-        router: ObservedRouter,
-        stream_manager: ObservedStreamManager,
+        records: LiveViewRecords,
+        preprocess: PreprocessClient,
+        router: RouterClient,
+        stream_manager: StreamManager,
         registry: WorkerRegistry,
         connections: ConnectionManager,
-        max_viewers: int,
     ) -> None:
         self._preprocess = preprocess
         self._router = router
         self._stream_manager = stream_manager
         self._registry = registry
         self._connections = connections
-        self._request_history = preprocess.request_history = router.request_history = stream_manager.request_history = (
-            RequestHistory()
-        )
-        self._worker_table = WorkerTable(self._request_history)
-        self._feed = Feed(max_viewers, lambda: self._state.whole_event())
-        explanations = router.explanations = RoutingExplanations(lambda: self._feed.viewers > 0)
-        self._state = State(self._request_history, RateMeter(), self._worker_table, explanations, __version__)
+        self._request_history, self._worker_table = records.request_history, records.worker_table
+        self._feed, self._state = records.feed, records.state
         self._sampled_at = monotonic()
         self._worker_states: Sequence[WorkerState] = ()
         self._sampled = asyncio.Event()

@@ -14,7 +14,7 @@ from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapte
 from services.gateway.pipeline.stages import Components, PlaceStage, TokenizeStage
 from services.gateway.placement.direct import DirectSelector
 from services.gateway.placement.selector import WorkerSelector
-from services.gateway.streams.disaggregation import DisaggOrchestrator, DisaggRules
+from services.gateway.streams.disaggregation import DisaggOrchestrator, DisaggRules, StreamRecovery
 from services.gateway.streams.migration import Migrator
 from services.gateway.workers.registry import WorkerEntry
 
@@ -26,8 +26,7 @@ class Stages(NamedTuple):
         tokenizing: tokenizes prompts.
         placement: chooses workers for requests that run.
         router_selector: chooses workers for query-only requests.
-        migrator: migrates generations whose worker is lost.
-        pairs: runs disaggregated generations.
+        recovery: continues generations whose worker cannot finish them.
         text: adapter of a custom postprocess stage; None without one.
         custom: all custom stages.
     """
@@ -35,8 +34,7 @@ class Stages(NamedTuple):
     tokenizing: TokenizeStage
     placement: PlaceStage
     router_selector: WorkerSelector
-    migrator: Migrator
-    pairs: DisaggOrchestrator
+    recovery: StreamRecovery
     text: CustomPostprocessAdapter | None
     custom: tuple[object, ...]
 
@@ -69,9 +67,8 @@ def build_stages(config: PipelineConfig, components: Components) -> Stages:
         components.tasks,
         components.route_timeout_s,
         rules,
+        None if plugins.route is None else plugins.route.route,
     )
-    if plugins.route is not None:
-        selector.own_route = plugins.route.route
     placement: PlaceStage = selector
     if plugins.place is not None:
         placement = plugins.place
@@ -80,15 +77,26 @@ def build_stages(config: PipelineConfig, components: Components) -> Stages:
     tokenizing: TokenizeStage = FrontendTokenizeStage(components.preprocess)
     if config.preprocessing == "engine":
         tokenizing = EngineTokenizeStage()
-    registry, connections, metrics = components.registry, components.connections, components.metrics
-    stream_manager = components.stream_manager
-    policy = replace(components.migration, enabled=config.migration)
+    text = None
+    if plugins.postprocess is not None:
+        text = CustomPostprocessAdapter(plugins.postprocess, components.stream_manager)
     return Stages(
         plugins.tokenize or tokenizing,
         placement,
         selector,
-        Migrator(policy, placement, registry, connections, stream_manager, metrics, components.tasks),
-        DisaggOrchestrator(rules, registry, connections, stream_manager, metrics, config.migration),
-        None if plugins.postprocess is None else CustomPostprocessAdapter(plugins.postprocess, stream_manager),
+        _build_recovery(config, components, placement, rules),
+        text,
         plugins.all,
+    )
+
+
+def _build_recovery(
+    config: PipelineConfig, components: Components, placement: PlaceStage, rules: DisaggRules
+) -> StreamRecovery:
+    registry, connections, metrics = components.registry, components.connections, components.metrics
+    streams = components.stream_manager
+    policy = replace(components.migration, enabled=config.migration)
+    return StreamRecovery(
+        DisaggOrchestrator(rules, registry, connections, streams, metrics, config.migration),
+        Migrator(policy, placement, registry, connections, streams, metrics, components.tasks),
     )

@@ -81,6 +81,11 @@ class PipelineConfig:
         return [self, *self.models.values()]
 
     @property
+    def any_replicas_make_text(self) -> bool:
+        """Whether postprocess replicas make the text of at least one of the configurations."""
+        return any(config.replicas_make_text for config in self.all)
+
+    @property
     def services(self) -> frozenset[str]:
         """Services required by at least one of the configurations."""
         needed = {"router"}

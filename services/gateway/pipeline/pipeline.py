@@ -11,17 +11,15 @@ end. `builder` selects the stages by PipelineConfig. Failures are handled in one
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.observability import telemetry
 from services.common.packing import unpack_u32
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.admission.scopes import Scope
 from services.gateway.admission.tenants import SHARED
-from services.gateway.core import deadlines
-from services.gateway.core import routing_hints as hints
 from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
@@ -33,10 +31,10 @@ from services.gateway.core.request import (
     TokenPrompt,
 )
 from services.gateway.pipeline import plugins, tenant_cache
-from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline.builder import build_stages
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.engine_preprocessing import check_engine_capabilities
+from services.gateway.pipeline.model_lifecycle import ModelLifecycle
 from services.gateway.pipeline.stages import Components
 from services.gateway.placement.selector import PlacementRequest
 from services.gateway.streams.manager import StreamManager
@@ -148,7 +146,7 @@ class Pipeline:
         components: the components of this process.
 
     Attributes:
-        model_ready: waits until the stages are set up for a model; raises SluiceError if the setup failed.
+        lifecycle: notifies the custom stages of models.
     """
 
     def __init__(self, config: PipelineConfig, components: Components) -> None:
@@ -163,7 +161,9 @@ class Pipeline:
         self.stages = stages
         self.tokenizing = stages.tokenizing
         self.placement = stages.placement
-        self.model_ready: Callable[[str], Awaitable[None]] = _no_setup
+        self.lifecycle = ModelLifecycle(
+            (self, *stages.custom), components.registry, components.tasks, components.set_up_s
+        )
         self._router_selector = stages.router_selector
         self._engine_text = config.postprocessing == "engine"
         self._replicas_make_text = config.replicas_make_text
@@ -185,28 +185,30 @@ class Pipeline:
             return await self._start_choices(request, sinks)
 
     async def _start_choices(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
-        deadline = deadlines.current()
         request, entry, prompt = await self._prepare(request)
         max_tokens = _max_tokens(request, prompt, entry)
-        permit = permits.current()
+        request_context = context.current()
+        permit = request_context.permit
         await permit.charge(prompt.estimated_length + request.choices * (request.stop.max_tokens or 0))
         generation = Generation(self.stream_manager, prompt)
         permit.watch(generation)
         try:
             if self._replicas_make_text:
-                await self.connections.text_ready(deadline.share(TEXT_SHARE, self._post_wait_s))
+                await self.connections.text_ready(request_context.deadline.share(TEXT_SHARE, self._post_wait_s))
             for index, sink in enumerate(sinks):
-                placed = await self.placement.place(self._placement_request(request, index, prompt, entry, max_tokens))
+                placement = await self.placement.place(
+                    self._placement_request(request, index, prompt, entry, max_tokens)
+                )
                 stream = self.stream_manager.connect(
                     request,
                     index,
                     prompt,
-                    placed.route,
-                    placed.worker,
+                    placement,
                     max_tokens,
                     sink,
-                    deadline,
-                    placed.prefill,
+                    request_context,
+                    self.stages.recovery,
+                    self.stages.text,
                 )
                 generation.streams.append(stream)
                 if tenant_cache.is_shared(request, permit):
@@ -218,7 +220,7 @@ class Pipeline:
 
     def only_asks(self) -> bool:
         """Returns whether the current request only queries the workers that would run it."""
-        return self.config.routing == "query-only" or hints.current().query_only
+        return self.config.routing == "query-only" or context.current().hints.query_only
 
     async def query(self, request: GenerationRequest) -> tuple[TokenizedPrompt, Route]:
         """Returns the prompt and the route that `start` would use, without running or reserving anything.
@@ -227,7 +229,7 @@ class Pipeline:
             SluiceError: as `start`; PERMISSION_DENIED without the scope pin-worker, because the result names workers;
                 FAILED_PRECONDITION where only a worker can tokenize the prompt.
         """
-        permits.current().require(Scope.PIN_WORKER, subject="A request for the worker that would run it")
+        context.current().permit.require(Scope.PIN_WORKER, subject="A request for the worker that would run it")
         if self.config.preprocessing == "engine":
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
@@ -241,15 +243,16 @@ class Pipeline:
 
     async def _prepare(self, request: GenerationRequest) -> tuple[GenerationRequest, WorkerEntry, TokenizedPrompt]:
         """Returns the completed request, one of the workers that can run it, and the tokenized prompt."""
-        routing_hints = hints.current()
+        request_context = context.current()
+        hints = request_context.hints
         request = named(request, self.registry)
         able_workers = with_adapter(able(self.registry.of_model(request.model), request.needs), request.lora)
-        request, workers = tenant_cache.with_tenant_salt(request, able_workers, permits.current())
+        request, workers = tenant_cache.with_tenant_salt(request, able_workers, request_context.permit)
         entry = workers[0]
-        await self.model_ready(entry.model)
-        request = replace(request, hints=routing_hints, engine_text=self._engine_text, session_id=sessions.current())
-        if routing_hints.token_ids is not None:
-            request = replace(request, prompt=TokenPrompt(routing_hints.token_ids))
+        await self.lifecycle.ready(entry.model)
+        request = replace(request, hints=hints, engine_text=self._engine_text, session_id=request_context.session_id)
+        if hints.token_ids is not None:
+            request = replace(request, prompt=TokenPrompt(hints.token_ids))
         with telemetry.stage("gateway.tokenize"):
             prompt = await self.tokenizing.tokenize(request, entry)
         check_engine_capabilities(workers, prompt, self._engine_text)
@@ -264,7 +267,7 @@ class Pipeline:
             prompt=prompt,
             block_size=entry.block_size,
             output_tokens=max_tokens if request.stop.max_tokens else 0,
-            deadline=deadlines.current(),
+            deadline=context.current().deadline,
         )
 
     async def prompt_text(self, request: GenerationRequest) -> str:
@@ -273,10 +276,6 @@ class Pipeline:
             return request.prompt.text
         assert isinstance(request.prompt, TokenPrompt)
         return await self.preprocess.detokenize(request.model, request.prompt.token_ids)
-
-
-async def _no_setup(model: str) -> None:
-    return None
 
 
 _PROMPT_FIELDS = {ChatPrompt: "messages", EmbedsPrompt: "prompt_embeds"}
@@ -300,26 +299,25 @@ def _max_tokens(request: GenerationRequest, prompt: TokenizedPrompt, entry: Work
         return request.stop.max_tokens or entry.context_length or NO_LIMIT
     if prompt.length == 0:
         raise invalid("The prompt is empty; send at least one token.", param=field, code="empty_prompt")
-    limits = [limit for limit in (entry.context_length, prompt.context_length) if limit]
-    context = min(limits, default=0)
+    limit = prompt.context_limit(entry.context_length)
     requested = request.stop.max_tokens
-    if not context:
+    if not limit:
         requested = requested or prompt.default_max_tokens
         if requested is None:
             raise invalid("The context length of this model is unknown; set max_tokens.", param="max_tokens")
         return requested
-    if prompt.length >= context:
+    if prompt.length >= limit:
         raise invalid(
-            f"The prompt has {prompt.length} tokens, but the context length of {request.model} is {context} tokens for "
+            f"The prompt has {prompt.length} tokens, but the context length of {request.model} is {limit} tokens for "
             "prompt and output together; shorten the prompt.",
             param=field,
             code="context_length_exceeded",
         )
-    available = context - prompt.length
+    available = limit - prompt.length
     if requested is not None and requested > available:
         raise invalid(
             f"max_tokens is {requested}, but after the prompt's {prompt.length} tokens only {available} of the "
-            f"{context} tokens of the context remain; reduce max_tokens or shorten the prompt.",
+            f"{limit} tokens of the context remain; reduce max_tokens or shorten the prompt.",
             param="max_tokens",
             code="context_length_exceeded",
         )

@@ -9,8 +9,8 @@ from typing import Any
 
 from services.common.errors import SluiceError, internal
 from services.common.packing import unpack_u32
-from services.gateway.clients.postprocess_link import Sent, TextEvents
-from services.gateway.core.request import Finish, FinishReason, GenerationRequest, TokenizedPrompt
+from services.gateway.clients.postprocess_link import TextEvents
+from services.gateway.core.request import Finish, FinishReason
 from services.gateway.pipeline.stages import CustomStream, PostprocessStage, TextDelta
 from services.gateway.streams.stream import GenerationStream
 
@@ -55,24 +55,16 @@ class CustomPostprocessAdapter:
         """Removes a stream, which has moved or ended."""
         self.streams.pop(stream.slot, None)
 
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        request: GenerationRequest,
-        prompt: TokenizedPrompt,
-        trace: Any,
-        max_tokens: int,
-        tokens: array[int] | None = None,
-        sent: Sent | None = None,
-    ) -> None:
+    def open(self, stream: GenerationStream) -> None:
         """Opens a stream and feeds it the tokens generated so far."""
-        opened = self._call_stage(slot, request_id, lambda: self._stage.open(request, prompt))
+        opened = self._call_stage(
+            stream.slot, stream.request_id, lambda: self._stage.open(stream.request, stream.prompt)
+        )
         if opened is None:
             return
-        self._open[slot] = _OpenStream(opened, request_id)
-        if tokens:
-            self._feed(slot, tokens)
+        self._open[stream.slot] = _OpenStream(opened, stream.request_id)
+        if stream.tokens:
+            self._feed(stream.slot, stream.tokens)
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Feeds token columns to their streams."""

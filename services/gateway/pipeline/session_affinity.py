@@ -7,11 +7,11 @@ never share a session, while all keys of one tenant do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
+from dataclasses import replace
 from hashlib import blake2b
 
 from services.common.errors import invalid
-from services.gateway.admission import permit as permits
+from services.gateway import context
 
 HEADER = "x-session-id"
 SOURCES = (HEADER, "prompt_cache_key", "user")
@@ -19,16 +19,9 @@ SOURCES = (HEADER, "prompt_cache_key", "user")
 LONGEST_NAME = 512
 _DIGEST_BYTES = 16
 
-_current: ContextVar[str] = ContextVar("session", default="")
 
-
-def current() -> str:
-    """Returns the router's session id for the current request; empty: no session."""
-    return _current.get()
-
-
-def begin(sources: Sequence[str], headers: Mapping[str, str], fields: Mapping[str, str | None]) -> None:
-    """Sets the session of the current request from the first source with a non-empty value.
+def enter_session(sources: Sequence[str], headers: Mapping[str, str], fields: Mapping[str, str | None]) -> None:
+    """Sets the session in the context of the current request, from the first source with a non-empty value.
 
     Args:
         sources: a subset of SOURCES in order of precedence; empty: no sessions.
@@ -38,24 +31,21 @@ def begin(sources: Sequence[str], headers: Mapping[str, str], fields: Mapping[st
     Raises:
         SluiceError: INVALID_ARGUMENT for a name of more than LONGEST_NAME characters.
     """
-    for source in sources:
-        name = headers.get(HEADER) if source == HEADER else fields.get(source)
-        if name:
-            _current.set(_session_id(source, name))
-            return
-    _current.set("")
+    outer = context.current()
+    names = ((source, headers.get(HEADER) if source == HEADER else fields.get(source)) for source in sources)
+    session_id = next((_session_id(outer.permit.owner, source, name) for source, name in names if name), "")
+    context.enter(replace(outer, session_id=session_id))
 
 
-def _session_id(source: str, name: str) -> str:
+def _session_id(owner: str, source: str, name: str) -> str:
     if len(name) > LONGEST_NAME:
         raise invalid(
             f"The session name in {source} has {len(name)} characters; send at most {LONGEST_NAME}.",
             param=source,
             code="invalid_value",
         )
-    parts = (permits.current().owner, source, name)
     digest = blake2b(digest_size=_DIGEST_BYTES)
-    for part in parts:
+    for part in (owner, source, name):
         encoded = part.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
     return digest.hexdigest()

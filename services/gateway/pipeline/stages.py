@@ -50,6 +50,7 @@ class Components:
         migration: limits of migration.
         route_timeout_s: timeout of calls to the router.
         post_wait_s: how long a stream waits for a postprocess replica.
+        set_up_s: how long a request waits until custom stages are set up for its model.
     """
 
     preprocess: PreprocessClient
@@ -62,6 +63,7 @@ class Components:
     migration: MigrationPolicy
     route_timeout_s: float
     post_wait_s: float
+    set_up_s: float = 15.0
 
 
 @runtime_checkable

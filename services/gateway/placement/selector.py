@@ -87,9 +87,7 @@ class WorkerSelector:
     Args:
         tasks: owner of router queries that outlive a cancelled request, whose reservations are released.
         disaggregation: decides which requests run on a pair of workers.
-
-    Attributes:
-        own_route: custom route stage in place of the router, or None.
+        custom_route: custom route stage in place of the router, or None.
     """
 
     def __init__(
@@ -100,6 +98,7 @@ class WorkerSelector:
         tasks: TaskOwner,
         route_timeout_s: float,
         disaggregation: DisaggregationPolicy,
+        custom_route: CustomRoute | None = None,
     ) -> None:
         self._router = router
         self._registry = registry
@@ -107,7 +106,7 @@ class WorkerSelector:
         self._tasks = tasks
         self._route_timeout_s = route_timeout_s
         self._disaggregation = disaggregation
-        self.own_route: CustomRoute | None = None
+        self._custom_route = custom_route
 
     async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
         """Returns a connected worker, or a pair, with a reservation.
@@ -232,10 +231,10 @@ class WorkerSelector:
         """Returns the choice; runs to completion after a cancellation so that its reservation can be released."""
         request = placement_request.request
         try:
-            if self.own_route is not None:
+            if self._custom_route is not None:
                 workers = self._registry.of_model(request.model)
                 allowed = workers if candidates is None else [one for one in workers if one.worker_id in candidates]
-                return await self._query_custom_route(self.own_route, placement_request, allowed)
+                return await self._query_custom_route(self._custom_route, placement_request, allowed)
             return await self._router.route(
                 reservation,
                 request.model,

@@ -15,8 +15,8 @@ from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import DisaggregationPart, Role, Route
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.streams.manager import StreamManager
-from services.gateway.streams.migration import INEXACT, RESUME, RESUME_GUIDED, is_history_dependent
+from services.gateway.streams.interfaces import StreamControl
+from services.gateway.streams.migration import RESUME_GUIDED, Migrator, note_inexact
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
@@ -107,14 +107,14 @@ class DisaggOrchestrator:
         rules: DisaggRules,
         registry: WorkerRegistry,
         connections: ConnectionManager,
-        stream_manager: StreamManager,
+        streams: StreamControl,
         metrics: GatewayMetrics,
         migrates: bool,
     ) -> None:
         self._rules = rules
         self._registry = registry
         self._connections = connections
-        self._stream_manager = stream_manager
+        self._streams = streams
         self._metrics = metrics
         self._migrates = migrates
 
@@ -126,12 +126,12 @@ class DisaggOrchestrator:
         if not pair.worker.connected:
             stream.switch_worker(pair.worker)
             unreachable = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {pair.worker.peer} cannot be reached.")
-            self._stream_manager.interrupted(stream, unreachable)
+            self._streams.interrupted(stream, unreachable)
             return
         if stream.span is not None:
             stream.span.add_event("handed over", {"to": pair.worker.worker_id, "bytes": len(handoff)})
         self._metrics.disaggregated("pair")
-        self._stream_manager.start_on_worker(
+        self._streams.start_on_worker(
             stream, pair.worker, pair.rank, pair.name, pair.resumed, DisaggregationPart(Role.DECODE, handoff)
         )
 
@@ -187,13 +187,29 @@ class DisaggOrchestrator:
     def _run_alone(
         self, stream: GenerationStream, worker: WorkerLink, rank: int | None, name: str, reason: str
     ) -> None:
-        stream_manager = self._stream_manager
-        stream_manager.on_degraded(stream, reason)
-        entry = self._registry.workers[worker.worker_id]
-        if stream.tokens and is_history_dependent(stream.request.sampling) and RESUME not in entry.capabilities:
-            stream_manager.on_degraded(stream, INEXACT)
+        self._streams.on_degraded(stream, reason)
+        note_inexact(self._streams, stream, self._registry.workers[worker.worker_id])
         stream.pair = None
-        stream_manager.start_on_worker(stream, worker, rank, name, len(stream.tokens), None)
+        self._streams.start_on_worker(stream, worker, rank, name, len(stream.tokens), None)
+
+
+class StreamRecovery:
+    """Implements RecoveryPolicy with disaggregation and migration."""
+
+    def __init__(self, pairs: DisaggOrchestrator, migrator: Migrator) -> None:
+        self._pairs = pairs
+        self._migrator = migrator
+
+    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
+        """See RecoveryPolicy."""
+        self._pairs.hand_over(stream, handoff)
+
+    def on_interrupted(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+        """See RecoveryPolicy."""
+        remaining_error = self._pairs.rescue(stream, worker, error)
+        if remaining_error is None or self._migrator.take_over(stream, worker, remaining_error):
+            return None
+        return remaining_error
 
 
 def _required(model: str) -> SluiceError:

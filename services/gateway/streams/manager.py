@@ -18,8 +18,8 @@ from services.common.errors import ErrorKind, SluiceError, internal, overloaded,
 from services.common.observability import telemetry
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.context import NO_CONTEXT, RequestContext
 from services.gateway.core import deadlines
-from services.gateway.core.deadlines import NO_DEADLINE, Deadline
 from services.gateway.core.request import (
     DisaggregationPart,
     Finish,
@@ -27,11 +27,20 @@ from services.gateway.core.request import (
     GenerationRequest,
     PositionLogprobs,
     Role,
-    Route,
     Sink,
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement.selector import Placement
+from services.gateway.streams.audit import recorded
+from services.gateway.streams.interfaces import (
+    CANCELLED,
+    NoRecovery,
+    RecoveryPolicy,
+    StreamEnd,
+    StreamObserver,
+    TextLink,
+)
 from services.gateway.streams.postprocess_pool import PostprocessPool
 from services.gateway.streams.stream import EngineEnd, GenerationStream, Pair
 from services.gateway.streams.token_forwarder import TokenForwarder
@@ -39,6 +48,7 @@ from services.gateway.streams.token_forwarder import TokenForwarder
 log = logging.getLogger(__name__)
 
 POST_WAIT_S = 10.0
+NO_RECOVERY = NoRecovery()
 
 
 class StreamManager:
@@ -50,15 +60,11 @@ class StreamManager:
         free: called once per reservation, when it ends, with its id, the number of cached prompt tokens (None: prefill
             did not complete) and the number of output tokens.
         post_wait_s: how long a stream waits for a postprocess replica.
+        observers: notified of the start and the end of every stream, in addition to `metrics`.
 
     Attributes:
         texts: the postprocess replicas.
         forwarder: forwards tokens to them.
-        migrate: called with the error when the worker of a stream fails; returns whether it takes over, in which case
-            it calls `resume` or `give_up` later.
-        hand_over: called with the handoff of a prefill worker.
-        rescue: called before `migrate` when a worker of a pair fails; returns None if it has handled the failure, else
-            the error to continue with.
     """
 
     def __init__(
@@ -68,21 +74,18 @@ class StreamManager:
         free: Callable[[str, int | None, int], None],
         metrics: GatewayMetrics,
         post_wait_s: float = POST_WAIT_S,
+        observers: Sequence[StreamObserver] = (),
     ) -> None:
         self._max_streams = max_streams
         self._prefill_complete = prefill_complete
         self._free = free
         self._metrics = metrics
+        self._observers: Sequence[StreamObserver] = (metrics, *observers)
         self._slots = count(1)
         self._pending = 0
         self._streams: dict[int, GenerationStream] = {}
         self.texts = PostprocessPool(self.give_up, self.on_degraded, self._isolated, metrics, post_wait_s)
         self.forwarder = TokenForwarder(self.texts)
-        self.migrate: Callable[[GenerationStream, WorkerLink, SluiceError], bool] = lambda stream, worker, error: False
-        self.hand_over: Callable[[GenerationStream, bytes], None] = lambda stream, handoff: None
-        self.rescue: Callable[[GenerationStream, WorkerLink, SluiceError], SluiceError | None] = (
-            lambda stream, worker, error: error
-        )
 
     @property
     def live(self) -> int:
@@ -118,28 +121,35 @@ class StreamManager:
         request: GenerationRequest,
         index: int,
         prompt: TokenizedPrompt,
-        route: Route,
-        worker: WorkerLink,
+        placement: Placement,
         max_tokens: int,
         sink: Sink,
-        deadline: Deadline = NO_DEADLINE,
-        prefill: WorkerLink | None = None,
+        context: RequestContext = NO_CONTEXT,
+        recovery: RecoveryPolicy = NO_RECOVERY,
+        custom_text: TextLink | None = None,
     ) -> GenerationStream:
         """Starts choice `index` of a request, whose output goes to the sink.
 
         Args:
-            worker: the worker; of a pair, the decode worker.
-            prefill: the prefill worker of a pair; None: `worker` runs prefill and decode.
+            placement: the worker, or the pair of workers, that runs it.
+            context: the context of the request.
+            recovery: continues the stream when its worker fails.
+            custom_text: the custom stage that makes its text; None: the engine or a postprocess replica does.
         """
         slot = next(self._slots) & 0xFFFFFFFF
-        stream = GenerationStream(slot, request, index, prompt, max_tokens, sink, deadline)
+        sink = recorded(sink, context.audit)
+        stream = GenerationStream(slot, request, index, prompt, max_tokens, sink, context, recovery, custom_text)
         stream.span = telemetry.start_span(
-            "gateway.generate", request_id=stream.request_id, worker=worker.worker_id, choice=index
+            "gateway.generate", request_id=stream.request_id, worker=placement.worker.worker_id, choice=index
         )
         self._streams[slot] = stream
-        if deadline.at != inf:
-            stream.expiry = asyncio.get_running_loop().call_at(deadline.at, self.give_up, stream, deadlines.overdue())
-        self._attach(stream, route, worker, prefill, stream.request_id)
+        for observer in self._observers:
+            observer.on_started(stream)
+        if context.deadline.at != inf:
+            stream.expiry = asyncio.get_running_loop().call_at(
+                context.deadline.at, self.give_up, stream, deadlines.overdue()
+            )
+        self._attach(stream, placement, stream.request_id)
         if slot not in self._streams:  # the start failed
             return stream
         if request.engine_text:
@@ -150,20 +160,18 @@ class StreamManager:
             self.texts.defer(stream)
         return stream
 
-    def resume(
-        self, stream: GenerationStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None = None
-    ) -> None:
+    def resume(self, stream: GenerationStream, placement: Placement) -> None:
         """Continues a stream on another worker, or pair of workers, after its existing tokens."""
         stream.migration_task = None
-        self._attach(stream, route, worker, prefill, f"{stream.request_id}-m{stream.migrations}")
+        self._attach(stream, placement, f"{stream.request_id}-m{stream.migrations}")
 
-    def _attach(
-        self, stream: GenerationStream, route: Route, worker: WorkerLink, prefill: WorkerLink | None, name: str
-    ) -> None:
+    def _attach(self, stream: GenerationStream, placement: Placement, name: str) -> None:
+        route, worker, prefill = placement
         for reason in (route.degraded, route.split_skipped):
             if reason:
                 self.on_degraded(stream, reason)
         stream.attach(prefill or worker, route)
+        self._notify_assigned(stream, prefill or worker)
         if prefill is None:
             self._start(stream, worker, route.rank, name, stream.resumed, None)
             return
@@ -181,7 +189,12 @@ class StreamManager:
     ) -> None:
         """Continues a stream on another worker of the same reservation, with the first `resumed` tokens."""
         stream.switch_worker(worker)
+        self._notify_assigned(stream, worker)
         self._start(stream, worker, rank, name, resumed, part)
+
+    def _notify_assigned(self, stream: GenerationStream, worker: WorkerLink) -> None:
+        for observer in self._observers:
+            observer.on_assigned(stream, worker.worker_id)
 
     def _start(
         self,
@@ -196,33 +209,14 @@ class StreamManager:
             unreachable = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {worker.peer} cannot be reached.")
             self.interrupted(stream, unreachable)
             return
-        request = stream.request
-        if stream.computed and request.prompt_logprobs is not None:  # the sink has already received them
-            request = replace(request, prompt_logprobs=None)
         try:
-            worker.start(
-                stream.slot,
-                name,
-                request,
-                stream.prompt,
-                stream.seed,
-                stream.max_tokens,
-                rank,
-                telemetry.trace_context(stream.current_span),
-                stream.tokens[:resumed],
-                part,
-            )
+            worker.start(stream, name, rank, resumed, part)
         except SluiceError as error:
             self.interrupted(stream, error)
 
     def cancel(self, stream: GenerationStream) -> None:
         """Cancels a stream whose client has disconnected; its sink is not called again."""
-        worker, post = stream.worker, stream.post
-        if self._remove(stream):
-            stream.detach_sink()
-            self._stop(stream, worker, post)
-            self._metrics.cancelled(stream.model)
-            stream.end_spans(gone=True)
+        self._end(stream, CANCELLED)
 
     # --- from workers ---
 
@@ -274,7 +268,7 @@ class StreamManager:
     ) -> None:
         """Handles the end of the engine's work; postprocess still sends the remaining text."""
         if reason is FinishReason.CANCELLED:
-            self._release_worker(stream)
+            self.release_worker(stream)
             self.give_up(stream, SluiceError(ErrorKind.CANCELLED, "The generation was cancelled on its worker."))
             return
         stream.completion_tokens = min(stream.resumed + completion_tokens, stream.max_tokens)
@@ -285,7 +279,7 @@ class StreamManager:
         if stream.pair is None or stream.handed_over:
             self.interrupted(stream, internal("The worker sent a handoff for a request that it was to finish."))
         else:
-            self.hand_over(stream, handoff)
+            stream.recovery.on_handoff(stream, handoff)
 
     def _engine_done(self, stream: GenerationStream, end: EngineEnd) -> None:
         stream.end = end
@@ -314,7 +308,7 @@ class StreamManager:
             self._isolated(stream, lambda interrupted: self.interrupted(interrupted, error))
 
     def interrupted(self, stream: GenerationStream, error: SluiceError) -> None:
-        """Finishes, rescues, migrates or fails a stream whose worker cannot continue it."""
+        """Finishes, recovers or fails a stream whose worker cannot continue it."""
         worker = stream.worker
         if worker is None:
             return
@@ -322,15 +316,13 @@ class StreamManager:
             worker.breaker.failed()
         end = stream.known_end()
         if end is not None:  # complete: only the worker's end message is missing
-            self._release_worker(stream)
+            self.release_worker(stream)
             stream.completion_tokens = len(stream.tokens)
             self._engine_done(stream, end)
             return
-        remaining_error = self.rescue(stream, worker, error)
-        if remaining_error is None:
-            return
-        self._release_worker(stream)
-        if not self.migrate(stream, worker, remaining_error):
+        remaining_error = stream.recovery.on_interrupted(stream, worker, error)
+        if remaining_error is not None:
+            self.release_worker(stream)
             self.give_up(stream, remaining_error)
 
     # --- from postprocess ---
@@ -371,24 +363,9 @@ class StreamManager:
 
     def on_finished(self, stream: GenerationStream, finish: Finish) -> None:
         """Finishes a stream after its last text; stops the engine if postprocess detected the end."""
-        worker = stream.worker
         stream.completion_tokens = finish.completion_tokens
         stream.reasoning_tokens = finish.reasoning_tokens
-        if not self._remove(stream):
-            return
-        try:
-            self._stop(stream, worker, None)
-            self._metrics.finished(stream, perf_counter())
-            stream.end_spans()
-            if finish.stop_token_id is not None and not stream.is_requested_stop(finish.stop_token_id):
-                finish = replace(finish, stop_token_id=None)
-            if stream.degraded or stream.migrations:
-                finish = replace(finish, degraded=stream.degraded, migrations=stream.migrations)
-            stream.sink.finish(finish)
-            stream.detach_sink()
-        except Exception as error:
-            log.error("finishing a stream failed", extra={"request": stream.request_id}, exc_info=error)
-            self._fail_sink(stream, _internal_failure())
+        self._end(stream, StreamEnd(finish))
 
     def on_text_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         """Handles the failure of a stream on its postprocess replica."""
@@ -427,20 +404,34 @@ class StreamManager:
                 self.give_up(stream, internal("The worker sent more tokens than were requested."))
 
     def give_up(self, stream: GenerationStream, error: SluiceError) -> None:
-        """Fails a stream with an error; does nothing if it has already ended."""
+        """Ends a stream with an error; does nothing if it has already ended."""
+        self._end(stream, StreamEnd(error=error))
+
+    def _end(self, stream: GenerationStream, end: StreamEnd) -> None:
+        """Ends a stream: releases everything it holds, notifies the observers and the sink. Only the first call counts.
+
+        The sink is detached, which breaks the reference cycle between sink and stream.
+        """
         worker, post = stream.worker, stream.post
         if not self._remove(stream):
             return
-        self._stop(stream, worker, post)
-        self._metrics.failed(stream.model, error)
-        stream.end_spans(error)
-        self._fail_sink(stream, error)
-
-    def _fail_sink(self, stream: GenerationStream, error: SluiceError) -> None:
+        sink = stream.detach_sink()
         try:
-            stream.detach_sink().fail(error)
-        except Exception as sink_error:
-            log.error("failing a stream failed", extra={"request": stream.request_id}, exc_info=sink_error)
+            if worker is not None and stream.end is None:
+                worker.cancel(stream.slot)
+            if post is not None and end.finish is None:
+                post.close_stream(stream.slot)
+            for observer in self._observers:
+                observer.on_ended(stream, end)
+            stream.end_spans(end.error)
+            if end.error is not None:
+                sink.fail(end.error)
+            elif end.finish is not None:
+                sink.finish(_with_outcome(end.finish, stream))
+        except Exception as failure:
+            log.error("ending a stream failed", extra={"request": stream.request_id}, exc_info=failure)
+            if end.finish is not None:
+                _fail(sink, stream)
 
     def _isolated(self, stream: GenerationStream, job: Callable[[GenerationStream], None]) -> None:
         """Runs a job for one stream; an exception fails only this stream."""
@@ -459,7 +450,7 @@ class StreamManager:
         """Removes a stream and releases its reservation; returns False if it was removed before."""
         if self._streams.pop(stream.slot, None) is None:
             return False
-        self._release_worker(stream)
+        self.release_worker(stream)
         self.texts.remove(stream)
         if stream.expiry is not None:
             stream.expiry.cancel()
@@ -468,7 +459,7 @@ class StreamManager:
             stream.migration_task = None
         return True
 
-    def _release_worker(self, stream: GenerationStream) -> None:
+    def release_worker(self, stream: GenerationStream) -> None:
         """Detaches a stream from its worker and releases its reservation."""
         worker, stream.worker = stream.worker, None
         if worker is not None:
@@ -478,13 +469,21 @@ class StreamManager:
             output = max(stream.completion_tokens, len(stream.tokens)) - stream.booked_from
             self._free(reservation_id, stream.attempt_cached, output)
 
-    @staticmethod
-    def _stop(stream: GenerationStream, worker: WorkerLink | None, post: PostLink | None) -> None:
-        """Stops worker and postprocess replica of a removed stream."""
-        if worker is not None and stream.end is None:
-            worker.cancel(stream.slot)
-        if post is not None:
-            post.close_stream(stream.slot)
+
+def _with_outcome(finish: Finish, stream: GenerationStream) -> Finish:
+    """Returns the finish with the stream's fallbacks, and without a stop token that the client did not request."""
+    if finish.stop_token_id is not None and not stream.is_requested_stop(finish.stop_token_id):
+        finish = replace(finish, stop_token_id=None)
+    if stream.degraded or stream.migrations:
+        finish = replace(finish, degraded=stream.degraded, migrations=stream.migrations)
+    return finish
+
+
+def _fail(sink: Sink, stream: GenerationStream) -> None:
+    try:
+        sink.fail(_internal_failure())
+    except Exception as error:
+        log.error("failing a stream failed", extra={"request": stream.request_id}, exc_info=error)
 
 
 def _mark_active(stream: GenerationStream) -> None:

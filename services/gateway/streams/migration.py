@@ -21,14 +21,14 @@ from services.common.packing import pack_u32
 from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import overdue
-from services.gateway.core.request import SamplingParams, TokenizedPrompt
+from services.gateway.core.request import TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement.selector import Placement, PlacementRequest
-from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.interfaces import StreamControl
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream, Loss
 from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerRegistry
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Migrator:
         placement: PlacementStage,
         registry: WorkerRegistry,
         connections: ConnectionManager,
-        stream_manager: StreamManager,
+        streams: StreamControl,
         metrics: GatewayMetrics,
         tasks: TaskOwner,
     ) -> None:
@@ -71,7 +71,7 @@ class Migrator:
         self._placement = placement
         self._registry = registry
         self._connections = connections
-        self._stream_manager = stream_manager
+        self._streams = streams
         self._metrics = metrics
         self._tasks = tasks
         self._concurrent = asyncio.Semaphore(MAX_CONCURRENT)
@@ -82,6 +82,7 @@ class Migrator:
         if obstacle:
             self._metrics.migration(obstacle)
             return False
+        self._streams.release_worker(stream)
         stream.migrations += 1
         stream.losses.pop(lost.worker_id, None)
         stream.losses[lost.worker_id] = Loss(lost, lost.sessions, monotonic())
@@ -106,21 +107,22 @@ class Migrator:
             return "too_long"
         if generated and stream.prompt.embeds is not None:
             return "embeddings"
-        if generated and stream.request.guided is not None and not self._any_worker_has(stream, RESUME_GUIDED):
+        if (
+            generated
+            and stream.request.guided is not None
+            and not self._registry.has_capability(stream.model, RESUME_GUIDED)
+        ):
             return "guided"
         return ""
-
-    def _any_worker_has(self, stream: GenerationStream, capability: str) -> bool:
-        return any(capability in worker.capabilities for worker in self._registry.of_model(stream.model))
 
     async def _move(self, stream: GenerationStream, lost: WorkerLink) -> None:
         logs.request_id.set(stream.request_id)
         try:
-            async with asyncio.timeout(min(self._policy.wait_s, stream.deadline.left_s)):
+            async with asyncio.timeout(min(self._policy.wait_s, stream.context.deadline.left_s)):
                 placement = await self._find(stream)
             self._resume(stream, lost, placement)
         except TimeoutError:
-            self._give_up(stream, overdue() if stream.deadline.left_s <= 0 else _no_worker())
+            self._give_up(stream, overdue() if stream.context.deadline.left_s <= 0 else _no_worker())
         except SluiceError as error:
             self._give_up(stream, error)
         except Exception:
@@ -168,27 +170,22 @@ class Migrator:
             prompt=_with_generated(stream.prompt, stream),
             block_size=entry.block_size,
             output_tokens=stream.max_tokens - generated if request.stop.max_tokens else 0,
-            deadline=stream.deadline,
+            deadline=stream.context.deadline,
             needs=((RESUME_GUIDED, "response_format"),) if guided else (),
         )
 
     def _resume(self, stream: GenerationStream, lost: WorkerLink, placement: Placement) -> None:
         worker = placement.worker
         self._metrics.migration("moved")
-        if stream.tokens and is_history_dependent(stream.request.sampling) and not self._can_resume(worker):
-            self._stream_manager.on_degraded(stream, INEXACT)
+        note_inexact(self._streams, stream, self._registry.workers.get(worker.worker_id))
         if stream.span is not None:
             _trace(stream, lost, worker)
-        self._stream_manager.resume(stream, placement.route, worker, placement.prefill)
-
-    def _can_resume(self, worker: WorkerLink) -> bool:
-        entry = self._registry.workers.get(worker.worker_id)
-        return entry is not None and RESUME in entry.capabilities
+        self._streams.resume(stream, placement)
 
     def _give_up(self, stream: GenerationStream, error: SluiceError) -> None:
         stream.migration_task = None  # this is the running task, which must not cancel itself
         self._metrics.migration("no_worker")
-        self._stream_manager.give_up(stream, error)
+        self._streams.give_up(stream, error)
 
 
 def _with_generated(prompt: TokenizedPrompt, stream: GenerationStream) -> TokenizedPrompt:
@@ -198,9 +195,12 @@ def _with_generated(prompt: TokenizedPrompt, stream: GenerationStream) -> Tokeni
     return replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens), block_hashes=b"", hash_scheme="")
 
 
-def is_history_dependent(sampling: SamplingParams) -> bool:
-    """Returns whether sampling depends on which of the preceding tokens were generated, or on their number."""
-    return sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
+def note_inexact(streams: StreamControl, stream: GenerationStream, worker: WorkerEntry | None) -> None:
+    """Records a fallback if sampling depends on which tokens were generated and the next worker cannot resume."""
+    sampling = stream.request.sampling
+    depends = sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
+    if stream.tokens and depends and (worker is None or RESUME not in worker.capabilities):
+        streams.on_degraded(stream, INEXACT)
 
 
 def _trace(stream: GenerationStream, lost: WorkerLink, worker: WorkerLink) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from time import perf_counter
 
 from services.common.errors import SluiceError, unavailable
-from services.common.observability import telemetry
 from services.common.rpc.replicas import idlest
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.metrics import GatewayMetrics
@@ -34,8 +33,7 @@ class PostprocessPool:
         wait_s: how long a stream waits while no replica is available.
 
     Attributes:
-        links: links by address, maintained by `ConnectionManager`.
-        custom: returns the custom postprocess stage of a model, or None.
+        links: links by address.
     """
 
     def __init__(
@@ -55,7 +53,14 @@ class PostprocessPool:
         self._waiting: dict[int, GenerationStream] = {}
         self._deferred: set[int] = set()
         self._excluded: set[int] = set()  # streams without a replica: the engine or a custom stage makes their text
-        self.custom: Callable[[str], PostLink | None] = _no_custom_stage
+
+    def add_link(self, link: PostLink) -> None:
+        """Adds the link to a replica."""
+        self.links[link.address] = link
+
+    def remove_link(self, link: PostLink) -> None:
+        """Removes a link that has been closed."""
+        del self.links[link.address]
 
     @property
     def single_replica(self) -> PostLink | None:
@@ -85,11 +90,9 @@ class PostprocessPool:
     def open(self, stream: GenerationStream) -> None:
         """Opens or replays a stream on a replica; if none is available, as soon as one connects."""
         self._deferred.discard(stream.slot)
-        link = self.custom(stream.model)
-        if link is not None:
+        link = stream.custom_text or self.least_loaded()
+        if stream.custom_text is not None:
             self._excluded.add(stream.slot)
-        else:
-            link = self.least_loaded()
         if link is None:
             stream.waiting_since = perf_counter()
             self._waiting[stream.slot] = stream
@@ -97,19 +100,8 @@ class PostprocessPool:
         self._waiting.pop(stream.slot, None)
         stream.post = link
         link.adopt(stream)
-        is_replay = bool(stream.tokens)
-        stream.sent.text = stream.text_sent
         try:
-            link.open(
-                stream.slot,
-                stream.request_id,
-                stream.request,
-                stream.prompt,
-                telemetry.trace_context(stream.current_span),
-                stream.max_tokens,
-                stream.tokens if is_replay else None,
-                stream.sent if is_replay else None,
-            )
+            link.open(stream)
         except SluiceError as error:
             self._fail(stream, error)
             return
@@ -189,7 +181,3 @@ class PostprocessPool:
         post, stream.post = stream.post, None
         if post is not None:
             post.release(stream)
-
-
-def _no_custom_stage(model: str) -> PostLink | None:
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import NamedTuple
 
@@ -14,10 +14,9 @@ from opentelemetry.trace import Span
 from services.common.errors import SluiceError, internal
 from services.common.observability import telemetry
 from services.common.packing import unpack_u32
-from services.gateway.clients.postprocess_link import PostLink, Sent
+from services.gateway.clients.postprocess_link import Sent
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core import request_audit
-from services.gateway.core.deadlines import Deadline
+from services.gateway.context import RequestContext
 from services.gateway.core.request import (
     NULL_SINK,
     FinishReason,
@@ -27,6 +26,7 @@ from services.gateway.core.request import (
     Sink,
     TokenizedPrompt,
 )
+from services.gateway.streams.interfaces import RecoveryPolicy, TextLink
 
 PROMPT_TAIL_TOKENS = 16
 """Length of `TokenizedPrompt.prompt_tail`, from which detokenization continues; as in preprocess."""
@@ -63,12 +63,18 @@ class Loss(NamedTuple):
     at: float
 
 
+@dataclass(slots=True, eq=False)
 class GenerationStream:
     """The state of one choice of a request.
 
     Attributes:
+        slot: its number on its links.
+        index: the number of the choice.
+        context: the context of its request.
+        recovery: continues it when its worker fails.
+        custom_text: the custom stage that makes its text; None: the engine or a postprocess replica does.
         worker: the worker that runs it; None once the engine has finished, and during a migration.
-        post: the postprocess replica; None while it waits for one.
+        post: what makes its text; None while it waits for a postprocess replica.
         waiting_since: when it began to wait for a postprocess replica.
         tokens: all tokens generated so far, by all of its workers.
         resumed: how many of the tokens came from earlier workers.
@@ -92,101 +98,50 @@ class GenerationStream:
         tokens_at_last_sweep: number of tokens at the last sweep.
     """
 
-    __slots__ = (
-        "active",
-        "attempt_cached",
-        "audit",
-        "booked_from",
-        "cached_tokens",
-        "completion_tokens",
-        "computed",
-        "deadline",
-        "degraded",
-        "end",
-        "expiry",
-        "first_text_at",
-        "handed_over",
-        "index",
-        "logprob_positions",
-        "losses",
-        "max_tokens",
-        "migration_task",
-        "migrations",
-        "pair",
-        "post",
-        "prompt",
-        "prompt_ids",
-        "prompt_positions",
-        "reasoning_tokens",
-        "replays",
-        "request",
-        "reservation_id",
-        "resumed",
-        "sent",
-        "sink",
-        "slot",
-        "span",
-        "started_at",
-        "text_sent",
-        "tokens",
-        "tokens_at_last_sweep",
-        "waiting_since",
-        "worker",
-        "worker_span",
-    )
+    slot: int
+    request: GenerationRequest
+    index: int
+    prompt: TokenizedPrompt
+    max_tokens: int
+    sink: Sink
+    context: RequestContext
+    recovery: RecoveryPolicy
+    custom_text: TextLink | None = None
+    worker: WorkerLink | None = None
+    reservation_id: str = ""
+    post: TextLink | None = None
+    waiting_since: float = 0.0
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    resumed: int = 0
+    booked_from: int = 0
+    logprob_positions: int = 0
+    prompt_positions: int = 0
+    prompt_ids: array[int] | None = field(init=False)
+    pair: Pair | None = None
+    handed_over: bool = False
+    text_sent: int = 0
+    sent: Sent = field(default_factory=Sent)
+    end: EngineEnd | None = None
+    migrations: int = 0
+    losses: dict[str, Loss] = field(default_factory=dict)
+    replays: int = 0
+    migration_task: asyncio.Task[None] | None = None
+    cached_tokens: int = 0
+    attempt_cached: int | None = None
+    computed: bool = False
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    degraded: tuple[str, ...] = ()
+    active: bool = True
+    tokens_at_last_sweep: int = 0
+    started_at: float = field(default_factory=perf_counter)
+    first_text_at: float = 0.0
+    expiry: asyncio.TimerHandle | None = None
+    span: Span | None = None
+    worker_span: Span | None = None
 
-    def __init__(
-        self,
-        slot: int,
-        request: GenerationRequest,
-        index: int,
-        prompt: TokenizedPrompt,
-        max_tokens: int,
-        sink: Sink,
-        deadline: Deadline,
-    ) -> None:
-        self.slot = slot
-        self.request = request
-        self.index = index
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.audit = request_audit.of_request()
-        self.sink = sink if self.audit is None else self.audit.listening(sink)
-        self.deadline = deadline
-        self.expiry: asyncio.TimerHandle | None = None
-        self.worker: WorkerLink | None = None
-        self.reservation_id = ""
-        self.post: PostLink | None = None
-        self.waiting_since = 0.0
-        self.tokens = array("I")
-        self.resumed = 0
-        self.booked_from = 0
-        self.logprob_positions = 0
-        self.prompt_positions = 0
-        self.prompt_ids = None if prompt.raw is None else array("I")
-        self.pair: Pair | None = None
-        self.handed_over = False
-        self.text_sent = 0
-        self.sent = Sent()
-        self.end: EngineEnd | None = None
-        self.migrations = 0
-        self.losses: dict[str, Loss] = {}
-        self.replays = 0
-        self.migration_task: asyncio.Task[None] | None = None
-        self.cached_tokens = 0
-        self.attempt_cached: int | None = None
-        self.computed = False
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
-        self.degraded: tuple[str, ...] = ()
-        self.active = True
-        self.tokens_at_last_sweep = 0
-        self.started_at = perf_counter()
-        self.first_text_at = 0.0
-        self.span: Span | None = None
-        self.worker_span: Span | None = None
-        if self.audit is not None:
-            self.audit.began(request.request_id, request.model, 0 if index else prompt.length)
+    def __post_init__(self) -> None:
+        self.prompt_ids = None if self.prompt.raw is None else array("I")
 
     @property
     def model(self) -> str:
@@ -219,10 +174,8 @@ class GenerationStream:
         sink, self.sink = self.sink, NULL_SINK
         return sink
 
-    def end_spans(self, error: SluiceError | None = None, gone: bool = False) -> None:
-        """Ends the spans and the audit record; `gone`: because the client disconnected."""
-        if self.audit is not None:
-            self.audit.ended(self.completion_tokens or len(self.tokens), self.cached_tokens, error, gone)
+    def end_spans(self, error: SluiceError | None) -> None:
+        """Ends the spans, with an error if there is one."""
         for span in (self.worker_span, self.span):
             if span is None:
                 continue
@@ -235,8 +188,6 @@ class GenerationStream:
     def attach(self, worker: WorkerLink, route: Route) -> None:
         """Assigns the stream to a worker with a new reservation."""
         self.worker = worker
-        if self.audit is not None:
-            self.audit.worked_on_by(worker.worker_id)
         self.reservation_id = route.reservation_id
         self.attempt_cached = None
         self.resumed = self.booked_from = len(self.tokens)

@@ -11,8 +11,8 @@ from __future__ import annotations
 from array import array
 
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.streams.interfaces import TextLink
 from services.gateway.streams.postprocess_pool import PostprocessPool
 from services.gateway.streams.stream import GenerationStream
 
@@ -65,7 +65,7 @@ class TokenForwarder:
         Of the tokens beyond a stream's limit one is forwarded; there postprocess ends the text.
         """
         find, ids, start = link.streams.get, unpack_u32(token_ids), 0
-        columns_by_post: dict[PostLink, tuple[array[int], array[int], array[int]]] = {}
+        columns_by_post: dict[TextLink, tuple[array[int], array[int], array[int]]] = {}
         for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
             stream = find(slot)
             if stream is not None:

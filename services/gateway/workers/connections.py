@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import grpc
@@ -28,7 +28,12 @@ POLL_INTERVAL_S = 0.05
 class PostprocessLinks(Protocol):
     """The links to postprocess replicas, and the streams on them."""
 
-    links: dict[str, PostLink]
+    @property
+    def links(self) -> Mapping[str, PostLink]: ...
+
+    def add_link(self, link: PostLink) -> None: ...
+
+    def remove_link(self, link: PostLink) -> None: ...
 
     def least_loaded(self) -> PostLink | None:
         """Returns a link that takes new streams, if there is one."""
@@ -53,8 +58,11 @@ class StreamEvents(WorkerEvents, Protocol):
 class ConnectionManager:
     """Opens a link when a worker or replica is added, and closes it after its last stream once it is removed.
 
-    Attributes:
+    Args:
         makes_text: whether streams use the postprocess replicas.
+        on_event: called with each incident of a call to a postprocess replica; see ReplicaSet.
+
+    Attributes:
         postprocess: the postprocess replicas.
     """
 
@@ -67,6 +75,8 @@ class ConnectionManager:
         tasks: TaskOwner,
         worker_message_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
+        makes_text: bool = True,
+        on_event: Callable[[str], None] = lambda event: None,
     ) -> None:
         self._credentials = credentials
         self._connect_timeout_s = connect_timeout_s
@@ -74,12 +84,17 @@ class ConnectionManager:
         self._tasks = tasks
         self._worker_message_bytes = worker_message_bytes
         self._batch_tokens = batch_tokens
-        self.makes_text = True
+        self._makes_text = makes_text
         self._workers: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
         self._channels: dict[WorkerLink, grpc.aio.Channel] = {}
         self.postprocess: ReplicaSet[postprocess_pb2_grpc.PostprocessAsyncStub] = ReplicaSet(
-            "postprocess", postprocess, postprocess_pb2_grpc.PostprocessStub, credentials, self._on_post_change
+            "postprocess",
+            postprocess,
+            postprocess_pb2_grpc.PostprocessStub,
+            credentials,
+            self._on_post_change,
+            on_event=on_event,
         )
 
     def worker_up(self, entry: WorkerEntry) -> None:
@@ -168,11 +183,11 @@ class ConnectionManager:
                 if isinstance(link, WorkerLink):
                     await self._channels.pop(link).close()
                 else:
-                    del self._streams.texts.links[link.address]
+                    self._streams.texts.remove_link(link)
                     link.replica.held = False
 
     def _on_post_change(self) -> None:
-        if not self.makes_text:
+        if not self._makes_text:
             return
         links = self._streams.texts.links
         serving = {replica.address: replica for replica in self.postprocess.serving}
@@ -181,7 +196,7 @@ class ConnectionManager:
         for address in serving.keys() - links.keys():
             link = PostLink(serving[address], self._connect_timeout_s, self._streams)
             link.replica.held = True  # keep the channel, which carries the session, while the replica drains
-            links[address] = link
+            self._streams.texts.add_link(link)
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")
 
 

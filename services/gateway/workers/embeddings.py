@@ -13,8 +13,9 @@ from services.common.errors import SluiceError, unavailable
 from services.common.observability import telemetry
 from services.common.rpc.errors import from_rpc_error, passed_on
 from services.common.tasks import end_all
+from services.gateway import context
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core import deadlines, request_audit
+from services.gateway.core.deadlines import overdue
 from services.gateway.workers.capabilities import able, with_adapter
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerRegistry
@@ -79,7 +80,7 @@ class EmbedClient:
             SluiceError: INVALID_ARGUMENT when no engine of the model supports embeddings, UNAVAILABLE when no worker
                 can be reached, otherwise the worker's error.
         """
-        deadline = asyncio.get_running_loop().time() + min(self._timeout_s, deadlines.current().left_s)
+        deadline = asyncio.get_running_loop().time() + min(self._timeout_s, context.current().deadline.left_s)
         concurrent = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
 
         async def embed_batch(first: int) -> worker_pb2.EmbedResponse:
@@ -105,14 +106,15 @@ class EmbedClient:
         while True:
             link = self._pick(message.model, message.lora, tried)
             tried.add(link.worker_id)
-            request_audit.computing(link.worker_id)
+            if (audit := context.current().audit) is not None:
+                audit.worked_on_by(link.worker_id)
             link.embedding += 1
             try:
                 left_s = deadline - asyncio.get_running_loop().time()
                 return await link.stub.Embed(message, timeout=max(left_s, 0.001), metadata=telemetry.grpc_metadata())
             except grpc.aio.AioRpcError as error:
-                if deadlines.current().left_s <= 0:
-                    raise deadlines.overdue() from error
+                if context.current().deadline.left_s <= 0:
+                    raise overdue() from error
                 cause = passed_on(from_rpc_error(error, link.peer), link.peer)
                 if (
                     not cause.retryable

@@ -14,7 +14,7 @@ from services.common.discovery.worker_checks import check_worker
 from services.common.errors import LONGEST_NAME, SluiceError, not_found, quoted, unavailable
 from services.common.rpc.replicas import ReplicaSet
 from services.common.tasks import asked_to_end
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.core.request import Role
 from sluice.v1 import router_pb2, router_pb2_grpc
 
@@ -114,7 +114,7 @@ class WorkerRegistry:
         if not self.workers and not self._remembered_models:
             raise unavailable("No worker has registered yet; try again later.", code="no_workers")
         names = sorted({entry.model for entry in self.workers.values()} | set(self._remembered_models))
-        known = ", ".join(filter(permits.current().may_use, names))
+        known = ", ".join(filter(context.current().permit.may_use, names))
         available = f"; available: {known}" if known else ""
         raise not_found(f"The model {quoted(name)} does not exist{available}.", param="model", code="model_not_found")
 
@@ -122,6 +122,10 @@ class WorkerRegistry:
         """Returns all workers of a model or, for the name of a LoRA adapter, those that have loaded it."""
         workers = self.workers.values()
         return [one for one in workers if one.model == name] or [one for one in workers if name in one.adapters]
+
+    def has_capability(self, model: str, capability: str) -> bool:
+        """Returns whether any worker that serves the model has a capability."""
+        return any(capability in worker.capabilities for worker in self.of_model(model))
 
     async def run(self) -> None:
         """Follows the worker list until cancelled."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import orjson
 
-from services.gateway.apis.anthropic import validation as anthropic_checking
 from services.gateway.apis.anthropic.schemas import MessagesRequest
 from services.gateway.apis.anthropic.translate import EngineCapabilities
 from services.gateway.apis.anthropic.translate import translate as translate_message
+from services.gateway.apis.anthropic.validation import explain
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
@@ -54,7 +54,7 @@ def _responses(body: dict[str, Any], budgets: BodyBudgets) -> object:
 
 
 def _messages(body: dict[str, Any], budgets: BodyBudgets) -> object:
-    fields = anthropic_checking.check(MessagesRequest, body, budgets)
+    fields = check(MessagesRequest, body, budgets, explain)
     return translate_message(
         fields, "msg_1", EngineCapabilities(structured_output=True, thinking_budget=True), budgets
     ).generation

@@ -406,14 +406,18 @@ async def staged(
             stack.push_async_callback(post.kill)
         reservations = Bookings()
         metrics = GatewayMetrics()
+        policy = policy or MigrationPolicy()
         stream_manager = StreamManager(10_000, reservations.prefill_complete, reservations.free, metrics, post_wait_s)
-        connections = ConnectionManager([post.address for post in posts], None, 3.0, stream_manager, tasks)
+        config = config or PipelineConfig(migration=policy.enabled)
+        makes_text = config.any_replicas_make_text
+        connections = ConnectionManager(
+            [post.address for post in posts], None, 3.0, stream_manager, tasks, makes_text=makes_text
+        )
         registry = WorkerRegistry(cast(Any, None), connections.worker_up, connections.worker_down)
         router = cast(RouterClient, reservations)
         preprocess = cast(PreprocessClient, _Preprocess(load_vocabulary(folder, "hf")))
-        policy = policy or MigrationPolicy()
         pipelines = Pipelines(
-            config or PipelineConfig(migration=policy.enabled),
+            config,
             Components(
                 preprocess, router, registry, connections, stream_manager, metrics, tasks, policy, 5.0, post_wait_s
             ),
@@ -435,7 +439,7 @@ async def staged(
         stage = Stage(pipelines.of("tiny"), reservations, hosts, knives)
         stage.replicas = posts
         stage.pipelines = pipelines
-        expected = replicas if connections.makes_text else 0
+        expected = replicas if makes_text else 0
         await until(lambda: connections.connected_workers == len(parts) and stage.texts_connected == expected)
         yield stage
         assert not died.failed, "a background task of the gateway died"

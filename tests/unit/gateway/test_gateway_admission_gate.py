@@ -19,7 +19,8 @@ from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile, create, write
 from services.gateway.admission.local_limiter import LocalLimiter
-from services.gateway.admission.permit import OPEN, current
+from services.gateway.admission.permit import OPEN
+from services.gateway.context import current
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware.admission import AdmissionMiddleware
 from services.gateway.live_view.feed import Feed
@@ -158,7 +159,7 @@ async def test_a_key_has_the_same_owner_however_it_is_sent(tmp_path: Path, name:
     owners: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        owners.append(current().owner)
+        owners.append(current().permit.owner)
         await Response()(scope, receive, send)
 
     transport = httpx.ASGITransport(AdmissionMiddleware(app, gate))
@@ -238,4 +239,4 @@ async def test_without_limits_nothing_is_counted() -> None:
     assert permit.decision is None
     gate.leave(permit)
     assert tasks.alive == 0
-    assert current() is OPEN
+    assert current().permit is OPEN

@@ -15,7 +15,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.anthropic.dialect import AnthropicDialect, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message
-from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedTurn, Turn
+from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
@@ -38,13 +38,13 @@ def same(error: SluiceError) -> SluiceError:
     return error
 
 
-def streamed(encoder: EventEncoder) -> StreamedTurn:
-    turn = StreamedTurn(encoder, same)
-    turn.stream = cast(EventStream, SimpleNamespace(notify=lambda first=False: None))
-    return turn
+def streamed(encoder: EventEncoder) -> StreamedBlocks:
+    response = StreamedBlocks(encoder, same)
+    response.stream = cast(EventStream, SimpleNamespace(notify=lambda first=False: None))
+    return response
 
 
-def say(turn: Turn, said: list[TextDelta], cuts: Cuts, write: Callable[[], None]) -> None:
+def say(turn: StreamedTurn | CollectedTurn, said: list[TextDelta], cuts: Cuts, write: Callable[[], None]) -> None:
     """Says everything in pieces; `write` is called after some of them."""
     at = 0
     for call, (kind, text) in enumerate(said):
@@ -55,7 +55,7 @@ def say(turn: Turn, said: list[TextDelta], cuts: Cuts, write: Callable[[], None]
             piece, left = left[:size], left[size:]
             if kind == "call":
                 named = ("call_" + str(call), "f") if first else ("", "")
-                turn.tool_call(call, *named, piece)  # type: ignore[attr-defined]
+                turn.tool_call(call, *named, piece)
             elif piece:
                 getattr(turn, kind)(piece)
             first = False
@@ -63,17 +63,20 @@ def say(turn: Turn, said: list[TextDelta], cuts: Cuts, write: Callable[[], None]
                 write()
 
 
-def heard(turn: StreamedTurn, said: list[TextDelta], cuts: Cuts, end: Finish | SluiceError) -> list[dict[str, Any]]:
+def heard(
+    response: StreamedBlocks, said: list[TextDelta], cuts: Cuts, end: Finish | SluiceError
+) -> list[dict[str, Any]]:
     """The events of a turn."""
     written: list[bytes] = []
 
     def write() -> None:
-        if turn.unsent or written:
-            written.append(turn.take())
+        if response.unsent or written:
+            written.append(response.take())
 
+    turn = response.sinks[0]
     say(turn, said, cuts, write)
     turn.finish(end) if isinstance(end, Finish) else turn.fail(end)
-    written.append(turn.take())
+    written.append(response.take())
     events = []
     for event in b"".join(written).split(b"\n\n")[:-1]:
         name, data = event.split(b"\n")
@@ -90,7 +93,7 @@ def collected(said: list[TextDelta], cuts: Cuts, end: Finish) -> CollectedTurn:
     return turn
 
 
-def responding(shown: OutputOptions) -> tuple[StreamedTurn, Resource, list[dict[str, Any]]]:
+def responding(shown: OutputOptions) -> tuple[StreamedBlocks, Resource, list[dict[str, Any]]]:
     fields = check(ResponsesRequest, {"model": "m", "input": "hi"}, BUDGETS)
     resource = Resource("resp_1", fields, SamplingParams(), None)
     ended: list[dict[str, Any]] = []
@@ -109,7 +112,7 @@ def test_a_streamed_response_is_the_whole_one(
     turn, resource, ended = responding(shown)
     events = heard(turn, said, cuts, end)
     other = collected(said, cuts[::-1], end)
-    expected = resource.completed(output_of(other.transcript.blocks, shown), end, other.counts)
+    expected = resource.completed(output_of(other.transcript.blocks, shown), end, other.usage.counts())
     final = events[-1]["response"]
     assert without_ids(final["output"]) == without_ids(expected["output"])
     assert {**final, "output": [], "completed_at": 0} == {**expected, "output": [], "completed_at": 0}
@@ -168,7 +171,7 @@ def test_a_streamed_message_is_the_whole_one(
     encoder = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
     events = heard(streamed(encoder), said, cuts, end)
     other = collected(said, cuts[::-1], end)
-    expected = full_message("msg_1", "m", other.transcript.blocks, end, other.counts, **shown)
+    expected = full_message("msg_1", "m", other.transcript.blocks, end, other.usage.counts(), **shown)
     assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == [
         "message_start",
         "message_delta",
@@ -214,7 +217,7 @@ def test_a_stream_that_breaks_says_so() -> None:
 
 def test_what_breaks_before_anything_is_said_is_an_error_of_http() -> None:
     turn, _, _ = responding(OutputOptions())
-    turn.fail(BROKEN)
+    turn.sinks[0].fail(BROKEN)
     assert turn.failure is BROKEN
     waiting = CollectedTurn(same)
     waiting.fail(BROKEN)
@@ -278,15 +281,16 @@ async def test_headers_reach_admission_unchanged() -> None:
 
 def test_a_message_begins_with_no_output_however_far_the_engine_is() -> None:
     encoder = MessageEventEncoder("msg_1", "m", lambda error: {}, clipped=False, thinking=True, omitted=False)
-    turn = streamed(encoder)
+    response = streamed(encoder)
+    turn = response.sinks[0]
     # The engine has run on past a stop string before the first of the text goes out.
     counted = SimpleNamespace(prompt_tokens=7, cached_tokens=3, completion_tokens=5, reasoning_tokens=2)
-    turn.generation = cast(Any, counted)
+    response.usage.generations.append(cast(Any, counted))
     turn.text("one")
     turn.text(" two")
     counted.completion_tokens, counted.reasoning_tokens = 3, 0
     turn.finish(Finish(FinishReason.STOP, stop_string=" three"))
-    events = [orjson.loads(event.split(b"data: ")[1]) for event in turn.take().split(b"\n\n")[:-1]]
+    events = [orjson.loads(event.split(b"data: ")[1]) for event in response.take().split(b"\n\n")[:-1]]
     begun, ended = events[0]["message"]["usage"], events[-2]["usage"]
     assert (begun["input_tokens"], begun["cache_read_input_tokens"]) == (4, 3)
     assert (begun["output_tokens"], begun["output_tokens_details"]["thinking_tokens"]) == (0, 0)

@@ -13,8 +13,10 @@ from pydantic import BaseModel
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.apis.anthropic.blocks import read_chat
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
-from services.gateway.apis.anthropic.translate import EngineCapabilities, TranslatedRequest, translate
-from services.gateway.apis.anthropic.validation import check
+from services.gateway.apis.anthropic.translate import EngineCapabilities, translate
+from services.gateway.apis.anthropic.validation import explain
+from services.gateway.apis.common.translation import TranslatedRequest
+from services.gateway.apis.openai import validation
 from services.gateway.core.request import ChatPrompt
 from tests.support.data.bodies import BUDGETS
 
@@ -53,7 +55,7 @@ BODIES: dict[type[BaseModel], dict[str, Any]] = {
 
 
 def request_of(kind: type[BaseModel], body: dict[str, Any]) -> TranslatedRequest:
-    fields: Any = check(kind, body, BUDGETS)
+    fields: Any = validation.check(kind, body, BUDGETS, explain)
     return translate(fields, "msg_1", CAPABILITIES, BUDGETS)
 
 
@@ -244,7 +246,7 @@ def test_sampling_in_the_engines_words() -> None:
 
 def test_errors_of_the_services_behind_speak_of_the_clients_fields() -> None:
     body = {**BODIES[MessagesRequest], "system": "s", "tools": [TOOL]}
-    rename_fields = request_of(MessagesRequest, body).rename_fields
+    rename_fields = request_of(MessagesRequest, body).field_names.rename
     for param, message, expected in (
         ("messages[1].content", "messages[1].content is odd.", "messages.0 is odd."),
         ("tools[0].function.parameters", "tools[0].function.parameters is odd.", "tools.0.input_schema is odd."),

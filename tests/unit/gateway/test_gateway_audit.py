@@ -16,9 +16,23 @@ from services.common import logs
 from services.common.errors import SluiceError, not_found
 from services.common.observability.audit import AuditSettings
 from services.common.tasks import TaskOwner
-from services.gateway.core import request_audit
+from services.gateway import context
+from services.gateway.core.request import (
+    NULL_SINK,
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    StopParams,
+    TextPrompt,
+    TokenizedPrompt,
+)
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware.audit import AuditMiddleware, open_audit_log
+from services.gateway.streams.audit import AuditObserver, recorded
+from services.gateway.streams.interfaces import CANCELLED, StreamEnd
+from services.gateway.streams.manager import NO_RECOVERY
+from services.gateway.streams.stream import GenerationStream
 
 
 class ObservedStream:
@@ -34,28 +48,38 @@ class ObservedStream:
         self.said.append("finished")
 
 
+FINISH = Finish(FinishReason.STOP)
+PROMPT = TokenizedPrompt(bytes(40), b"", "", b"", b"", 100, b"")
+
+
+def stream(index: int) -> GenerationStream:
+    request = GenerationRequest("r1", "m", TextPrompt("x"), 2, SamplingParams(), StopParams())
+    return GenerationStream(index, request, index, PROMPT, 10, NULL_SINK, context.current(), NO_RECOVERY)
+
+
 def application() -> FastAPI:
     app = FastAPI()
 
     @app.post("/v1/generate")
     async def generate(request: Request) -> Response:
         await request.body()
-        request_audit.known("k7")
-        first, second = (request_audit.of_request() for _ in range(2))
-        if first is None or second is None:
+        entry = context.current().audit
+        if entry is None:
             return PlainTextResponse("not audited")
-        sink = ObservedStream()
-        first.began("r1", "m", 10)
-        second.began("r1", "m", 0)
-        first.worked_on_by("a")
-        second.worked_on_by("a")
-        second.worked_on_by("b")
-        listening = first.listening(sink)  # type: ignore[arg-type]
+        entry.key = "k7"
+        sink, observer = ObservedStream(), AuditObserver()
+        first, second = stream(0), stream(1)
+        for one in (first, second):
+            observer.on_started(one)
+            observer.on_assigned(one, "a")
+        observer.on_assigned(second, "b")
+        listening = recorded(sink, entry)  # type: ignore[arg-type]
         listening.text("hel")
         listening.text("lo")
-        listening.finish(None)  # type: ignore[arg-type]
-        first.ended(3, 8, None, gone=False)
-        second.ended(4, 0, None, gone=bool(request.query_params.get("gone")))
+        listening.finish(FINISH)
+        first.completion_tokens, first.cached_tokens, second.completion_tokens = 3, 8, 4
+        observer.on_ended(first, StreamEnd(FINISH))
+        observer.on_ended(second, CANCELLED if request.query_params.get("gone") else StreamEnd(FINISH))
         return PlainTextResponse("|".join(sink.said))
 
     @app.post("/v1/refuse")

@@ -10,7 +10,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.core import deadlines
+from services.gateway import context
 from services.gateway.core.deadlines import NO_DEADLINE, Deadline, parse_grpc_timeout, parse_timeout_ms
 from services.gateway.http.middleware.deadlines import DeadlineMiddleware
 
@@ -55,7 +55,7 @@ async def passed(longest_s: float, *headers: tuple[bytes, bytes]) -> tuple[float
     status = 0
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(deadlines.current().left_s)
+        seen.append(context.current().deadline.left_s)
 
     async def send(message: Message) -> None:
         nonlocal status

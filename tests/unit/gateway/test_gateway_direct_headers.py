@@ -8,7 +8,6 @@ from services.common.errors import SluiceError
 from services.common.packing import pack_u32
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.validation import check
-from services.gateway.core import routing_hints as hints
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.http.middleware.routing_hints import of_headers
 from tests.support.data.bodies import BUDGETS
@@ -43,10 +42,8 @@ def test_ranks_and_subsets() -> None:
 
 def test_a_rank_in_the_body_is_that_of_whichever_worker_is_named() -> None:
     for headers, rank in (({"x-sluice-worker": "a"}, 3), ({"x-sluice-worker": "a", "x-data-parallel-rank": "1"}, 1)):
-        hints.begin(of_headers(headers))
-        hints.at_rank(3)
-        assert (hints.current().workers, hints.current().rank) == (("a",), rank)
-    hints.begin(hints.NO_HINTS)
+        hints = of_headers(headers).with_rank(3)
+        assert (hints.workers, hints.rank) == (("a",), rank)
 
 
 def test_who_is_allowed() -> None:

@@ -13,9 +13,12 @@ from starlette.requests import Request
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
+from services.gateway import context
+from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core import deadlines
+from services.gateway.context import RequestContext
+from services.gateway.core.deadlines import Deadline
 from services.gateway.core.request import (
     GenerationRequest,
     Route,
@@ -25,6 +28,7 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement.selector import Placement
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.capabilities import able
@@ -155,12 +159,12 @@ def test_workers_that_can_do_it_all() -> None:
 
 async def test_the_time_that_a_request_has_is_that_of_its_vectors_too() -> None:
     workers = Workers({"a": Stub(grpc.StatusCode.DEADLINE_EXCEEDED)})
-    deadlines.begin(0.001)
+    context.enter(RequestContext(deadline=Deadline.after(0.001)))
     await asyncio.sleep(0.01)
     with pytest.raises(SluiceError) as caught:
         await workers.embed(7)
     assert (caught.value.kind, caught.value.code) == (ErrorKind.DEADLINE_EXCEEDED, "request_timeout")
-    deadlines.begin(2.0)
+    context.enter(RequestContext(deadline=Deadline.after(2.0)))
     assert await workers.embed(7) == [7]
     assert all(timeout <= 2 for timeout in workers.stubs["a"].timeouts)
     assert all(link.embedding == 0 for link in workers.links.values())
@@ -179,12 +183,14 @@ async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None
 
     class Preprocess:
         async def tokenize(self, *how: Any) -> Any:
-            return SimpleNamespace(token_ids=pack_u32([1, 2]), context_length=64)
+            return SimpleNamespace(token_ids=pack_u32([1, 2]), context_limit=lambda worker_limit: 64)
 
     registry = Workers({"a": Stub()}).registry
     pipeline = SimpleNamespace(registry=registry, preprocess=Preprocess())
     settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5, budgets=BUDGETS)
-    endpoints = EmbeddingEndpoints(cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings))
+    endpoints = EmbeddingEndpoints(
+        cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings), BodyReader(cast(Any, settings))
+    )
     body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]
 
     async def receive() -> Any:
@@ -210,7 +216,7 @@ async def test_a_worker_that_only_embedded_so_far_is_not_taken_for_silent_when_i
     link._active_at -= 1000
     request = GenerationRequest("r", "m", TextPrompt("x"), 1, SamplingParams(), StopParams())
     prompt = TokenizedPrompt(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
-    board.connect(request, 0, prompt, Route("w"), link, 10, cast(Any, None))
+    board.connect(request, 0, prompt, Placement(Route("w"), link), 10, cast(Any, None))
     silent: list[bool] = []
     WorkerWatchdog(lambda: [link], board.computing, 30.0, lambda: silent.append(True)).look()
     assert not silent

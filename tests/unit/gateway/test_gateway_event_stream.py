@@ -10,7 +10,7 @@ from typing import Any, cast
 from starlette.types import Message
 
 from services.common.errors import SluiceError, unavailable
-from services.gateway.apis.openai.choices import CollectedChoices, StreamedChoice, StreamedChoices
+from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat
 from services.gateway.apis.openai.detailed_choices import DetailedStreamedChoice, DetailOptions
 from services.gateway.apis.openai.logprobs import Naming
@@ -52,10 +52,13 @@ class Client:
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+def same(error: SluiceError) -> SluiceError:
+    return error
+
+
 def make(number: int = 1, usage: bool = False, max_unsent: int = 1000) -> tuple[StreamedChoices, EventStream]:
-    choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", usage), number, usage)
-    choices.stream = EventStream(choices, WriteScheduler(), max_unsent, {})
-    return choices, choices.stream
+    choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", usage), number, usage, same)
+    return choices, choices.open_stream(WriteScheduler(), max_unsent)
 
 
 def serve(stream: EventStream, client: Client) -> asyncio.Task[None]:
@@ -356,7 +359,7 @@ async def test_arguments_go_out_as_they_come() -> None:
 
 
 def test_a_whole_answer_carries_reasoning_and_calls() -> None:
-    choices = CollectedChoices(1)
+    choices = CollectedChoices(1, same)
     sink = choices.sinks[0]
     sink.reasoning("a")
     sink.reasoning("b")
@@ -379,11 +382,11 @@ def test_a_whole_answer_carries_reasoning_and_calls() -> None:
 async def test_usage_so_far_counts_prompts_that_have_no_ids() -> None:
     asked = DetailOptions(continuous_usage=True)
 
-    def choice(index: int, events: StreamedChoices) -> StreamedChoice:
+    def choice(index: int, events: StreamedChoices) -> ChunkedChoice:
         return DetailedStreamedChoice(index, events, asked, Naming({}))
 
-    choices = StreamedChoices(CompletionFormat("cmpl-1", 1, "m", True), 3, True, make=choice)
-    choices.stream = EventStream(choices, WriteScheduler(), 1000, {})
+    choices = StreamedChoices(CompletionFormat("cmpl-1", 1, "m", True), 3, True, same, make=choice)
+    choices.open_stream(WriteScheduler(), 1000)
     of_embeddings = SimpleNamespace(streams=[1, 2], prompt_tokens=70)  # rows; there are no ids
     choices.usage.generations += cast(Any, [of_embeddings, SimpleNamespace(streams=[3], prompt_tokens=5)])
     for sink in choices.sinks:

@@ -21,9 +21,11 @@ from services.gateway.apis.openai.validation import check
 from services.gateway.clients import link as link_module
 from services.gateway.clients import postprocess_link as post_link
 from services.gateway.clients import worker_link
-from services.gateway.clients.postprocess_link import PostLink, Sent, stream_options
+from services.gateway.clients.postprocess_link import PostLink, stream_options
 from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.context import NO_CONTEXT
 from services.gateway.core.request import (
+    NULL_SINK,
     EmbedsPrompt,
     Finish,
     FinishReason,
@@ -35,7 +37,7 @@ from services.gateway.core.request import (
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
 from services.gateway.placement.selector import Placement, PlacementRequest, WorkerSelector
-from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.manager import NO_RECOVERY, StreamManager
 from services.gateway.streams.migration import MAX_CONCURRENT, Migrator
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.postprocess_pool import MAX_REPLAYS
@@ -58,7 +60,7 @@ async def test_the_largest_seed_has_further_choices() -> None:
     link._connected.set()
     largest = replace(REQUEST, choices=3, sampling=replace(REQUEST.sampling, seed=2**63 - 1))
     for index in range(3):
-        stream_manager.stream_manager.connect(largest, index, PROMPT, Route("w0"), link, MAX_TOKENS, cast(Any, Sink()))
+        stream_manager.start(largest, index, PROMPT, Route("w0"), link, Sink())
     seeds = [start.request.sampling.seed for start, _ in link._starts]
     assert seeds == [2**63 - 1, -(2**63), -(2**63) + 1]
 
@@ -69,10 +71,22 @@ def test_a_stream_that_cannot_be_moved_leaves_the_others_of_its_worker_to_go_on(
     worker = cast(WorkerLink, desk.workers[0])
     sink = Sink()
     desk.stream_manager.connect(
-        REQUEST, 0, garbled, Route("w0", reservation_id=desk.book()), worker, MAX_TOKENS, cast(Any, sink)
+        REQUEST,
+        0,
+        garbled,
+        Placement(Route("w0", reservation_id=desk.book()), worker),
+        MAX_TOKENS,
+        cast(Any, sink),
+        recovery=desk,
     )
     first = desk.stream_manager.connect(
-        REQUEST, 0, garbled, Route("w0", reservation_id=desk.book()), worker, MAX_TOKENS, cast(Any, sink)
+        REQUEST,
+        0,
+        garbled,
+        Placement(Route("w0", reservation_id=desk.book()), worker),
+        MAX_TOKENS,
+        cast(Any, sink),
+        recovery=desk,
     )
     other, other_sink = desk.connect()
     desk.tokens([(first, [10]), (other, [10])])
@@ -108,7 +122,7 @@ def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next
         worker = cast(WorkerLink, desk.workers[0])
         sink = Siblings(end)
         desk.posts[1].retired = True
-        streams.append(desk.stream_manager.connect(REQUEST, index, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink)))
+        streams.append(desk.start(REQUEST, index, PROMPT, route, worker, sink))
         desk.posts[1].retired = False
     streams[0].replays = MAX_REPLAYS  # its sibling was on luckier replicas
     desk.lose_post(0)
@@ -140,7 +154,7 @@ def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
         asked.append(stream)
         return None
 
-    desk.stream_manager.rescue = rescue
+    desk.rescue = rescue
     stream, _ = desk.connect()
     desk.tokens([(stream, [10, 11, EOS])])
     desk.lose_worker(0)
@@ -155,7 +169,7 @@ def test_usage_of_text_that_the_worker_made_and_did_not_count() -> None:
     request = replace(REQUEST, engine_text=True)
     route = Route("w0", reservation_id=desk.book())
     worker = cast(WorkerLink, desk.workers[0])
-    stream = desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+    stream = desk.start(request, 0, PROMPT, route, worker, sink)
     desk.tokens([(stream, [10, 11, EOS])])
     desk.lose_worker(0)
     assert [end.completion_tokens for end in sink.ends if isinstance(end, Finish)] == [3]
@@ -168,6 +182,14 @@ class FakeReplica:
     stub: Any = None
 
 
+def stream_of(
+    slot: int, request: GenerationRequest = REQUEST, prompt: Any = PROMPT, tokens: tuple[int, ...] = ()
+) -> GenerationStream:
+    made = GenerationStream(slot, request, 0, prompt, MAX_TOKENS, NULL_SINK, NO_CONTEXT, NO_RECOVERY)
+    made.tokens.extend(tokens)
+    return made
+
+
 def words(*values: int) -> bytes:
     return array("I", values).tobytes()
 
@@ -176,15 +198,12 @@ def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> 
     desk = WorkerTable()
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
     link._connected.set()
-    prompt = PROMPT
-    link.open(7, "r", REQUEST, prompt, None, MAX_TOKENS)
-    link.open(8, "r", REQUEST, prompt, None, MAX_TOKENS)
+    link.open(stream_of(7))
+    link.open(stream_of(8))
     link._drain()
     link.feed(words(7, 8), words(1, 2), words(100, 200, 201))
     link.feed(words(7), words(1), words(101))
-    link.open(
-        7, "r", REQUEST, prompt, None, MAX_TOKENS, array("I", [100, 101]), Sent()
-    )  # refused; its tokens still wait here
+    link.open(stream_of(7, tokens=(100, 101)))  # refused; its tokens still wait here
     link.feed(words(7), words(1), words(102))
     message = link._drain()
     assert message is not None
@@ -201,7 +220,7 @@ async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
     embeds = EmbedsPrompt(bytes(4 * 256 * 1024), 1024)
     prompt = replace(PROMPT, token_ids=b"", embeds=embeds)
     for slot in range(16):
-        link.start(slot, f"r{slot}", REQUEST, prompt, None, 10, None, None)
+        link.start(stream_of(slot, prompt=prompt), f"r{slot}")
     link.cancel(3)
     sizes, started, cancelled = [], 0, b""
     while (message := link._drain()) is not None:
@@ -231,7 +250,7 @@ async def test_a_start_that_no_worker_would_take_ends_its_request_only() -> None
     for sink, rows in zip(sinks, (300, 200), strict=True):
         prompt = replace(PROMPT, token_ids=b"", embeds=EmbedsPrompt(bytes(4 * 1024 * rows), 1024))
         route = Route("w0", reservation_id=stream_manager.book())
-        stream_manager.stream_manager.connect(REQUEST, 0, prompt, route, link, MAX_TOKENS, cast(Any, sink))
+        stream_manager.start(REQUEST, 0, prompt, route, link, sink)
     (error,) = sinks[0].ends
     assert isinstance(error, SluiceError)
     assert (error.kind, error.http_status) == (ErrorKind.TOO_LARGE, 413)
@@ -248,7 +267,7 @@ def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
     link._connected.set()
     request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
     for slot in range(40):
-        link.open(slot, "r", request, PROMPT, None, MAX_TOKENS, array("I", [1, 2, 3]), Sent())
+        link.open(stream_of(slot, request, tokens=(1, 2, 3)))
         link.feed(words(slot), words(1), words(4))
     sizes, opened = [], 0
     while (message := link._drain()) is not None:
@@ -261,6 +280,8 @@ def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
 
 class Entries:
     """A catalogue of two models; the workers of one are gone."""
+
+    workers: dict[str, Any] = {}  # noqa: RUF012
 
     def of_model(self, name: str) -> list[Any]:
         return []
@@ -298,11 +319,11 @@ async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_other
         GatewayMetrics(),
         tasks,
     )
-    desk.stream_manager.migrate = migrator.take_over
+    desk.take_over = migrator.take_over
 
     def connect(request: GenerationRequest) -> GenerationStream:
         route = Route("w0", reservation_id=desk.book())
-        return desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, Sink()))
+        return desk.start(request, 0, PROMPT, route, worker, Sink())
 
     dead = [connect(replace(REQUEST, model="dead")) for _ in range(MAX_CONCURRENT)]
     other = connect(REQUEST)
@@ -322,14 +343,13 @@ async def test_a_route_stage_that_fails_does_not_end_the_gateway() -> None:
         def eligible(self, workers: Any, prompt_tokens: int, alone: bool = False) -> Any:
             return workers
 
-    placement = WorkerSelector(
-        cast(Any, None), cast(Any, Entries()), cast(Any, Nobody()), tasks, 1.0, cast(Any, Alone())
-    )
-
     async def broken(wanted: PlacementRequest, workers: Any) -> Route:
         raise KeyError("inside")
 
-    placement.own_route = broken
+    placement = WorkerSelector(
+        cast(Any, None), cast(Any, Entries()), cast(Any, Nobody()), tasks, 1.0, cast(Any, Alone()), broken
+    )
+
     wanted = PlacementRequest(REQUEST, "b", PROMPT, 16, 0, cast(Any, type("D", (), {"share": lambda *_: 1.0})()))
     with pytest.raises(SluiceError, match="route stage") as refused:
         await placement.place(wanted)
@@ -346,7 +366,7 @@ def test_the_stop_id_that_was_asked_for_is_told() -> None:
         request = replace(REQUEST, stop=replace(REQUEST.stop, token_ids=asked))
         route = Route("w0", reservation_id=desk.book())
         worker = cast(WorkerLink, desk.workers[0])
-        stream = desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+        stream = desk.start(request, 0, PROMPT, route, worker, sink)
         desk.stream_manager.on_finished(stream, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
         (finish,) = sink.ends
         assert isinstance(finish, Finish)
@@ -424,7 +444,7 @@ async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
         await link.ready()
         sink = Sink()
         route = Route("w9", reservation_id=desk.book())
-        stream = desk.stream_manager.connect(REQUEST, 0, PROMPT, route, link, MAX_TOKENS, cast(Any, sink))
+        stream = desk.start(REQUEST, 0, PROMPT, route, link, sink)
         assert stream.slot == 1
         other, other_sink = desk.connect(1)
         while not calls:  # noqa: ASYNC110
@@ -456,7 +476,7 @@ async def test_a_place_stage_that_answers_nonsense_ends_its_generation_not_the_g
         GatewayMetrics(),
         tasks,
     )
-    desk.stream_manager.migrate = migrator.take_over
+    desk.take_over = migrator.take_over
     cast(Any, desk.workers[0]).sessions = 1
     _, sink = desk.connect()
     desk.lose_worker(0)
@@ -482,8 +502,7 @@ class BrokenStage:
 def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
     desk = WorkerTable(posts=0)
     own = CustomPostprocessAdapter(BrokenStage(), desk.stream_manager)
-    desk.stream_manager.texts.custom = lambda model: cast(PostLink, own)
-    _, sink = desk.connect()
+    _, sink = desk.connect(custom_text=own)
     (error,) = sink.ends
     assert isinstance(error, SluiceError)
     assert error.kind is ErrorKind.INTERNAL
@@ -502,7 +521,7 @@ def test_a_stream_that_no_replica_would_take_ends_its_request_only() -> None:
         request = replace(REQUEST, stop=replace(REQUEST.stop, strings=("x" * size,)))
         route = Route("w0", reservation_id=desk.book())
         worker = cast(WorkerLink, desk.workers[0])
-        desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+        desk.start(request, 0, PROMPT, route, worker, sink)
     (error,) = sinks[0].ends
     assert isinstance(error, SluiceError)
     assert error.kind is ErrorKind.TOO_LARGE

@@ -8,10 +8,9 @@ import pytest
 
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.apis.openai.error_params import client_names, with_client_name
 from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve
 from services.gateway.apis.openai.schemas import CompletionRequest
-from services.gateway.apis.openai.translate import completion_requests
+from services.gateway.apis.openai.translate import client_names, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.core.request import GenerationRequest, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt
@@ -28,7 +27,7 @@ class Preprocess:
         self.markers = {marker: 1000 + index for index, marker in enumerate(markers)}
 
     async def tokenize(
-        self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str
+        self, model: str, prompt: Prompt, block_size: int = 0, lora: str = "", cache_salt: str = ""
     ) -> TokenizedPrompt:
         if isinstance(prompt, TokenPrompt):
             return TokenizedPrompt(prompt.token_ids, b"", "", b"", b"", 0, b"")
@@ -96,5 +95,5 @@ def test_errors_of_workers_name_the_clients_field() -> None:
         ("lora", "lora_path"),
         ("temperature", "temperature"),
     ):
-        error = with_client_name(invalid(f"Leave out {said}.", param=said, code="c"), names)
+        error = names.rename(invalid(f"Leave out {said}.", param=said, code="c"))
         assert (error.param, error.message, error.code) == (heard, f"Leave out {heard}.", "c")

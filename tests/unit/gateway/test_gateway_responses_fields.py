@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from services.common.errors import ErrorKind, SluiceError
+from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversation import conversation
 from services.gateway.apis.responses.items import SEALED, read_items, reasoning_text, seal
 from services.gateway.apis.responses.schemas import InputTokensRequest, ResponsesRequest
 from services.gateway.apis.responses.tools import read_tools
-from services.gateway.apis.responses.translate import TranslatedRequest, translate
+from services.gateway.apis.responses.translate import translate
 from tests.support.data.bodies import BUDGETS
 
 VALUES: list[Any] = [

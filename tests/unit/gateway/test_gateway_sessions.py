@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from services.common.errors import SluiceError
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.admission.keys import create
 from services.gateway.admission.permit import Permit
+from services.gateway.context import NO_CONTEXT, RequestContext
 from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.settings import GatewaySettings
 from services.router.scheduling.session_affinity import LONGEST_ID
@@ -18,13 +19,12 @@ from services.router.scheduling.session_affinity import LONGEST_ID
 @pytest.fixture(autouse=True)
 def nobody() -> Iterator[None]:
     yield
-    permits.begin(permits.OPEN)
-    sessions.begin((), {}, {})
+    context.enter(NO_CONTEXT)
 
 
 def session(sources: tuple[str, ...] = sessions.SOURCES, header: str = "", **fields: str | None) -> str:
-    sessions.begin(sources, {"x-session-id": header} if header else {}, fields)
-    return sessions.current()
+    sessions.enter_session(sources, {"x-session-id": header} if header else {}, fields)
+    return context.current().session_id
 
 
 def test_session_is_a_short_digest_of_the_first_source_that_is_sent() -> None:
@@ -47,7 +47,7 @@ def test_sessions_of_two_tenants_differ_and_no_join_of_parts_makes_them_equal() 
     found = set()
     for tenant in ("", "", "x", "xa"):  # a key without a tenant is a tenant of its own
         _, key = create("key", tenant=tenant)
-        permits.begin(Permit(key, "", None, None))
+        context.enter(RequestContext(Permit(key, "", None, None)))
         found |= {session(header="a"), session(header=f"{key.owner}a"), session(user=f"a{key.owner}")}
     assert len(found) == 12
 
@@ -56,7 +56,7 @@ def test_keys_of_one_tenant_share_its_sessions() -> None:
     found = set()
     for name in ("one", "two"):
         _, key = create(name, tenant="shop")
-        permits.begin(Permit(key, "", None, None))
+        context.enter(RequestContext(Permit(key, "", None, None)))
         found.add(session(header="a"))
     assert len(found) == 1
 

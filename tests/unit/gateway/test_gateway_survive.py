@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement.selector import Placement
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.postprocess_pool import MAX_REPLAYS, REPLACED
 from services.gateway.streams.stream import GenerationStream
@@ -49,9 +51,9 @@ class Worker(FakeLink):
         self.breaker = Breaker()
         self.slots: set[int] = set()
 
-    def start(self, slot: int, *rest: Any) -> None:
-        assert slot not in self.slots
-        self.slots.add(slot)
+    def start(self, stream: GenerationStream, *rest: Any) -> None:
+        assert stream.slot not in self.slots
+        self.slots.add(stream.slot)
 
     def cancel(self, slot: int) -> None:
         self.slots.discard(slot)
@@ -69,14 +71,12 @@ class Post(FakeLink):
         self.opened: list[tuple[Any, ...]] = []
         self.ends: dict[int, FinishReason] = {}
 
-    def open(
-        self, slot: int, name: str, request: Any, prompt: Any, trace: Any, max_tokens: int, tokens: Any, sent: Any
-    ) -> None:
+    def open(self, stream: GenerationStream) -> None:
         assert self.connected
-        assert slot not in self.held
-        assert (tokens is None) == (sent is None)
-        self.held[slot] = list(tokens or ())
-        self.opened.append((name, list(tokens or ()), None if sent is None else replace(sent)))
+        assert stream.slot not in self.held
+        self.held[stream.slot] = list(stream.tokens)
+        sent = (stream.text_sent, replace(stream.sent)) if stream.tokens else None
+        self.opened.append((stream.request_id, list(stream.tokens), sent))
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         ids, start = unpack_u32(token_ids), 0
@@ -124,7 +124,10 @@ class WorkerTable:
         self.reservations = 0
         self.computed: list[str] = []
         self.stream_manager = StreamManager(1000, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0)
-        self.stream_manager.migrate = self.migrate
+        self.take_over = self.migrate
+        self.rescue: Callable[[GenerationStream, WorkerLink, SluiceError], SluiceError | None] = (
+            lambda stream, worker, error: error
+        )
         self.workers = [Worker(f"w{number}") for number in range(workers)]
         self.posts = [Post() for _ in range(posts)]
         self.stream_manager.texts.links.update(
@@ -145,23 +148,44 @@ class WorkerTable:
     def migrate(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> bool:
         if not (self.may_move and error.retryable):
             return False
+        self.stream_manager.release_worker(stream)
         stream.migrations += 1
         self.moving.append(stream)
         return True
 
-    def connect(self, worker: int = 0) -> tuple[GenerationStream, Sink]:
+    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
+        raise AssertionError("no stream has a pair")
+
+    def on_interrupted(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+        remaining = self.rescue(stream, worker, error)
+        return None if remaining is None or self.take_over(stream, worker, remaining) else remaining
+
+    def connect(self, worker: int = 0, custom_text: Any = None) -> tuple[GenerationStream, Sink]:
         sink = Sink()
         link = self.workers[worker]
         route = Route(link.worker_id, reservation_id=self.book())
-        stream = self.stream_manager.connect(
-            REQUEST, 0, PROMPT, route, cast(WorkerLink, link), MAX_TOKENS, cast(Any, sink)
+        return self.start(REQUEST, 0, PROMPT, route, cast(WorkerLink, link), sink, custom_text), sink
+
+    def start(
+        self,
+        request: GenerationRequest,
+        index: int,
+        prompt: TokenizedPrompt,
+        route: Route,
+        worker: WorkerLink,
+        sink: Any,
+        custom_text: Any = None,
+    ) -> GenerationStream:
+        placement = Placement(route, worker)
+        return self.stream_manager.connect(
+            request, index, prompt, placement, MAX_TOKENS, sink, recovery=self, custom_text=custom_text
         )
-        return stream, sink
 
     def resume(self, stream: GenerationStream, worker: int) -> None:
         self.moving.remove(stream)
         link = self.workers[worker]
-        self.stream_manager.resume(stream, Route(link.worker_id, reservation_id=self.book()), cast(WorkerLink, link))
+        route = Route(link.worker_id, reservation_id=self.book())
+        self.stream_manager.resume(stream, Placement(route, cast(WorkerLink, link)))
 
     def tokens(self, rows: list[tuple[GenerationStream, list[int]]]) -> None:
         for worker in self.workers:
@@ -353,7 +377,7 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     other = next(post for post in desk.posts if post is not first)
     desk.lose_post(desk.posts.index(first))
     # The same name: ids of tool calls are made of it.
-    assert other.opened == [("r-0", [10, 11, 12], Sent(text=3))]
+    assert other.opened == [("r-0", [10, 11, 12], (3, Sent()))]
     assert stream.degraded == (REPLACED,)
     desk.tokens([(stream, [13])])
     assert other.held[stream.slot] == [10, 11, 12, 13]

@@ -22,6 +22,7 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement.selector import Placement
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.fake_links import FakeLink
@@ -42,9 +43,9 @@ class FakeWorker(FakeLink):
         self.seeds: list[int | None] = []
         self.cancelled: list[int] = []
 
-    def start(self, slot: int, request_id: str, request: Any, prompt: Any, seed: int | None, *rest: Any) -> None:
-        self.started.append(slot)
-        self.seeds.append(seed)
+    def start(self, stream: GenerationStream, *rest: Any) -> None:
+        self.started.append(stream.slot)
+        self.seeds.append(stream.seed)
 
     def cancel(self, slot: int) -> None:
         self.cancelled.append(slot)
@@ -61,7 +62,7 @@ class FakePost(FakeLink):
         self.ended: list[int] = []
         self.closed: list[int] = []
 
-    def open(self, slot: int, *rest: Any) -> None:
+    def open(self, stream: GenerationStream) -> None:
         pass
 
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
@@ -124,7 +125,7 @@ class Desk:
         for other in others:
             other.retired = True  # the stream shall go to the one named
         stream = self.stream_manager.connect(
-            REQUEST, index, PROMPT, route, cast(WorkerLink, self.worker), 10, cast(Any, sink)
+            REQUEST, index, PROMPT, Placement(route, cast(WorkerLink, self.worker)), 10, cast(Any, sink)
         )
         for other in others:
             other.retired = False

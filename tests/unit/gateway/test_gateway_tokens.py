@@ -11,6 +11,7 @@ import pytest
 
 from services.common.errors import invalid
 from services.common.packing import pack_u32, unpack_u32
+from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
@@ -32,7 +33,7 @@ class Preprocess:
         self.asked: list[Prompt] = []
 
     async def tokenize(
-        self, model: str, prompt: Prompt, block_size: int, lora: str, cache_salt: str
+        self, model: str, prompt: Prompt, block_size: int = 0, lora: str = "", cache_salt: str = ""
     ) -> TokenizedPrompt:
         self.asked.append(prompt)
         if isinstance(prompt, TextPrompt):
@@ -70,10 +71,11 @@ class Gateway:
         self.registry.synced = True
         self.registry.workers["w"] = entry("w", "m")
         settings = GatewaySettings(max_body_mb=0.01)
+        bodies = BodyReader(settings)
         pipeline = cast(Pipeline, SimpleNamespace(preprocess=self.preprocess, registry=self.registry))
-        openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None), cast(Any, None))
-        tokens = TokenEndpoints(pipeline, settings)
-        embeddings = EmbeddingEndpoints(pipeline, cast(Any, None), settings)
+        openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None), cast(Any, None), bodies)
+        tokens = TokenEndpoints(pipeline, settings, bodies)
+        embeddings = EmbeddingEndpoints(pipeline, cast(Any, None), settings, bodies)
         app = create_app(openai, tokens, embeddings, cast(Readiness, None))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 

@@ -101,10 +101,10 @@ def _read(reader: FieldReader, chat: Chat) -> None:
 
 
 def _check_kind(block: FieldReader) -> None:
-    kind = block.value.get("type") if isinstance(block.value, dict) else None
-    if isinstance(kind, str) and kind not in _SUPPORTED:
-        reason = _UNSUPPORTED_REASONS.get(kind, f"the supported types are {', '.join(_SUPPORTED)}")
-        raise block.under("type").unsupported(f"{kind[:64]!r} blocks are not accepted; {reason}")
+    supported = f"the supported types are {', '.join(_SUPPORTED)}"
+    block.reject_other_kinds(
+        _SUPPORTED, lambda kind: f"blocks are not accepted; {_UNSUPPORTED_REASONS.get(kind, supported)}"
+    )
     block.kind(*_SUPPORTED)
     check_cache_control(block)
 

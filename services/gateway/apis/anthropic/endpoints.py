@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,17 +15,16 @@ from services.gateway.apis.anthropic.dialect import VERSIONS, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields
-from services.gateway.apis.anthropic.translate import EngineCapabilities, TranslatedRequest, thinks, translate
-from services.gateway.apis.anthropic.validation import check
+from services.gateway.apis.anthropic.translate import EngineCapabilities, thinks, translate
+from services.gateway.apis.anthropic.validation import explain
 from services.gateway.apis.common.block_runner import BlockAnswerRunner, Fallback
-from services.gateway.http.body import read_json
-from services.gateway.http.body_memory import BodyMemory
-from services.gateway.http.degradation import mark
-from services.gateway.pipeline import session_affinity as sessions
+from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.common.translation import TranslatedRequest
+from services.gateway.apis.openai.validation import check
 from services.gateway.pipeline.pipeline import Generation
+from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
-CLIENT_CLOSED_REQUEST = 499
 BUDGET_NOT_ENFORCED = "thinking_budget_not_enforced"
 REMEMBERED_MODELS = 1024
 
@@ -60,12 +57,10 @@ class MessagesEndpoints:
     """Handlers that create messages and count the tokens of prompts.
 
     Args:
-        bodies: the memory budget shared by all request bodies.
+        bodies: reads the bodies of requests.
     """
 
-    def __init__(
-        self, block_runner: BlockAnswerRunner, settings: GatewaySettings, bodies: BodyMemory | None = None
-    ) -> None:
+    def __init__(self, block_runner: BlockAnswerRunner, settings: GatewaySettings, bodies: BodyReader) -> None:
         self._block_runner = block_runner
         self._settings = settings
         self._bodies = bodies
@@ -75,14 +70,14 @@ class MessagesEndpoints:
     async def messages(self, request: Request) -> Response:
         """Create a message."""
         _check_version(request)
-        fields = check(MessagesRequest, await self._body(request), self._budgets)
+        fields = check(MessagesRequest, await self._bodies.read(request), self._budgets, explain)
         message_id = f"msg_{secrets.token_hex(12)}"
         logs.request_id.set(message_id)
         with telemetry.stage(
             "gateway.request", dict(request.headers), model=fields.model, client_request_id=fields.request_id
         ):
             user = fields.metadata.user_id if fields.metadata is not None else None
-            sessions.begin(self._settings.session_sources, request.headers, {"user": user})
+            enter_session(self._settings.session_sources, request.headers, {"user": user})
             attempt = Attempt(
                 fields,
                 message_id,
@@ -103,7 +98,7 @@ class MessagesEndpoints:
     async def count_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without generating."""
         _check_version(request)
-        fields = check(CountTokensRequest, await self._body(request), self._budgets)
+        fields = check(CountTokensRequest, await self._bodies.read(request), self._budgets, explain)
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
             translated = self._translated(fields, "count")
             try:
@@ -112,15 +107,12 @@ class MessagesEndpoints:
                 if not self._forget_switch(fields.model, error):
                     raise
                 length = await self._length(self._translated(fields, "count"))
-        return _json({"input_tokens": length})
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
+        return json_response({"input_tokens": length})
 
     def _translated(self, fields: PromptFields, message_id: str) -> TranslatedRequest:
         capabilities = EngineCapabilities(
-            self._block_runner.has_capability(fields.model, "guided_json"), self._bounds_thinking(fields.model)
+            self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json"),
+            self._bounds_thinking(fields.model),
         )
         return translate(fields, message_id, capabilities, self._budgets, fields.model not in self._without_switch)
 
@@ -148,13 +140,13 @@ class MessagesEndpoints:
         generation = attempt.translated.generation
         entry = self._block_runner.pipelines.registry.model(fields.model)
         try:
-            prompt = await self._block_runner.pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+            prompt = await self._block_runner.pipelines.preprocess.tokenize(entry.model, generation.prompt)
         except SluiceError as failure:  # with engine preprocessing, preprocess reads the prompt here for the first time
-            rename_fields = attempt.translated.rename_fields
+            rename_fields = attempt.translated.field_names.rename
             if self._forget_switch(fields.model, rename_fields(failure)):
                 return replace(attempt, translated=self._translated(fields, attempt.message_id))
             raise rename_fields(failure) from None
-        room = min(limit for limit in (entry.context_length, prompt.context_length) if limit) - prompt.length
+        room = prompt.context_limit(entry.context_length) - prompt.length
         if room < max(1, generation.stop.min_tokens):
             return None
         clipped = replace(generation, stop=replace(generation.stop, max_tokens=room))
@@ -173,12 +165,12 @@ class MessagesEndpoints:
         pipelines = self._block_runner.pipelines
         entry = pipelines.registry.model(translated.generation.model)
         try:
-            return (await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")).length
+            return (await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt)).length
         except SluiceError as error:
-            raise translated.rename_fields(error) from None
+            raise translated.field_names.rename(error) from None
 
     async def _answer(self, request: Request, attempt: Attempt) -> Response:
-        generation, rename_fields = attempt.translated.generation, attempt.translated.rename_fields
+        generation, rename_fields = attempt.translated.generation, attempt.translated.field_names.rename
         if attempt.fields.stream:
             encoder = MessageEventEncoder(
                 attempt.message_id,
@@ -189,15 +181,18 @@ class MessagesEndpoints:
             return await self._block_runner.stream(generation, encoder, rename_fields, _ignore, attempt.fallbacks)
         collected = await self._block_runner.collect(request, generation, rename_fields)
         if collected is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return client_closed_response()
         turn, completed = collected
         blocks = turn.transcript.blocks
         message = full_message(
-            attempt.message_id, attempt.fields.model, blocks, turn.result(), turn.counts, **attempt.output_options
+            attempt.message_id,
+            attempt.fields.model,
+            blocks,
+            turn.result(),
+            turn.usage.counts(),
+            **attempt.output_options,
         )
-        response = _json(message)
-        mark(response, [completed, *attempt.fallbacks])
-        return response
+        return json_response(message, [completed, *attempt.fallbacks])
 
 
 def _ignore(generation: Generation) -> None:
@@ -208,7 +203,3 @@ def _check_version(request: Request) -> None:
     version = request.headers.get("anthropic-version", VERSIONS[-1])
     if version not in VERSIONS:
         raise invalid(f"anthropic-version: {version[:40]!r} is not a supported version; send {VERSIONS[-1]}.")
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

@@ -10,7 +10,8 @@ import orjson
 
 from services.common.errors import SluiceError
 from services.gateway.apis.anthropic.message import Signature, end_fields, message_start, usage
-from services.gateway.apis.common.transcript import Counts, Kind
+from services.gateway.apis.common.output import Counts
+from services.gateway.apis.common.transcript import Kind
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import ShownToken
 from services.gateway.core.request import Finish

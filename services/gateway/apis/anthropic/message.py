@@ -9,7 +9,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.apis.common.transcript import Block, Counts, Kind, Transcript
+from services.gateway.apis.common.output import Counts
+from services.gateway.apis.common.transcript import Block, Kind, Transcript
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.core.request import Finish, FinishReason
 

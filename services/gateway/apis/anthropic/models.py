@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from services.common.errors import invalid
+from services.gateway.apis.common.http import read_limit
 
-DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
+MAX_LIMIT = 1000
 
 
 def as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,8 +28,8 @@ def as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:
 
 def page(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Returns a page of models; raises SluiceError(INVALID_ARGUMENT) for an invalid parameter."""
-    limit = query.get("limit", str(DEFAULT_LIMIT))
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT):
+    limit = read_limit(query, MAX_LIMIT)
+    if limit is None:
         raise invalid(f"limit: must be a number from 1 to {MAX_LIMIT}.", param="limit")
     ids = [model["id"] for model in models]
     first, end = 0, len(ids)
@@ -37,7 +38,7 @@ def page(models: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[
     if (before := query.get("before_id")) is not None:
         end = _index(ids, before, "before_id")
     backwards = before is not None and after is None
-    shown = models[max(first, end - int(limit)) : end] if backwards else models[first : min(end, first + int(limit))]
+    shown = models[max(first, end - limit) : end] if backwards else models[first : min(end, first + limit)]
     return {
         "data": [as_anthropic(model) for model in shown],
         "has_more": len(shown) < end - first,

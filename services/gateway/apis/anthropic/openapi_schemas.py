@@ -2,123 +2,83 @@
 
 from __future__ import annotations
 
-from typing import Any
+from services.gateway.apis.common.json_schemas import (
+    ANY,
+    BOOLEAN_OR_NULL,
+    FALSE_OR_NULL,
+    NON_EMPTY,
+    NULL,
+    STRING,
+    STRING_OR_NULL,
+    TOOL_NAME,
+    Schema,
+    any_of,
+    array,
+    closed_object,
+    const,
+    open_object,
+)
 
-_FLAG = {"type": ["boolean", "null"]}
-_NULL = {"type": "null"}
-_EMPTY = {"type": ["array", "null"], "maxItems": 0}
-_CACHE_CONTROL = {
-    "anyOf": [
-        {
-            "type": "object",
-            "properties": {"type": {"const": "ephemeral"}, "ttl": {"enum": ["5m", "1h", None]}},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        _NULL,
-    ]
-}
-_TEXT = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "text"},
-        "text": {"type": "string"},
-        "cache_control": _CACHE_CONTROL,
-        "citations": _EMPTY,
-    },
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_THINKING = {
-    "type": "object",
-    "properties": {"type": {"const": "thinking"}, "thinking": {"type": "string"}, "signature": {"type": "string"}},
-    "required": ["type", "thinking", "signature"],
-    "additionalProperties": False,
-}
-_TOOL_USE = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "tool_use"},
-        "id": {"type": "string", "minLength": 1},
-        "name": {"type": "string", "minLength": 1},
+_EMPTY: Schema = {"type": ["array", "null"], "maxItems": 0}
+_CACHE_CONTROL = any_of(closed_object({"type": const("ephemeral"), "ttl": {"enum": ["5m", "1h", None]}}, "type"), NULL)
+_TEXT = closed_object(
+    {"type": const("text"), "text": STRING, "cache_control": _CACHE_CONTROL, "citations": _EMPTY}, "type", "text"
+)
+_THINKING = closed_object(
+    {"type": const("thinking"), "thinking": STRING, "signature": STRING}, "type", "thinking", "signature"
+)
+_TOOL_USE = closed_object(
+    {
+        "type": const("tool_use"),
+        "id": NON_EMPTY,
+        "name": NON_EMPTY,
         "input": {"type": "object"},
         "cache_control": _CACHE_CONTROL,
-        "caller": {},
-        "toolset_name": _NULL,
+        "caller": ANY,
+        "toolset_name": NULL,
     },
-    "required": ["type", "id", "name", "input"],
-    "additionalProperties": False,
-}
-_TOOL_RESULT = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "tool_result"},
-        "tool_use_id": {"type": "string", "minLength": 1},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT}]},
-        "is_error": _FLAG,
+    *("type", "id", "name", "input"),
+)
+_TOOL_RESULT = closed_object(
+    {
+        "type": const("tool_result"),
+        "tool_use_id": NON_EMPTY,
+        "content": any_of(STRING, array(_TEXT)),
+        "is_error": BOOLEAN_OR_NULL,
         "cache_control": _CACHE_CONTROL,
-        "toolset_name": _NULL,
+        "toolset_name": NULL,
     },
-    "required": ["type", "tool_use_id"],
-    "additionalProperties": False,
-}
-_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,128}$"}
-_ANY_OF = {"type": {"enum": ["auto", "any"]}, "disable_parallel_tool_use": _FLAG}
+    *("type", "tool_use_id"),
+)
+_BLOCKS = array(any_of(_TEXT, _THINKING, _TOOL_USE, _TOOL_RESULT))
+_TOOL = closed_object(
+    {
+        "type": {"enum": ["custom", None]},
+        "name": TOOL_NAME,
+        "description": STRING_OR_NULL,
+        "input_schema": open_object({"type": const("object")}, "type"),
+        "cache_control": _CACHE_CONTROL,
+        "strict": BOOLEAN_OR_NULL,
+        "eager_input_streaming": BOOLEAN_OR_NULL,
+        "input_examples": _EMPTY,
+        "defer_loading": FALSE_OR_NULL,
+        "allowed_callers": {"enum": [["direct"], None]},
+    },
+    *("name", "input_schema"),
+)
 
-SYSTEM: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT}], "default": ""}
-MESSAGES: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "properties": {
-            "role": {"enum": ["user", "assistant", "system"]},
-            "content": {
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"anyOf": [_TEXT, _THINKING, _TOOL_USE, _TOOL_RESULT]}},
-                ]
-            },
-        },
-        "required": ["role", "content"],
-        "additionalProperties": False,
-    },
-}
-TOOLS: dict[str, Any] = {
-    "type": "array",
-    "maxItems": 1024,
-    "items": {
-        "type": "object",
-        "properties": {
-            "type": {"enum": ["custom", None]},
-            "name": _NAME,
-            "description": {"type": ["string", "null"]},
-            "input_schema": {"type": "object", "properties": {"type": {"const": "object"}}, "required": ["type"]},
-            "cache_control": _CACHE_CONTROL,
-            "strict": _FLAG,
-            "eager_input_streaming": _FLAG,
-            "input_examples": _EMPTY,
-            "defer_loading": {"enum": [False, None]},
-            "allowed_callers": {"enum": [["direct"], None]},
-        },
-        "required": ["name", "input_schema"],
-        "additionalProperties": False,
-    },
-}
-TOOL_CHOICE: dict[str, Any] = {
-    "anyOf": [
-        {"type": "object", "properties": _ANY_OF, "required": ["type"], "additionalProperties": False},
-        {
-            "type": "object",
-            "properties": {"type": {"const": "none"}},
-            "required": ["type"],
-            "additionalProperties": False,
-        },
-        {
-            "type": "object",
-            "properties": {"type": {"const": "tool"}, "name": _NAME, "disable_parallel_tool_use": _FLAG},
-            "required": ["type", "name"],
-            "additionalProperties": False,
-        },
-    ]
-}
+SYSTEM: Schema = {**any_of(STRING, array(_TEXT)), "default": ""}
+MESSAGES: Schema = array(
+    closed_object(
+        {"role": {"enum": ["user", "assistant", "system"]}, "content": any_of(STRING, _BLOCKS)}, "role", "content"
+    ),
+    minItems=1,
+)
+TOOLS: Schema = array(_TOOL, maxItems=1024)
+TOOL_CHOICE: Schema = any_of(
+    closed_object({"type": {"enum": ["auto", "any"]}, "disable_parallel_tool_use": BOOLEAN_OR_NULL}, "type"),
+    closed_object({"type": const("none")}, "type"),
+    closed_object(
+        {"type": const("tool"), "name": TOOL_NAME, "disable_parallel_tool_use": BOOLEAN_OR_NULL}, "type", "name"
+    ),
+)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
 from services.gateway.apis.anthropic.openapi_schemas import MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
-from services.gateway.apis.common.extensions import EngineExtensions
+from services.gateway.apis.openai.engine_fields import EngineExtensions
 from services.gateway.apis.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict, within_list_items
 from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.budgets import Budget
 from services.gateway.apis.anthropic.blocks import check_cache_control
 from services.gateway.apis.common.field_reader import FieldReader
-
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+from services.gateway.apis.common.tool_definitions import read_definition
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +37,21 @@ def read_tools(tools: list[Any], tool_choice: Any, list_items: Budget) -> ChatTo
 
 
 def _tool(reader: FieldReader) -> dict[str, Any]:
-    kind = reader.value.get("type") if isinstance(reader.value, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        raise reader.under("type").unsupported(
-            f"{kind[:64]!r} tools are hosted by Anthropic; describe the tool with a name and an input_schema"
-        )
-    reader.fields(
-        "type",
-        "name",
-        "description",
-        "input_schema",
-        "cache_control",
-        "strict",
-        "input_examples",
-        "eager_input_streaming",
-        "defer_loading",
-        "allowed_callers",
+    reader.reject_other_kinds(
+        ("custom",),
+        lambda kind: "tools are hosted by Anthropic; describe the tool with a name and an input_schema",
     )
+    function = read_definition(reader, "input_schema", "cache_control", "input_examples", "eager_input_streaming")
     reader.under("type").optional(str)
     check_cache_control(reader)
-    reader.under("defer_loading").reject_unless(False, reason="Sluice has no tool search")
-    reader.under("allowed_callers").reject_unless(["direct"], reason="tools cannot be called by code")
     reader.under("input_examples").reject_unless([], reason="give examples in the description")
-    reader.under("strict").optional(bool)
     reader.under("eager_input_streaming").optional(bool)
-    name = reader.under("name")
-    if not NAME.fullmatch(name.text()):
-        raise name.invalid("must be 1 to 128 letters, digits, underscores and dashes")
     schema = reader.under("input_schema")
     if schema.optional(dict) is None:
         raise schema.invalid("is missing")
     if schema.value.get("type") != "object":
         raise schema.under("type").invalid("must be 'object'")
-    function = {"name": name.value, "parameters": schema.value}
-    if reader.under("description").optional(str) is not None:
-        function["description"] = reader.value["description"]
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {**function, "parameters": schema.value}}
 
 
 def _with_choice(chat: list[dict[str, Any]], names: set[str], choice: FieldReader) -> ChatTools:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, with_field
 from services.gateway.apis.anthropic.blocks import Chat, read_chat
 from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptFields
 from services.gateway.apis.anthropic.tools import ChatTools, read_tools
-from services.gateway.apis.common.field_reader import FieldNameMap
-from services.gateway.apis.openai.schemas import ChatCompletionRequest
-from services.gateway.apis.openai.translate import chat_request
-from services.gateway.apis.openai.validation import check
-from services.gateway.core.request import GenerationRequest
+from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
 from services.gateway.http.body_budgets import BodyBudgets
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -45,29 +42,18 @@ class EngineCapabilities:
     thinking_budget: bool
 
 
-@dataclass(frozen=True, slots=True)
-class TranslatedRequest:
-    """A generation request and the client's names of its fields, for errors."""
+class MessageFieldNames(FieldNameMap):
+    """Maps field names to those of a message request."""
 
-    generation: GenerationRequest
-    field_names: FieldNameMap
-
-    def rename_fields(self, error: SluiceError) -> SluiceError:
+    def rename(self, error: SluiceError) -> SluiceError:
         """Returns the error with the client's field name in its message, as Anthropic's error body has no `param`."""
-        renamed = self.field_names.rename(error)
+        renamed = super().rename(error)
         message = renamed.message
         if renamed.code in ("context_length_exceeded", "prompt_too_large") and renamed.param == "messages":
             message = f"prompt is too long: {message}"
         elif renamed.param and renamed.param not in message:
             message = f"{renamed.param}: {message}"
-        return SluiceError(
-            renamed.kind,
-            message,
-            param=renamed.param,
-            code=renamed.code,
-            retry_after_ms=renamed.retry_after_ms,
-            retryable=renamed.retryable,
-        )
+        return renamed if message == renamed.message else with_field(renamed, renamed.param, message)
 
 
 def translate(
@@ -83,14 +69,10 @@ def translate(
     """
     tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
     chat = read_chat(fields.system, fields.messages, budgets.list_items)
-    field_names = FieldNameMap(chat.paths, [f"tools.{index}" for index in range(len(tools.chat))], _OF_TOOL, _NAMES)
+    tool_paths = [f"tools.{index}" for index in range(len(tools.chat))]
+    field_names = MessageFieldNames(_NAMES, chat.paths, tool_paths, _OF_TOOL)
     body = _chat(fields, chat, tools, capabilities, switched)
-    try:
-        checked = check(ChatCompletionRequest, body, budgets)
-        generation = chat_request(body, checked, request_id, 1, budgets, capabilities.structured_output)
-    except SluiceError as error:
-        raise field_names.rename(error) from None
-    return TranslatedRequest(generation, field_names)
+    return translate_chat(body, field_names, request_id, budgets, capabilities.structured_output)
 
 
 def thinks(fields: PromptFields) -> bool:

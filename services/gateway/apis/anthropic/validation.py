@@ -1,29 +1,16 @@
-"""Validates request bodies and formats errors as Anthropic does: `messages.0.role: …`."""
+"""Formats validation errors as Anthropic does: `messages.0.role: …`."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from services.common.errors import SluiceError, invalid
 from services.gateway.apis.openai.unsupported_fields import UNSUPPORTED
 from services.gateway.apis.openai.validation import MAX_NAME
-from services.gateway.http.body_budgets import BodyBudgets
-
-M = TypeVar("M", bound=BaseModel)
 
 
-def check(kind: type[M], body: dict[str, Any], budgets: BodyBudgets) -> M:
-    """Returns the validated body; raises SluiceError(INVALID_ARGUMENT) for the first invalid field."""
-    try:
-        return kind.model_validate(body, context=budgets)
-    except ValidationError as error:
-        raise _explain(error) from None
-
-
-def _explain(error: ValidationError) -> SluiceError:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+def explain(first: ErrorDetails) -> SluiceError:
+    """Returns a validation error, with its field as `messages.0.role`."""
     parts = [str(part)[:MAX_NAME] for part in first["loc"] if part != "[key]"]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedTurn
+from services.gateway.apis.common.output import FieldRenamer, GenerationUsage
+from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
-from services.gateway.core.request import GenerationRequest
-from services.gateway.http.degradation import Marked, mark
-from services.gateway.http.sse import EventStream, run_unless_gone
+from services.gateway.core.request import GenerationRequest, Sink
+from services.gateway.http.degradation import Marked
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.settings import GatewaySettings
-
-FieldRenamer = Callable[[SluiceError], SluiceError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,6 @@ class BlockAnswerRunner:
         self._pieces = pieces
         self._tasks = TaskOwner()  # background token look-ups; a failure does not stop the service
 
-    def has_capability(self, model: str, capability: str) -> bool:
-        """Returns whether any worker that serves the model has this capability."""
-        return any(capability in entry.capabilities for entry in self.pipelines.registry.of_model(model))
-
     def naming(self, model: str) -> Naming:
         """Returns the names of the model's tokens in log-probabilities."""
         return Naming(self._pieces.of(self.pipelines.registry.model(model).model))
@@ -71,17 +66,14 @@ class BlockAnswerRunner:
             started: called with the generation before the encoder writes its first event.
             fallbacks: fallbacks to report in the headers besides those of the generation.
         """
-        turn = StreamedTurn(encoder, rename_fields)
-        stream = turn.stream = EventStream(turn, self._write_scheduler, self._max_unsent, {})
-        try:
-            generation = await self._start(request, turn, rename_fields)
+        response = StreamedBlocks(encoder, rename_fields)
+
+        async def start() -> list[Marked]:
+            generation = await self._start(request, response.sinks[0], response.usage, rename_fields)
             started(generation)
-        except BaseException:
-            stream.part()
-            raise
-        sources = [generation, *fallbacks]
-        stream.before_start = lambda response: mark(response, sources)
-        return stream
+            return [generation, *fallbacks]
+
+        return await response.respond(self._write_scheduler, self._max_unsent, start)
 
     async def collect(
         self, http: Request, request: GenerationRequest, rename_fields: FieldRenamer
@@ -92,9 +84,9 @@ class BlockAnswerRunner:
             SluiceError: with fields named as in the client's API.
         """
         turn = CollectedTurn(rename_fields)
-        generation = await self._start(request, turn, rename_fields)
+        generation = await self._start(request, turn, turn.usage, rename_fields)
         try:
-            if not await run_unless_gone(http.receive, turn.done, turn.cancel):
+            if not await turn.ended(http.receive):
                 return None
             turn.result()
             return turn, generation
@@ -102,26 +94,25 @@ class BlockAnswerRunner:
             turn.cancel()
 
     async def _start(
-        self, request: GenerationRequest, turn: StreamedTurn | CollectedTurn, rename_fields: FieldRenamer
+        self,
+        request: GenerationRequest,
+        turn: StreamedTurn | CollectedTurn,
+        usage: GenerationUsage,
+        rename_fields: FieldRenamer,
     ) -> Generation:
         if self.pipelines.of(request.model).only_asks():
             raise rename_fields(_query_only())
         with_logprobs = request.logprobs is not None
-        request = self._named(request, rename_fields)
-        sink = LogprobsAssembler(turn, self._pieces, request.model, self._tasks) if with_logprobs else turn
         try:
-            generation = turn.generation = await self.pipelines.of(request.model).start(request, [sink])
+            request = self.pipelines.named(request)
+            sink = LogprobsAssembler(turn, self._pieces, request.model, self._tasks) if with_logprobs else turn
+            generation = await self.pipelines.of(request.model).start(request, [cast("Sink", sink)])
         except SluiceError as error:
             raise rename_fields(error) from None
+        usage.generations.append(generation)
         if isinstance(sink, LogprobsAssembler):
             sink.begin(generation.streams[0].tokens, generation.prompt_ids)
         return generation
-
-    def _named(self, request: GenerationRequest, rename_fields: FieldRenamer) -> GenerationRequest:
-        try:
-            return self.pipelines.named(request)
-        except SluiceError as error:
-            raise rename_fields(error) from None
 
 
 def _query_only() -> SluiceError:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Literal
 
 from services.common.budgets import Budget
@@ -72,6 +71,16 @@ class FieldReader:
             raise field.invalid(f"is {field.value[:64]!r}; choose from {', '.join(kinds)}")
         return field.value
 
+    def reject_other_kinds(self, kinds: Container[str], problem: Callable[[str], str]) -> None:
+        """Raises the `unsupported` error if this is an object of another type.
+
+        Args:
+            problem: returns the end of a sentence that begins with the type.
+        """
+        kind = self.value.get("type") if isinstance(self.value, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise self.under("type").unsupported(f"{kind[:64]!r} {problem(kind)}")
+
     def items(self) -> Iterator[FieldReader]:
         """Returns readers of the list's items; raises SluiceError(INVALID_ARGUMENT) if the list is too long."""
         if not isinstance(self.value, list):
@@ -116,55 +125,3 @@ class FieldReader:
             type(self.value) is type(value) and self.value == value for value in neutral
         ):
             raise self.unsupported(reason)
-
-
-class FieldNameMap:
-    """Maps field names of the translated chat request to those of the client's API.
-
-    Args:
-        messages: the client's path of each chat message.
-        tools: the client's path of each chat tool.
-        of_tool: the client's names of a tool's fields, by their chat names.
-        names: the client's names of other fields, by their chat names.
-    """
-
-    _ITEM = re.compile(r"(messages|tools)\[(\d+)\](?:\.(.+))?")
-
-    def __init__(
-        self,
-        messages: Sequence[str],
-        tools: Sequence[str],
-        of_tool: dict[str, str],
-        names: dict[str, str],
-    ) -> None:
-        self._messages = messages
-        self._tools = tools
-        self._of_tool = of_tool
-        self._names = names
-
-    def param(self, param: str) -> str:
-        """Returns the client's name of a field of the chat request."""
-        if found := self._ITEM.fullmatch(param):
-            kind, index, rest = found[1], int(found[2]), found[3]
-            paths = self._messages if kind == "messages" else self._tools
-            if index < len(paths):
-                field = self._of_tool.get(rest or "", "") if kind == "tools" else ""
-                return f"{paths[index]}.{field}" if field else paths[index]
-        first, _, rest = param.partition(".")
-        for name in (param, first):
-            if name in self._names:
-                return self._names[name]
-        return param
-
-    def rename(self, error: SluiceError) -> SluiceError:
-        """Returns the error with its field renamed in `param` and message."""
-        if not error.param or (name := self.param(error.param)) == error.param:
-            return error
-        return SluiceError(
-            error.kind,
-            re.sub(rf"\b{re.escape(error.param)}(?![\w\[.]*\w)", lambda _: name, error.message),
-            param=name,
-            code=error.code,
-            retry_after_ms=error.retry_after_ms,
-            retryable=error.retryable,
-        )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from services.common.errors import SluiceError
 from services.common.observability import telemetry
-from services.gateway.apis.common.transcript import Counts, Kind, PendingTokens, Transcript
+from services.gateway.apis.common.output import (
+    CollectedResponse,
+    Counts,
+    FieldRenamer,
+    StreamedChoice,
+    StreamedResponse,
+)
+from services.gateway.apis.common.transcript import Kind, PendingTokens, Transcript
 from services.gateway.apis.openai.logprobs import ShownToken
-from services.gateway.core.request import Finish, PositionLogprobs
-from services.gateway.http.sse import EventStream
-from services.gateway.pipeline.pipeline import Generation
-
-_TEXT, _REASONING = -1, -2
-"""Kinds of buffered output in a streamed turn; values from 0 on are call numbers."""
+from services.gateway.core.request import Finish
 
 
 class EventEncoder(Protocol):
@@ -38,25 +39,10 @@ class EventEncoder(Protocol):
         """Returns the events of a stream that failed."""
 
 
-class Turn:
-    """Base of the sinks of one choice."""
+class _NoPromptTokens:
+    """The methods of TokenSink without effect here."""
 
-    def __init__(self, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
-        self.generation: Generation | None = None
-        self._rename_fields = rename_fields
-
-    @property
-    def counts(self) -> Counts:
-        """Token counts so far."""
-        generation = self.generation
-        if generation is None:
-            return Counts()
-        return Counts(
-            generation.prompt_tokens,
-            generation.completion_tokens,
-            generation.cached_tokens,
-            generation.reasoning_tokens,
-        )
+    __slots__ = ()
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """See TokenSink."""
@@ -64,132 +50,66 @@ class Turn:
     def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
         """See TokenSink; prompt log-probabilities are never requested."""
 
-    def logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """See Sink; handled by a LogprobsAssembler in front of this sink if requested."""
 
-    def prompt_logprobs(self, positions: Sequence[PositionLogprobs]) -> None:
-        """See Sink; prompt log-probabilities are never requested."""
+class StreamedTurn(_NoPromptTokens, StreamedChoice):
+    """The choice of a streamed turn."""
 
-    def tokens(self, pieces: Sequence[bytes], offsets: Sequence[int]) -> None:
-        """See Sink; handled by a LogprobsAssembler in front of this sink if requested."""
+    __slots__ = ("_encoder", "_pending_tokens")
 
-    def cancel(self) -> None:
-        """Cancels the generation, if one was started."""
-        if self.generation is not None:
-            self.generation.cancel()
-
-
-class StreamedTurn(Turn):
-    """Buffers a turn as server-sent events until the next write."""
-
-    def __init__(self, encoder: EventEncoder, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
-        super().__init__(rename_fields)
-        self.stream: EventStream
-        self.unsent = 0
-        self.over = False
+    def __init__(self, encoder: EventEncoder, response: StreamedBlocks) -> None:
+        super().__init__(response)
         self._encoder = encoder
         self._pending_tokens = PendingTokens()
-        self._buffer = ""
-        self._kind = _TEXT
-        self._head = ("", "")  # id and name of the buffered call, if its first piece is buffered
-        self._ready = b""  # encoded events, which precede the buffered piece
-        self._finish: Finish | None = None
-        self._error: SluiceError | None = None
-        self._opened = False
-
-    @property
-    def failure(self) -> SluiceError | None:
-        """The error, if the turn failed before anything was written."""
-        return None if self._opened else self._error
-
-    def text(self, piece: str) -> None:
-        """See Sink."""
-        self._add(_TEXT, piece)
-
-    def reasoning(self, piece: str) -> None:
-        """See Sink."""
-        self._add(_REASONING, piece)
-
-    def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
-        """See Sink."""
-        if name:
-            self._switch(call)
-            self._head = (call_id, name)
-        self._add(call, arguments)
 
     def shown(self, tokens: Sequence[ShownToken]) -> None:
         """See TokenSink."""
         self._pending_tokens.add(tokens)
 
-    def _add(self, kind: int, piece: str) -> None:
-        if self._kind != kind:
-            self._switch(kind)
-        self._buffer += piece
-        self.unsent += len(piece)
-        self.stream.notify(first=not self._opened)
-
-    def _switch(self, kind: int) -> None:
-        """Encodes the buffered piece, because output of another kind follows."""
-        self._ready += self._encode_buffer()
-        self._kind = kind
-
-    def _encode_buffer(self) -> bytes:
-        if not self._buffer and not self._head[1]:
-            return b""
-        opening = self._opening()
-        piece, self._buffer = self._buffer, ""
-        if self._kind == _TEXT:
-            return opening + self._encoder.text(piece, self._pending_tokens.take())
-        self._pending_tokens.skip(piece)
-        if self._kind == _REASONING:
-            return opening + self._encoder.reasoning(piece)
-        head, self._head = self._head, ("", "")
-        return opening + self._encoder.call(self._kind, *head, piece)
-
-    def _opening(self) -> bytes:
-        if self._opened:
-            return b""
-        self._opened = True
-        return self._encoder.opening(self.counts)
-
-    def finish(self, finish: Finish) -> None:
-        """See Sink."""
-        self._finish = finish
-        self.over = True
-        self.stream.notify()
-
-    def fail(self, error: SluiceError) -> None:
-        """See Sink."""
-        if not self.over:
-            self._error = self._rename_fields(error)
-            self.over = True
-            super().cancel()
-            self.stream.notify()
-
     def take(self) -> bytes:
-        """See EventSource."""
-        self.unsent = 0
-        buffered = self._encode_buffer()
-        events, self._ready = self._ready + buffered + self._opening(), b""
-        if self._error is not None:
-            telemetry.failed(self._error)
-            return events + self._encoder.failure(self._error, self.counts)
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            return events + self._encoder.closing(finish, self.counts)
-        return events
+        """Returns the events of all buffered output, after those that open the turn, even if there is none yet."""
+        return self._open() + super().take()
+
+    def _encode_opening(self) -> bytes:
+        return self._encoder.opening(self._response.usage.counts())
+
+    def _encode_text(self, piece: str) -> bytes:
+        return self._encoder.text(piece, self._pending_tokens.take())
+
+    def _encode_reasoning(self, piece: str) -> bytes:
+        self._pending_tokens.skip(piece)
+        return self._encoder.reasoning(piece)
+
+    def _encode_call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        self._pending_tokens.skip(arguments)
+        return self._encoder.call(call, call_id, name, arguments)
+
+    def _encode_finish(self, finish: Finish) -> bytes:
+        return self._encoder.closing(finish, self._response.usage.counts())
 
 
-class CollectedTurn(Turn):
+class StreamedBlocks(StreamedResponse):
+    """The event source of a streamed turn, the only one of `sinks`."""
+
+    sinks: Sequence[StreamedTurn]
+
+    def __init__(self, encoder: EventEncoder, rename_fields: FieldRenamer) -> None:
+        super().__init__(rename_fields)
+        self.sinks = (StreamedTurn(encoder, self),)
+        self._encoder = encoder
+
+    def _encode_failure(self, error: SluiceError) -> bytes:
+        telemetry.failed(error)
+        return self._encoder.failure(error, self.usage.counts())
+
+
+class CollectedTurn(_NoPromptTokens, CollectedResponse):
     """Collects a turn that is returned as one response."""
 
-    def __init__(self, rename_fields: Callable[[SluiceError], SluiceError]) -> None:
+    def __init__(self, rename_fields: FieldRenamer) -> None:
         super().__init__(rename_fields)
         self.transcript = Transcript()
-        self.done = asyncio.Event()
         self._pending_tokens = PendingTokens()
         self._finish: Finish | None = None
-        self._error: SluiceError | None = None
 
     def text(self, piece: str) -> None:
         """See Sink."""
@@ -212,22 +132,10 @@ class CollectedTurn(Turn):
     def finish(self, finish: Finish) -> None:
         """See Sink."""
         self._finish = finish
-        self.done.set()
-
-    def fail(self, error: SluiceError) -> None:
-        """See Sink."""
-        if self._error is None:
-            self._error = self._rename_fields(error)
-            self.cancel()
-            self.done.set()
+        self._done.set()
 
     def result(self) -> Finish:
         """Returns how the turn finished; raises SluiceError if it failed."""
-        error, self._error = self._error, None  # break the reference cycle: the traceback references this frame
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
+        self.check()
         assert self._finish is not None
         return self._finish

@@ -34,16 +34,6 @@ class Block:
         return "".join(self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Token counts of a turn; `cached` is included in `prompt` and `reasoning` in `generated`."""
-
-    prompt: int = 0
-    generated: int = 0
-    cached: int = 0
-    reasoning: int = 0
-
-
 class Transcript:
     """Collects blocks; consecutive pieces of the same kind form one block."""
 

@@ -1,13 +1,13 @@
-"""Sinks that turn the choices of a response into a stream of events or collect them."""
+"""Choices of chat completions and completions: streamed as chunks, or collected."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import orjson
 
 from services.common.errors import SluiceError
+from services.gateway.apis.common.output import CollectedResponse, FieldRenamer, StreamedChoice, StreamedResponse
 from services.gateway.apis.openai.completion_objects import (
     DONE,
     PLAIN,
@@ -18,112 +18,19 @@ from services.gateway.apis.openai.completion_objects import (
     error_event,
     usage,
 )
-from services.gateway.apis.openai.error_params import with_client_name
 from services.gateway.core.request import Finish
-from services.gateway.http.sse import EventStream
-from services.gateway.pipeline.pipeline import Generation
 
 
-class Usage:
-    """The token usage of the generations behind one response."""
+class ChunkedChoice(StreamedChoice):
+    """A choice that is streamed as chunks."""
 
-    def __init__(self) -> None:
-        self.generations: list[Generation] = []
-        self.prompt_only = False  # do not count generated tokens
+    __slots__ = ("_after", "_before", "_form", "index")
 
-    def counts(self) -> dict[str, object]:
-        """Returns the usage object, summed over all generations."""
-        generated = 0 if self.prompt_only else sum(generation.completion_tokens for generation in self.generations)
-        return usage(
-            sum(generation.prompt_tokens for generation in self.generations),
-            generated,
-            sum(generation.cached_tokens for generation in self.generations),
-            sum(generation.reasoning_tokens for generation in self.generations),
-        )
-
-    def prompt_tokens(self, choice: int) -> int:
-        """Returns the prompt tokens of the generation that a choice belongs to."""
-        for generation in self.generations:
-            if choice < len(generation.streams):
-                return generation.prompt_tokens
-            choice -= len(generation.streams)
-        return 0
-
-    def cancel(self) -> None:
-        """Cancels all generations."""
-        for generation in self.generations:
-            generation.cancel()
-
-
-_TEXT, _REASONING = -1, -2
-"""Kinds of buffered output in a streamed choice; values from 0 on are call numbers."""
-
-
-class StreamedChoice:
-    """One choice of a streamed response; buffers output until the next write."""
-
-    __slots__ = ("_after", "_before", "_buffer", "_events", "_head", "_kind", "_opened", "_ready", "_result", "index")
-
-    def __init__(self, index: int, events: StreamedChoices) -> None:
+    def __init__(self, index: int, choices: StreamedChoices) -> None:
+        super().__init__(choices)
         self.index = index
-        self._buffer = ""
-        self._kind = _TEXT  # of the buffered output
-        self._result: Finish | None = None
-        self._head = ("", "")  # id and name of the buffered call, if its first piece is buffered
-        self._ready = b""  # encoded events, which precede the buffered output
-        self._events = events
-        self._before, self._after = events.form.text_affixes(index)
-        self._opened = False
-
-    def text(self, piece: str) -> None:
-        """See Sink."""
-        if self._kind != _TEXT:
-            self._switch(_TEXT)
-        self._buffer += piece
-        events = self._events
-        events.unsent += len(piece)
-        events.stream.notify(first=not self._opened)
-
-    def reasoning(self, piece: str) -> None:
-        """See Sink."""
-        if self._events.drop_reasoning:
-            return
-        if self._kind != _REASONING:
-            self._switch(_REASONING)
-        self._add(piece)
-
-    def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
-        """See Sink."""
-        if self._kind != call or name:
-            self._switch(call)
-        if name:
-            self._head = (call_id, name)
-        self._add(arguments)
-
-    def _add(self, piece: str) -> None:
-        self._buffer += piece
-        self._events.unsent += len(piece)
-        self._events.stream.notify(first=not self._opened)
-
-    def _switch(self, kind: int) -> None:
-        """Encodes the buffered output, because output of another kind follows."""
-        self._ready += self._encode_buffer()
-        self._kind = kind
-
-    def _encode_buffer(self) -> bytes:
-        if not self._buffer and not self._head[1]:
-            return b""
-        text, self._buffer = self._buffer, ""
-        if self._kind == _TEXT:
-            return self._text_event(text)
-        form = self._events.form
-        if self._kind == _REASONING:
-            return form.reasoning(self.index, text, self._detail())
-        head, self._head = self._head, ("", "")
-        return form.tool_call(self.index, self._kind, *head, text, self._detail())
-
-    def _text_event(self, text: str) -> bytes:
-        return self._before + orjson.dumps(text) + self._after
+        self._form = choices.form
+        self._before, self._after = choices.form.text_affixes(index)
 
     def _opening_detail(self) -> Detail:
         """Returns the extra fields of the first chunk."""
@@ -133,33 +40,23 @@ class StreamedChoice:
         """Returns the extra fields of the next chunk."""
         return PLAIN
 
-    def finish(self, finish: Finish) -> None:
-        """See Sink."""
-        self._result = finish
-        self._events.choice_ended()
+    def _encode_opening(self) -> bytes:
+        return self._form.role_chunk(self.index, self._opening_detail())
 
-    def fail(self, error: SluiceError) -> None:
-        """See Sink; fails the whole response."""
-        self._events.fail(error)
+    def _encode_text(self, piece: str) -> bytes:
+        return self._before + orjson.dumps(piece) + self._after
 
-    def take(self, form: Format) -> bytes:
-        """Returns the events of all buffered output."""
-        events = b""
-        if not self._opened and (self._buffer or self._ready or self._head[1] or self._result):
-            self._opened = True
-            events = form.role_chunk(self.index, self._opening_detail())
-        if self._ready:
-            events += self._ready
-            self._ready = b""
-        if self._buffer or self._head[1]:
-            events += self._encode_buffer()
-        if self._result is not None:
-            events += form.finish_chunk(self.index, self._result, self._detail())
-            self._result = None
-        return events
+    def _encode_reasoning(self, piece: str) -> bytes:
+        return self._form.reasoning(self.index, piece, self._detail())
+
+    def _encode_call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        return self._form.tool_call(self.index, call, call_id, name, arguments, self._detail())
+
+    def _encode_finish(self, finish: Finish) -> bytes:
+        return self._form.finish_chunk(self.index, finish, self._detail())
 
 
-class StreamedChoices:
+class StreamedChoices(StreamedResponse):
     """The event source of a streamed response.
 
     Args:
@@ -171,59 +68,21 @@ class StreamedChoices:
         form: Format,
         number: int,
         include_usage: bool,
+        rename_fields: FieldRenamer,
         drop_reasoning: bool = False,
-        make: Callable[[int, StreamedChoices], StreamedChoice] | None = None,
+        prompt_only: bool = False,
+        make: Callable[[int, StreamedChoices], ChunkedChoice] | None = None,
     ) -> None:
-        self.stream: EventStream
-        self.usage = Usage()
+        super().__init__(rename_fields, drop_reasoning, prompt_only)
         self.form = form
-        self.sinks = [(make or StreamedChoice)(index, self) for index in range(number)]
-        self.unsent = 0
-        self.over = False
-        self.drop_reasoning = drop_reasoning
-        self.field_names: Mapping[str, str] = {}  # the client's names of fields, for errors
+        self.sinks = [(make or ChunkedChoice)(index, self) for index in range(number)]
         self._include_usage = include_usage
-        self._open = number
-        self._error: SluiceError | None = None
-        self._started = False
 
-    @property
-    def failure(self) -> SluiceError | None:
-        """The error, if the response failed before anything was written."""
-        return None if self._started else self._error
+    def _encode_end(self) -> bytes:
+        return self.form.usage_event(usage(self.usage.counts())) + DONE if self._include_usage else DONE
 
-    def choice_ended(self) -> None:
-        """Counts an ended choice; the last one ends the response."""
-        self._open -= 1
-        self.over = self.over or self._open == 0
-        self.stream.notify()
-
-    def fail(self, error: SluiceError) -> None:
-        """Ends the response with an error."""
-        if not self.over:
-            self._error = with_client_name(error, self.field_names)
-            self.over = True
-            self.usage.cancel()
-            self.stream.notify()
-
-    def cancel(self) -> None:
-        """Cancels the generations."""
-        self.usage.cancel()
-        # Break the reference cycle of sinks, source and response, so that no garbage collection is needed.
-        self.sinks.clear()
-
-    def take(self) -> bytes:
-        """Returns the events of all buffered output, and the end of the stream once the response has ended."""
-        self._started = True
-        self.unsent = 0
-        events = b"".join([sink.take(self.form) for sink in self.sinks])
-        if not self.over:
-            return events
-        if self._error is not None:
-            return events + error_event(self._error) + DONE
-        if self._include_usage:
-            events += self.form.usage_event(self.usage.counts())
-        return events + DONE
+    def _encode_failure(self, error: SluiceError) -> bytes:
+        return error_event(error) + DONE
 
 
 class CollectedChoice:
@@ -264,7 +123,7 @@ class CollectedChoice:
         self._choices.fail(error)
 
 
-class CollectedChoices:
+class CollectedChoices(CollectedResponse):
     """Collects the choices of a response.
 
     Args:
@@ -274,41 +133,28 @@ class CollectedChoices:
     def __init__(
         self,
         number: int,
+        rename_fields: FieldRenamer,
         drop_reasoning: bool = False,
+        prompt_only: bool = False,
         make: Callable[[CollectedChoices], CollectedChoice] | None = None,
     ) -> None:
-        self.usage = Usage()
+        super().__init__(rename_fields, prompt_only)
         self.drop_reasoning = drop_reasoning
-        self.field_names: Mapping[str, str] = {}  # the client's names of fields, for errors
         self.sinks = [(make or CollectedChoice)(self) for _ in range(number)]
-        self.done = asyncio.Event()
-        self.error: SluiceError | None = None
         self._open = number
 
     def choice_ended(self) -> None:
         """Counts an ended choice."""
         self._open -= 1
         if self._open == 0:
-            self.done.set()
-
-    def fail(self, error: SluiceError) -> None:
-        """Fails the response."""
-        if self.error is None:
-            self.error = with_client_name(error, self.field_names)
-            self.usage.cancel()
-            self.done.set()
+            self._done.set()
 
     def cancel(self) -> None:
-        """Cancels the generations."""
-        self.usage.cancel()
+        """Cancels the generations, and breaks the reference cycle of response and choices."""
+        super().cancel()
         self.sinks.clear()
 
     def results(self) -> Sequence[Choice]:
         """Returns the completed choices; raises SluiceError if one failed."""
-        error, self.error = self.error, None  # break the reference cycle: the traceback references this frame
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
+        self.check()
         return [sink.choice(sink.result) for sink in self.sinks if sink.result is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from services.common.errors import SluiceError
+from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.logprobs import Naming, ShownToken, chat_logprobs, completion_logprobs
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.errors import error_body
@@ -80,208 +82,185 @@ def degraded(finish: Finish) -> dict[str, Any]:
     return {**fields, "migrations": finish.migrations} if finish.migrations else fields
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0) -> dict[str, Any]:
+def usage(counts: Counts) -> dict[str, Any]:
     """Returns the usage object."""
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.generated,
+        "total_tokens": counts.prompt + counts.generated,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+        "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
     }
 
 
-class ChatFormat:
-    """Formats chat completions."""
+class Format(ABC):
+    """Formats responses, and the chunks of streamed ones.
 
-    id_prefix = "chatcmpl-"
-    prompt_in_choice = False  # fields about the prompt are in the response, not in each choice
+    Attributes:
+        id_prefix: prefix of completion ids.
+        prompt_in_choice: whether fields about the prompt are in each choice instead of in the response.
+        null_usage: the `usage` field of chunks without counts.
+    """
+
+    id_prefix: str
+    prompt_in_choice: bool
+    _response_object: str
+    _chunk_object: str
+    _role: bytes  # output of the first chunk; empty: none
+    _no_output: bytes
 
     def __init__(self, completion_id: str, created: int, model: str, include_usage: bool) -> None:
-        self._head = {"id": completion_id, "created": created, "model": model}
         self.null_usage = b',"usage":null' if include_usage else b""
-        head = orjson.dumps(
-            {"id": completion_id, "object": "chat.completion.chunk", "created": created, "model": model}
-        )
-        self._chunk = b"data: " + head[:-1] + b',"choices":[{"index":'
+        self._head = {"id": completion_id, "object": self._response_object, "created": created, "model": model}
+        self._chunk_head = {**self._head, "object": self._chunk_object}
+        self._chunk = b"data: " + orjson.dumps(self._chunk_head)[:-1] + b',"choices":[{"index":'
 
+    @abstractmethod
     def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
         """Returns the `logprobs` of a choice, or of a piece of it."""
-        return chat_logprobs(tokens, naming)
+
+    @abstractmethod
+    def _text(self, piece: bytes) -> bytes:
+        """Returns the output of a chunk of text; `piece` is a JSON string."""
+
+    @abstractmethod
+    def _reasoning(self, piece: bytes) -> bytes:
+        """Returns the output of a chunk of reasoning; `piece` is a JSON string."""
+
+    @abstractmethod
+    def _call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        """Returns the output of a chunk of a tool call."""
+
+    @abstractmethod
+    def _output(self, choice: Choice) -> dict[str, Any]:
+        """Returns the fields of a choice with its output."""
 
     def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
-        """Returns the first chunk, which contains the role."""
-        return self._event(index, b'{"role":"assistant","content":""}', b"null", b"", detail)
+        """Returns the first chunk, which contains the role; empty where there are no roles."""
+        return self._event(index, self._role, detail) if self._role else b""
 
     def text_affixes(self, index: int) -> tuple[bytes, bytes]:
         """Returns the bytes before and after the JSON string of a text chunk."""
-        return (
-            b'%b%d,"delta":{"content":' % (self._chunk, index),
-            b'},"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
-        )
+        before, after = self._event(index, self._text(b"\0"), PLAIN).split(b"\0")
+        return before, after
 
-    def text(self, index: int, text: str, detail: Detail) -> bytes:
+    def text(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
         """Returns a text chunk with details."""
-        return self._event(index, b'{"content":%b}' % orjson.dumps(text), b"null", b"", detail)
+        return self._event(index, self._text(orjson.dumps(text)), detail)
 
     def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """Returns a reasoning chunk, with both field names that clients use."""
-        piece = orjson.dumps(text)
-        return self._event(index, b'{"reasoning_content":%b,"reasoning":%b}' % (piece, piece), b"null", b"", detail)
+        """Returns a chunk of reasoning."""
+        return self._event(index, self._reasoning(orjson.dumps(text)), detail)
 
     def tool_call(
         self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
     ) -> bytes:
         """Returns a chunk of a tool call; only the first chunk of a call has its id and name."""
+        return self._event(index, self._call(call, call_id, name, arguments), detail)
+
+    def finish_chunk(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
+        """Returns the chunk with the finish reason."""
+        reason = orjson.dumps(finish_reason(finish))
+        extra = orjson.dumps({"stop_reason": stop_reason(finish), **degraded(finish)})
+        return self._event(index, self._no_output, detail, reason, b"," + extra[1:-1])
+
+    def usage_event(self, counts: dict[str, Any]) -> bytes:
+        """Returns the usage chunk, the last one of a stream."""
+        return b"data: " + orjson.dumps({**self._chunk_head, "choices": [], "usage": counts}) + b"\n\n"
+
+    def full_response(
+        self, choices: Sequence[Choice], counts: dict[str, Any], extra: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns the response object; `extra` are requested extension fields."""
+        return {
+            **self._head,
+            "choices": [
+                {
+                    "index": index,
+                    **self._output(choice),
+                    "logprobs": choice.logprobs,
+                    "finish_reason": finish_reason(choice.finish),
+                    "stop_reason": stop_reason(choice.finish),
+                    **degraded(choice.finish),
+                    **choice.extra,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": counts,
+            **(extra or {}),
+        }
+
+    def _event(self, index: int, output: bytes, detail: Detail, reason: bytes = b"null", extra: bytes = b"") -> bytes:
+        return b'%b%d,%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
+            self._chunk,
+            index,
+            output,
+            detail.logprobs,
+            reason,
+            extra,
+            detail.of_choice,
+            self.null_usage if detail.of_chunk is None else detail.of_chunk,
+        )
+
+
+class ChatFormat(Format):
+    """Formats chat completions."""
+
+    id_prefix = "chatcmpl-"
+    prompt_in_choice = False
+    _response_object, _chunk_object = "chat.completion", "chat.completion.chunk"
+    _role, _no_output = b'"delta":{"role":"assistant","content":""}', b'"delta":{}'
+
+    def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+        """See Format."""
+        return chat_logprobs(tokens, naming)
+
+    def _text(self, piece: bytes) -> bytes:
+        return b'"delta":{"content":%b}' % piece
+
+    def _reasoning(self, piece: bytes) -> bytes:
+        return b'"delta":{"reasoning_content":%b,"reasoning":%b}' % (piece, piece)  # clients use either name
+
+    def _call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
         piece: dict[str, Any] = {"index": call}
         if name:
             piece |= {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         else:
             piece["function"] = {"arguments": arguments}
-        return self._event(index, orjson.dumps({"tool_calls": [piece]}), b"null", b"", detail)
+        return b'"delta":' + orjson.dumps({"tool_calls": [piece]})
 
-    def finish_chunk(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
-        """Returns the chunk with the finish reason."""
-        extra = {"stop_reason": stop_reason(finish), **degraded(finish)}
-        reason = orjson.dumps(finish_reason(finish))
-        return self._event(index, b"{}", reason, b"," + orjson.dumps(extra)[1:-1], detail)
-
-    def usage_event(self, counts: dict[str, Any]) -> bytes:
-        """Returns the usage chunk, the last one of a stream."""
-        body = {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": counts}
-        return b"data: " + orjson.dumps(body) + b"\n\n"
-
-    def full_response(
-        self, choices: Sequence[Choice], counts: dict[str, Any], extra: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the response object; `extra` are requested extension fields."""
-        return {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [
-                {
-                    "index": index,
-                    "message": _message(choice),
-                    "logprobs": choice.logprobs,
-                    "finish_reason": finish_reason(choice.finish),
-                    "stop_reason": stop_reason(choice.finish),
-                    **degraded(choice.finish),
-                    **choice.extra,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": counts,
-            **(extra or {}),
-        }
-
-    def _event(self, index: int, delta: bytes, reason: bytes, extra: bytes, detail: Detail) -> bytes:
-        return b'%b%d,"delta":%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
-            self._chunk,
-            index,
-            delta,
-            detail.logprobs,
-            reason,
-            extra,
-            detail.of_choice,
-            self.null_usage if detail.of_chunk is None else detail.of_chunk,
-        )
+    def _output(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.reasoning:
+            message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": [call.as_dict() for call in choice.calls]}
+        return {"message": message}
 
 
-def _message(choice: Choice) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-    if choice.reasoning:
-        message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
-    if choice.calls:
-        message |= {"content": choice.text or None, "tool_calls": [call.as_dict() for call in choice.calls]}
-    return message
-
-
-class CompletionFormat:
-    """Formats completions."""
+class CompletionFormat(Format):
+    """Formats completions, whose output is not parsed: all of it is text."""
 
     id_prefix = "cmpl-"
     prompt_in_choice = True
-
-    def __init__(self, completion_id: str, created: int, model: str, include_usage: bool) -> None:
-        self._head = {"id": completion_id, "object": "text_completion", "created": created, "model": model}
-        self.null_usage = b',"usage":null' if include_usage else b""
-        self._chunk = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+    _response_object = _chunk_object = "text_completion"
+    _role, _no_output = b"", b'"text":""'
 
     def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
-        """Returns the `logprobs` of a choice, or of a piece of it."""
+        """See Format."""
         return completion_logprobs(tokens, naming)
 
-    def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
-        """Returns no chunk: completions have no role."""
-        return b""
+    def _text(self, piece: bytes) -> bytes:
+        return b'"text":%b' % piece
 
-    def text_affixes(self, index: int) -> tuple[bytes, bytes]:
-        """Returns the bytes before and after the JSON string of a text chunk."""
-        return (
-            b'%b%d,"text":' % (self._chunk, index),
-            b',"logprobs":null,"finish_reason":null}]%b}\n\n' % self.null_usage,
-        )
+    def _reasoning(self, piece: bytes) -> bytes:
+        return self._text(piece)
 
-    def text(self, index: int, text: str, detail: Detail) -> bytes:
-        """Returns a text chunk with details."""
-        return self._event(index, text, b"null", b"", detail)
+    def _call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
+        return self._text(orjson.dumps(arguments))
 
-    def reasoning(self, index: int, text: str, detail: Detail = PLAIN) -> bytes:
-        """Returns a text chunk: the output of completions is not parsed."""
-        return self.text(index, text, detail)
-
-    def tool_call(
-        self, index: int, call: int, call_id: str, name: str, arguments: str, detail: Detail = PLAIN
-    ) -> bytes:
-        """See `reasoning`."""
-        return self.text(index, arguments, detail)
-
-    def finish_chunk(self, index: int, finish: Finish, detail: Detail = PLAIN) -> bytes:
-        """Returns the chunk with the finish reason."""
-        extra = {"stop_reason": stop_reason(finish), **degraded(finish)}
-        ending = b"," + orjson.dumps(extra)[1:-1]
-        return self._event(index, "", orjson.dumps(finish_reason(finish)), ending, detail)
-
-    def usage_event(self, counts: dict[str, Any]) -> bytes:
-        """Returns the usage chunk, the last one of a stream."""
-        return b"data: " + orjson.dumps({**self._head, "choices": [], "usage": counts}) + b"\n\n"
-
-    def full_response(
-        self, choices: Sequence[Choice], counts: dict[str, Any], extra: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Returns the response object; `extra` are requested extension fields."""
-        return {
-            **self._head,
-            "choices": [
-                {
-                    "index": index,
-                    "text": choice.text,
-                    "logprobs": choice.logprobs,
-                    "finish_reason": finish_reason(choice.finish),
-                    "stop_reason": stop_reason(choice.finish),
-                    **degraded(choice.finish),
-                    **choice.extra,
-                }
-                for index, choice in enumerate(choices)
-            ],
-            "usage": counts,
-            **(extra or {}),
-        }
-
-    def _event(self, index: int, text: str, reason: bytes, extra: bytes, detail: Detail) -> bytes:
-        return b'%b%d,"text":%b,"logprobs":%b,"finish_reason":%b%b%b}]%b}\n\n' % (
-            self._chunk,
-            index,
-            orjson.dumps(text),
-            detail.logprobs,
-            reason,
-            extra,
-            detail.of_choice,
-            self.null_usage if detail.of_chunk is None else detail.of_chunk,
-        )
-
-
-Format = ChatFormat | CompletionFormat
+    def _output(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text}
 
 
 def error_event(error: SluiceError) -> bytes:

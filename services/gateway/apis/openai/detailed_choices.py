@@ -8,7 +8,8 @@ from typing import Any
 
 import orjson
 
-from services.gateway.apis.openai.choices import CollectedChoice, CollectedChoices, StreamedChoice, StreamedChoices
+from services.gateway.apis.common.output import Counts
+from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import Choice, Detail, Format, usage
 from services.gateway.apis.openai.logprobs import Naming, ShownToken, prompt_logprobs
 from services.gateway.core.request import Finish
@@ -42,13 +43,13 @@ class DetailOptions:
         return self.logprobs or self.prompt_logprobs or self.token_ids or self.continuous_usage or self.prompt_only
 
 
-class DetailedStreamedChoice(StreamedChoice):
+class DetailedStreamedChoice(ChunkedChoice):
     """A streamed choice; pending tokens are sent with the next chunk."""
 
     __slots__ = ("_naming", "_options", "_prompt_ids", "_prompt_ids_due", "_token_count", "_tokens")
 
-    def __init__(self, index: int, events: StreamedChoices, options: DetailOptions, naming: Naming) -> None:
-        super().__init__(index, events)
+    def __init__(self, index: int, choices: StreamedChoices, options: DetailOptions, naming: Naming) -> None:
+        super().__init__(index, choices)
         self._options = options
         self._naming = naming
         self._tokens: list[ShownToken] = []
@@ -70,8 +71,8 @@ class DetailedStreamedChoice(StreamedChoice):
         if self._options.echo_logprobs:
             self._tokens += tokens
 
-    def _text_event(self, text: str) -> bytes:
-        return self._events.form.text(self.index, text, self._detail())
+    def _encode_text(self, piece: str) -> bytes:
+        return self._form.text(self.index, piece, self._detail())
 
     def _opening_detail(self) -> Detail:
         if not self._options.token_ids:
@@ -83,19 +84,19 @@ class DetailedStreamedChoice(StreamedChoice):
         tokens, self._tokens = self._tokens, []
         logprobs = of_choice = b""
         if self._options.logprobs and tokens:
-            logprobs = orjson.dumps(self._events.form.logprobs(tokens, self._naming))
+            logprobs = orjson.dumps(self._form.logprobs(tokens, self._naming))
         if self._options.token_ids:
             of_choice = b',"token_ids":' + orjson.dumps([token.token_id for token in tokens])
-            if self._events.form.prompt_in_choice and self._prompt_ids_due:
+            if self._form.prompt_in_choice and self._prompt_ids_due:
                 of_choice += b',"prompt_token_ids":' + orjson.dumps(list(self._prompt_ids))
                 self._prompt_ids_due = False
         return self._usage_detail(logprobs or b"null", of_choice)
 
     def _usage_detail(self, logprobs: bytes, of_choice: bytes, of_chunk: bytes = b"") -> Detail:
         if self._options.continuous_usage:
-            counts = usage(self._events.usage.prompt_tokens(self.index), self._token_count, 0)
+            counts = usage(Counts(self._response.usage.prompt_tokens(self.index), self._token_count))
             return Detail(logprobs, of_choice, of_chunk + b',"usage":' + orjson.dumps(counts))
-        return Detail(logprobs, of_choice, of_chunk + self._events.form.null_usage if of_chunk else None)
+        return Detail(logprobs, of_choice, of_chunk + self._form.null_usage if of_chunk else None)
 
 
 class DetailedCollectedChoice(CollectedChoice):

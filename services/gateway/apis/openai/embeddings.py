@@ -8,7 +8,6 @@ import secrets
 import struct
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,14 +15,13 @@ from services.common import logs
 from services.common.errors import SluiceError, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32
-from services.gateway.admission import permit as permits
+from services.gateway import context
+from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.fields import one_by_one
 from services.gateway.apis.openai.validation import check
-from services.gateway.core import request_audit
 from services.gateway.core.request import TextPrompt, TokenPrompt
-from services.gateway.http.body import read_json
-from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.sse import result_unless_gone
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
@@ -31,31 +29,28 @@ from services.gateway.workers.capabilities import able
 from services.gateway.workers.embeddings import NEEDS, EmbedClient, all_or_none
 from services.gateway.workers.registry import WorkerEntry
 
-CLIENT_CLOSED_REQUEST = 499
 MAX_CONCURRENT_TOKENIZATIONS = 32
+_FIELD_NAMES = FieldNameMap({"model": "model"}, default="input")
 
 
 class EmbeddingEndpoints:
     """Tokenizes the inputs and computes their embeddings on workers that support it.
 
     Args:
-        bodies: the memory budget shared by all request bodies.
+        bodies: reads the bodies of requests.
     """
 
     def __init__(
-        self, pipelines: Pipelines, client: EmbedClient, settings: GatewaySettings, bodies: BodyMemory | None = None
+        self, pipelines: Pipelines, client: EmbedClient, settings: GatewaySettings, bodies: BodyReader
     ) -> None:
         self._pipelines = pipelines
         self._client = client
-        self._settings = settings
         self._budgets = settings.budgets
         self._bodies = bodies
 
     async def embeddings(self, request: Request) -> Response:
         """Create embeddings of texts or of token ids."""
-        limit = int(self._settings.max_body_mb * (1 << 20))
-        body = await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
-        fields = check(EmbeddingRequest, body, self._budgets)
+        fields = check(EmbeddingRequest, await self._bodies.read(request), self._budgets)
         inputs = one_by_one(fields.input)
         registry = self._pipelines.registry
         registry.model(fields.model)
@@ -66,21 +61,21 @@ class EmbeddingEndpoints:
         label = fields.request_id or fields.rid
         with telemetry.stage("gateway.embed", dict(request.headers), model=fields.model, client_request_id=label):
             ids = await self._tokenized(inputs, fields, entry)
-            permit = permits.current()
+            permit = context.current().permit
             await permit.charge(sum(map(len, ids)) // 4)
             computed = self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
             result = await result_unless_gone(request.receive, computed)
         if result is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return client_closed_response()
         permit.spent(result.prompt_tokens)
-        request_audit.embedded(fields.model, result.prompt_tokens)
+        if (audit := context.current().audit) is not None:
+            audit.model, audit.prompt_tokens = fields.model, result.prompt_tokens
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, fields)}
             for index, vector in enumerate(result.vectors)
         ]
         usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
-        body = {"object": "list", "data": data, "model": fields.model, "usage": usage}
-        return Response(orjson.dumps(body), media_type="application/json")
+        return json_response({"object": "list", "data": data, "model": fields.model, "usage": usage})
 
     async def _tokenized(
         self, inputs: list[str | list[int]], fields: EmbeddingRequest, entry: WorkerEntry
@@ -95,12 +90,10 @@ class EmbeddingEndpoints:
             )
             async with semaphore:
                 try:
-                    tokenized = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
+                    tokenized = await self._pipelines.preprocess.tokenize(entry.model, prompt)
                 except SluiceError as error:
-                    error.param = "input" if error.param else ""
-                    raise
-            contexts = [length for length in (entry.context_length, tokenized.context_length) if length]
-            return _truncated(tokenized.token_ids, fields, min(contexts, default=0))
+                    raise _FIELD_NAMES.rename(error) from None
+            return _truncated(tokenized.token_ids, fields, tokenized.context_limit(entry.context_length))
 
         return await all_or_none(tokenize(value) for value in inputs)
 

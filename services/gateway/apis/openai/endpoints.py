@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,40 +16,27 @@ from services.common import logs
 from services.common.errors import invalid
 from services.common.observability import telemetry
 from services.common.tasks import TaskOwner
-from services.gateway.admission import permit as permits
-from services.gateway.apis.openai.choices import (
-    CollectedChoice,
-    CollectedChoices,
-    StreamedChoice,
-    StreamedChoices,
-    Usage,
-)
-from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format
+from services.gateway import context
+from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
+from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format, usage
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, DetailOptions
-from services.gateway.apis.openai.error_params import client_names
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler, TokenSink
 from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve
 from services.gateway.apis.openai.route_query import query_response
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
-from services.gateway.apis.openai.translate import chat_request, completion_requests
+from services.gateway.apis.openai.translate import chat_request, client_names, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.token_bytes import TokenPieces
-from services.gateway.core import routing_hints as hints
 from services.gateway.core.request import GenerationRequest
-from services.gateway.http.body import read_json
-from services.gateway.http.body_memory import BodyMemory
-from services.gateway.http.degradation import mark
-from services.gateway.http.sse import EventStream, run_unless_gone
 from services.gateway.http.write_scheduler import WriteScheduler
-from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline.models import Pipelines
-from services.gateway.pipeline.pipeline import Pipeline
+from services.gateway.pipeline.pipeline import Generation, Pipeline
+from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.registry import WorkerEntry
 from services.gateway.workers.tokenizer_parity import TokenizerParity
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 class OpenAIEndpoints:
@@ -56,7 +44,7 @@ class OpenAIEndpoints:
 
     Args:
         pieces: the bytes of single tokens, for log-probabilities.
-        bodies: the memory budget shared by all request bodies.
+        bodies: reads the bodies of requests.
     """
 
     def __init__(
@@ -66,7 +54,7 @@ class OpenAIEndpoints:
         write_scheduler: WriteScheduler,
         parity: TokenizerParity,
         pieces: TokenPieces,
-        bodies: BodyMemory | None = None,
+        bodies: BodyReader,
     ) -> None:
         self._pipelines = pipelines
         self._settings = settings
@@ -79,19 +67,17 @@ class OpenAIEndpoints:
 
     async def chat_completions(self, request: Request) -> Response:
         """Create a chat completion."""
-        body = await self._body(request)
+        body = await self._bodies.read(request)
         fields = check(ChatCompletionRequest, body, self._budgets)
         completion_id = ChatFormat.id_prefix + secrets.token_hex(12)
-        forces_calls = any(
-            "guided_json" in entry.capabilities for entry in self._pipelines.registry.of_model(fields.model)
-        )
+        forces_calls = self._pipelines.registry.has_capability(fields.model, "guided_json")
         generation = chat_request(body, fields, completion_id, self._settings.max_choices, self._budgets, forces_calls)
         form = ChatFormat(completion_id, int(time.time()), fields.model, fields.include_usage)
         return await self._respond(request, [generation], form, fields)
 
     async def completions(self, request: Request) -> Response:
         """Create a completion."""
-        body = await self._body(request)
+        body = await self._bodies.read(request)
         fields = check(CompletionRequest, body, self._budgets)
         completion_id = CompletionFormat.id_prefix + secrets.token_hex(12)
         arguments = fields, completion_id, self._settings.max_choices, self._budgets
@@ -105,7 +91,7 @@ class OpenAIEndpoints:
     async def models(self) -> dict[str, Any]:
         """Returns the served models that the API key may use."""
         await self._parity.freshen()
-        permit = permits.current()
+        permit = context.current().permit
         return {
             "object": "list",
             "data": [self._model_object(name, entry) for name, entry in self._served() if permit.may_use(name)],
@@ -117,7 +103,7 @@ class OpenAIEndpoints:
         Raises:
             SluiceError: PERMISSION_DENIED if the API key may not use it; NOT_FOUND or UNAVAILABLE if it is not served.
         """
-        permits.current().check_model(name)
+        context.current().permit.check_model(name)
         entry = self._pipelines.registry.model(name)
         await self._parity.freshen()
         return self._model_object(name, entry)
@@ -138,10 +124,6 @@ class OpenAIEndpoints:
             **({} if name == entry.model else {"parent": entry.model, "root": entry.model}),
         }
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
-
     async def _respond(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
@@ -156,11 +138,8 @@ class OpenAIEndpoints:
                 generations = [
                     await resolve(generation, fields, entry, self._pipelines.preprocess) for generation in generations
                 ]
-            if fields.nvext is not None:
-                hints.add(fields.nvext.hints())
-            if fields.data_parallel_rank is not None:
-                _set_rank(pipeline, fields.data_parallel_rank)
-            sessions.begin(self._settings.session_sources, request.headers, fields.session_names)
+            _enter_hints(fields, pipeline)
+            enter_session(self._settings.session_sources, request.headers, fields.session_names)
             if pipeline.only_asks():
                 return await query_response(pipeline, generations, form)
             return await respond(request, generations, form, fields)
@@ -173,21 +152,20 @@ class OpenAIEndpoints:
         if options.any:
             naming = self._naming(fields)
 
-            def make(index: int, events: StreamedChoices) -> StreamedChoice:
-                return DetailedStreamedChoice(index, events, options, naming)
+            def make(index: int, choices: StreamedChoices) -> ChunkedChoice:
+                return DetailedStreamedChoice(index, choices, options, naming)
 
-        number = sum(generation.choices for generation in generations)
-        choices = StreamedChoices(form, number, fields.include_usage, _drop_reasoning(generations), make)
-        stream = choices.stream = EventStream(choices, self._write_scheduler, self._settings.max_unsent_kb << 10, {})
-        choices.field_names = client_names(fields, generations[0])
-        try:
-            await self._start(generations, choices.sinks, choices.usage, options)
-        except BaseException:
-            stream.part()
-            raise
-        started = choices.usage.generations
-        stream.before_start = lambda response: mark(response, started)
-        return stream
+        choices = StreamedChoices(
+            form,
+            sum(generation.choices for generation in generations),
+            fields.include_usage,
+            client_names(fields, generations[0]).rename,
+            _drop_reasoning(generations),
+            options.prompt_only,
+            make,
+        )
+        start = partial(self._start, generations, choices, options)
+        return await choices.respond(self._write_scheduler, self._settings.max_unsent_kb << 10, start)
 
     async def _collect(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
@@ -201,48 +179,52 @@ class OpenAIEndpoints:
                 return DetailedCollectedChoice(choices, form, options, naming)
 
         choices = CollectedChoices(
-            sum(generation.choices for generation in generations), _drop_reasoning(generations), make
+            sum(generation.choices for generation in generations),
+            client_names(fields, generations[0]).rename,
+            _drop_reasoning(generations),
+            options.prompt_only,
+            make,
         )
-        choices.field_names = client_names(fields, generations[0])
         try:
-            await self._start(generations, choices.sinks, choices.usage, options)
-            if not await run_unless_gone(request.receive, choices.done, choices.usage.cancel):
-                return Response(status_code=CLIENT_CLOSED_REQUEST)
-            body = form.full_response(choices.results(), choices.usage.counts(), _prompt_fields(form, choices))
+            started = await self._start(generations, choices, options)
+            if not await choices.ended(request.receive):
+                return client_closed_response()
+            results = choices.results()
+            body = form.full_response(results, usage(choices.usage.counts()), _prompt_fields(form, choices))
         finally:
             choices.cancel()
-        response = Response(orjson.dumps(body), media_type="application/json")
-        mark(response, choices.usage.generations)
-        return response
+        return json_response(body, started)
 
     async def _start(
-        self, generations: list[GenerationRequest], choices: Any, usage: Usage, options: DetailOptions
-    ) -> None:
-        usage.prompt_only = options.prompt_only
+        self, requests: list[GenerationRequest], choices: StreamedChoices | CollectedChoices, options: DetailOptions
+    ) -> list[Generation]:
+        """Starts the generations; if one cannot be started, cancels all others."""
         assemblers: list[LogprobsAssembler] = []
         first = 0
         try:
-            for request in generations:
-                sinks = choices[first : first + request.choices]
+            for request in requests:
+                pipeline = self._pipelines.of(request.model)
+                sinks: list[Any] = list(choices.sinks[first : first + request.choices])
                 first += request.choices
                 if options.any:
                     sinks = [self._assembler(sink, request, options) for sink in sinks]
                     assemblers += sinks
                 if options.echo:
-                    text = await self._pipelines.of(request.model).prompt_text(request)
+                    text = await pipeline.prompt_text(request)
                     for sink in sinks:
                         sink.echo(text) if isinstance(sink, LogprobsAssembler) else sink.text(text)
-                generation = await self._pipelines.of(request.model).start(request, sinks)
-                usage.generations.append(generation)
+                generation = await pipeline.start(request, sinks)
+                choices.usage.generations.append(generation)
                 if options.any:
                     prompt_ids = generation.prompt_ids
                     for sink, stream in zip(sinks, generation.streams, strict=True):
                         sink.begin(stream.tokens, prompt_ids)
         except BaseException:
-            usage.cancel()
+            choices.usage.cancel()
             for assembler in assemblers:
                 assembler.discard()
             raise
+        return choices.usage.generations
 
     def _assembler(self, sink: TokenSink, request: GenerationRequest, options: DetailOptions) -> LogprobsAssembler:
         with_prompt = request.prompt_logprobs is not None
@@ -253,14 +235,21 @@ class OpenAIEndpoints:
         return Naming(self._pieces.of(entry.model), bool(fields.return_tokens_as_token_ids))
 
 
-def _set_rank(pipeline: Pipeline, rank: int) -> None:
+def _enter_hints(fields: GenerationFields, pipeline: Pipeline) -> None:
+    """Adds the routing hints of the request's body to its context; those of its headers win."""
+    outer = context.current()
+    if fields.nvext is not None:
+        context.enter(replace(outer, hints=outer.hints.over(fields.nvext.hints())))
+    if fields.data_parallel_rank is None:
+        return
     if pipeline.config.routing != "direct":
         raise invalid(
             "data_parallel_rank is supported only with routing direct; otherwise the router chooses the rank.",
             param="data_parallel_rank",
             code="unsupported_parameter",
         )
-    hints.at_rank(rank)
+    outer = context.current()
+    context.enter(replace(outer, hints=outer.hints.with_rank(fields.data_parallel_rank)))
 
 
 def detail_options(fields: GenerationFields) -> DetailOptions:

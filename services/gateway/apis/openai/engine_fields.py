@@ -14,6 +14,7 @@ from services.gateway.apis.openai.fields import (
     JsonObject,
     Label,
     Priority,
+    Strict,
     TokenId,
 )
 from services.gateway.apis.openai.structured_output_fields import GuidedFields
@@ -21,35 +22,53 @@ from services.gateway.apis.openai.unsupported_fields import unsupported_field
 from services.gateway.core.routing_hints import MOST_RANKS
 
 
-class EngineFields(GuidedFields):
-    """The extension fields, with the engines' own names."""
+class SharedFields(Strict):
+    """Fields that every API accepts, as OpenAI and the engines name them."""
 
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     repetition_penalty: float | None = Field(None, gt=0, le=2**31, allow_inf_nan=False)
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024, fail_fast=True)
+    skip_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
+    lora_path: str | None = Field(None, min_length=1, max_length=1024)
+    vllm_xargs: JsonObject = None
+    request_id: Label | None = None
+
+
+class EngineExtensions(SharedFields):
+    """Extension fields beyond the API's own, with the same meaning as in chat completions."""
+
+    chat_template_kwargs: JsonObject = None
+
+    def extensions(self) -> dict[str, Any]:
+        """Returns the fields that are set, by their chat completion names."""
+        return {name: value for name in EngineExtensions.model_fields if (value := getattr(self, name)) is not None}
+
+
+class EngineFields(SharedFields, GuidedFields):
+    """The extension fields of chat completions and completions, with the engines' own names."""
+
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = Field(None, max_length=MAX_BAD_WORDS, fail_fast=True)
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
-    skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: Priority | None = None
-    cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     extra_key: str | None = Field(None, min_length=1, max_length=1024)
-    lora_path: str | None = Field(None, min_length=1, max_length=1024)
     data_parallel_rank: int | None = Field(None, ge=0, lt=MOST_RANKS, description="with routing direct only")
-    vllm_xargs: JsonObject = None
     custom_params: JsonObject = None
-    request_id: Label | None = None
     rid: Label | None = None
 
     use_beam_search: Any = unsupported_field("beam search is not implemented", False)

@@ -10,7 +10,6 @@ from services.common.packing import pack_u32
 from services.gateway.apis.openai.fields import MAX_TOKEN_IDS, Strict, TokenId
 from services.gateway.core.routing_hints import RoutingHints
 
-QUERY = "query_instance_id:"
 WorkerName = Annotated[str, Field(min_length=1, max_length=512)] | Annotated[int, Field(ge=0, lt=2**64)]
 
 

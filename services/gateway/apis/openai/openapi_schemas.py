@@ -2,94 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Any
+from services.gateway.apis.common.json_schemas import (
+    NON_EMPTY,
+    NULL,
+    STRING,
+    STRING_OR_NULL,
+    Schema,
+    any_of,
+    array,
+    const,
+    open_object,
+)
 
-_TEXT = {"type": "string"}
-_TEXT_OR_NULL = {"type": ["string", "null"]}
-_CONTENT = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
-            },
-        },
-    ]
-}
-_CALLS = {
-    "anyOf": [
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "id": _TEXT_OR_NULL,
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "properties": {
-                            "name": {"type": "string", "minLength": 1},
-                            "arguments": {"type": ["string", "object", "null"]},
-                        },
-                        "required": ["name"],
-                    },
-                },
-                "required": ["function"],
-            },
-        },
-        {"type": "null"},
-    ]
-}
+_TEXTS = array(open_object({"type": const("text"), "text": STRING}, "type", "text"))
+_CONTENT = any_of(STRING, _TEXTS)
+_FUNCTION = open_object({"name": NON_EMPTY, "arguments": {"type": ["string", "object", "null"]}}, "name")
+_CALL = open_object({"id": STRING_OR_NULL, "type": const("function"), "function": _FUNCTION}, "function")
+_NAMED = open_object({"name": NON_EMPTY}, "name")
+_CALLS = any_of(array(_CALL, minItems=1), NULL)
 
 
-def _message(roles: list[str], fields: dict[str, Any], required: list[str]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"role": {"enum": roles}, "name": _TEXT_OR_NULL, **fields},
-        "required": ["role", *required],
-    }
+def _message(roles: list[str], fields: dict[str, Schema], *required: str) -> Schema:
+    return open_object({"role": {"enum": roles}, "name": STRING_OR_NULL, **fields}, "role", *required)
 
 
-MESSAGES: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            _message(["user", "system", "developer"], {"content": _CONTENT}, ["content"]),
-            _message(
-                ["assistant"],
-                {"content": _CONTENT, "refusal": _TEXT_OR_NULL, "reasoning_content": _TEXT_OR_NULL},
-                ["content"],
-            ),
-            _message(
-                ["assistant"],
-                {"content": {"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]}, "tool_calls": _CALLS},
-                ["tool_calls"],
-            ),
-            _message(["tool"], {"content": _CONTENT, "tool_call_id": _TEXT}, ["content", "tool_call_id"]),
-        ]
-    },
-}
+MESSAGES: Schema = array(
+    any_of(
+        _message(["user", "system", "developer"], {"content": _CONTENT}, "content"),
+        _message(
+            ["assistant"],
+            {"content": _CONTENT, "refusal": STRING_OR_NULL, "reasoning_content": STRING_OR_NULL},
+            "content",
+        ),
+        _message(["assistant"], {"content": any_of(STRING, _TEXTS, NULL), "tool_calls": _CALLS}, "tool_calls"),
+        _message(["tool"], {"content": _CONTENT, "tool_call_id": STRING}, "content", "tool_call_id"),
+    ),
+    minItems=1,
+)
 
-TOOL_CHOICE: dict[str, Any] = {
-    "anyOf": [
+TOOL_CHOICE: Schema = {
+    **any_of(
         {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {"name": {"type": "string", "minLength": 1}},
-                    "required": ["name"],
-                },
-            },
-            "required": ["type", "function"],
-        },
-    ],
+        open_object({"type": const("function"), "function": _NAMED}, "type", "function"),
+    ),
     "default": None,
 }

@@ -62,7 +62,7 @@ async def _fill_in_the_middle(request: GenerationRequest, suffix: str, preproces
         )
     start = TextPrompt(markers[0], request.prompt.add_special_tokens)
     # The start marker is tokenized as a prompt, so that models with a BOS token get it.
-    prefix = await preprocess.tokenize(request.model, start, 0, "", "")
+    prefix = await preprocess.tokenize(request.model, start)
     before = await _ids(request.prompt.text, request.model, preprocess)
     after = await _ids(suffix, request.model, preprocess)
     return TokenPrompt(prefix.token_ids + pack_u32([*before, *ids[1], *after, *ids[2]]))
@@ -76,7 +76,7 @@ async def _bad_words(words: list[str], model: str, preprocess: PreprocessClient)
 
 
 async def _ids(text: str, model: str, preprocess: PreprocessClient) -> tuple[int, ...]:
-    prompt = await preprocess.tokenize(model, TextPrompt(text, add_special_tokens=False), 0, "", "")
+    prompt = await preprocess.tokenize(model, TextPrompt(text, add_special_tokens=False))
     return tuple(unpack_u32(prompt.token_ids))
 
 
@@ -84,11 +84,11 @@ async def _truncated(
     request: GenerationRequest, fields: GenerationFields, entry: WorkerEntry, preprocess: PreprocessClient
 ) -> Prompt:
     """Returns the prompt truncated to its last tokens, or to its first ones."""
-    prompt = await preprocess.tokenize(entry.model, request.prompt, 0, "", "")
+    prompt = await preprocess.tokenize(entry.model, request.prompt)
     length = fields.truncate_prompt_tokens or 0
     if length == -1:
-        contexts = [context for context in (entry.context_length, prompt.context_length) if context]
-        length = max(min(contexts, default=prompt.length + 1) - (request.stop.max_tokens or 1), 1)
+        limit = prompt.context_limit(entry.context_length) or prompt.length + 1
+        length = max(limit - (request.stop.max_tokens or 1), 1)
     if prompt.length <= length:
         return request.prompt
     ids = prompt.token_ids

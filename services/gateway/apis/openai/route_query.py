@@ -9,6 +9,7 @@ import orjson
 from starlette.responses import Response
 
 from services.common.packing import unpack_u32
+from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.completion_objects import Format, usage
 from services.gateway.core.request import GenerationRequest, Route, TokenizedPrompt
 from services.gateway.http.degradation import DEGRADED
@@ -29,7 +30,7 @@ async def query_response(pipeline: Pipeline, generations: Sequence[GenerationReq
         "token_data": first["token_ids"],
     }
     tokens = sum(prompt.length for prompt, _ in queried)
-    body = {**form.full_response([], usage(tokens, 0, 0)), "nvext": nvext, "placements": placements}
+    body = {**form.full_response([], usage(Counts(tokens))), "nvext": nvext, "placements": placements}
     response = Response(orjson.dumps(body), media_type="application/json")
     reasons = {reason for _, route in queried for reason in (route.degraded, route.split_skipped) if reason}
     if reasons:

@@ -50,9 +50,6 @@ class GenerationFields(EngineFields):
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     logit_bias: LogitBias = Field(default_factory=dict)
     user: str | None = None
     nvext: Nvext | None = None

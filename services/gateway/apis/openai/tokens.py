@@ -13,7 +13,9 @@ from starlette.responses import Response
 from services.common.errors import SluiceError, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.admission import permit as permits
+from services.gateway import context
+from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.common.http import BodyReader, json_response
 from services.gateway.apis.openai.completion_objects import ChatFormat
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
@@ -21,21 +23,21 @@ from services.gateway.apis.openai.token_schemas import DetokenizeRequest, Tokeni
 from services.gateway.apis.openai.translate import chat_request, count_tools
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenizedPrompt
-from services.gateway.http.body import read_json
-from services.gateway.http.body_memory import BodyMemory
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.registry import WorkerEntry
+
+_FIELD_NAMES = FieldNameMap({"token_ids": "tokens"})
 
 
 class TokenEndpoints:
     """Handlers served by preprocess alone, without workers.
 
     Args:
-        bodies: the memory budget shared by all request bodies.
+        bodies: reads the bodies of requests.
     """
 
-    def __init__(self, pipelines: Pipelines, settings: GatewaySettings, bodies: BodyMemory | None = None) -> None:
+    def __init__(self, pipelines: Pipelines, settings: GatewaySettings, bodies: BodyReader) -> None:
         self._pipelines = pipelines
         self._settings = settings
         self._budgets = settings.budgets
@@ -43,7 +45,7 @@ class TokenEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Tokenize a prompt or a chat."""
-        body = await self._body(request)
+        body = await self._bodies.read(request)
         fields = check(TokenizeRequest, body, self._budgets)
         count_tools(fields.tools, SchemaMeter(self._budgets))
         entry = self._entry(fields.model)
@@ -52,10 +54,10 @@ class TokenEndpoints:
             texts = None
             if fields.return_token_strs:
                 texts = await self._pipelines.preprocess.token_texts(entry.model, prompt.token_ids)
-        return _json(
+        return json_response(
             {
                 "count": prompt.length,
-                "max_model_len": _context(entry, prompt),
+                "max_model_len": prompt.context_limit(entry.context_length),
                 "tokens": unpack_u32(prompt.token_ids).tolist(),
                 "token_strs": texts,
             }
@@ -63,7 +65,7 @@ class TokenEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """Return the text of token ids."""
-        fields = check(DetokenizeRequest, await self._body(request), self._budgets)
+        fields = check(DetokenizeRequest, await self._bodies.read(request), self._budgets)
         entry = self._entry(fields.model)
         with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
             await _charge(len(fields.tokens))
@@ -72,13 +74,12 @@ class TokenEndpoints:
                     entry.model, pack_u32(fields.tokens), skip_special_tokens=False
                 )
             except SluiceError as error:
-                error.param = "tokens" if error.param == "token_ids" else error.param
-                raise
-        return _json({"prompt": text})
+                raise _FIELD_NAMES.rename(error) from None
+        return json_response({"prompt": text})
 
     async def render(self, request: Request) -> Response:
         """Render a chat completion as its worker would receive it."""
-        body = await self._body(request)
+        body = await self._bodies.read(request)
         fields = check(ChatCompletionRequest, body, self._budgets)
         request_id = ChatFormat.id_prefix + secrets.token_hex(12)
         generation = chat_request(body, fields, request_id, self._settings.max_choices, self._budgets)
@@ -87,21 +88,17 @@ class TokenEndpoints:
         with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
             prompt = await self._tokens(entry, generation.prompt)
             text = await self._pipelines.preprocess.render(entry.model, generation.prompt)
-        return _json(
+        return json_response(
             {
                 "request_id": request_id,
                 "model": generation.model,
                 "token_ids": unpack_u32(prompt.token_ids).tolist(),
                 "prompt": text,
                 "sampling_params": _sampling(generation, prompt),
-                "max_model_len": _context(entry, prompt),
+                "max_model_len": prompt.context_limit(entry.context_length),
                 "stream": bool(fields.stream),
             }
         )
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
 
     def _entry(self, model: str | None) -> WorkerEntry:
         """Returns the entry of the named model, or of the only served model."""
@@ -110,17 +107,17 @@ class TokenEndpoints:
         entries = list(self._pipelines.registry.models.values())
         if len(entries) != 1:
             raise invalid("Missing required parameter: model.", param="model", code="missing_required_parameter")
-        permits.current().check_model(entries[0].model)
+        context.current().permit.check_model(entries[0].model)
         return entries[0]
 
     async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> TokenizedPrompt:
-        tokenized = await self._pipelines.preprocess.tokenize(entry.model, prompt, 0, "", "")
+        tokenized = await self._pipelines.preprocess.tokenize(entry.model, prompt)
         await _charge(tokenized.length)
         return tokenized
 
 
 async def _charge(tokens: int) -> None:
-    permit = permits.current()
+    permit = context.current().permit
     await permit.charge(tokens)
     permit.spent(tokens)
 
@@ -152,11 +149,3 @@ def _sampling(generation: GenerationRequest, prompt: TokenizedPrompt) -> dict[st
     stop_ids = dict.fromkeys((*stop.token_ids, *unpack_u32(prompt.stop_token_ids), *unpack_u32(prompt.eos_token_ids)))
     non_default = {key: value for key, value in params.items() if value not in (None, [], {}, ())}
     return {**non_default, "stop_token_ids": list(stop_ids)}
-
-
-def _context(entry: WorkerEntry, prompt: TokenizedPrompt) -> int:
-    return min((length for length in (entry.context_length, prompt.context_length) if length), default=0)
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

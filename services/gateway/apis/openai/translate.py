@@ -9,6 +9,7 @@ import orjson
 
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32
+from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.openai.prompt_embeds import read_prompt_embeds
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
@@ -66,6 +67,17 @@ def chat_request(
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     return _request(fields, prompt, request_id, max_tokens, max_choices, logprobs, constraint, parsing, forced)
+
+
+def client_names(fields: GenerationFields, request: GenerationRequest) -> FieldNameMap:
+    """Returns the client's names of the options whose names differ."""
+    names = {"lora": "lora_path", "engine_options": "custom_params" if fields.custom_params else "vllm_xargs"}
+    if fields.extra_key:
+        names["cache_salt"] = "extra_key"
+    for capability, field in request.needs:
+        if field != "response_format" and (capability.startswith("guided_") or capability == "structural_tag"):
+            names["response_format"] = field
+    return FieldNameMap(names)
 
 
 def count_tools(tools: Sequence[Tool] | None, meter: SchemaMeter) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from services.common.errors import SluiceError, invalid, shortened
 from services.gateway.apis.openai.unsupported_fields import UNSUPPORTED
@@ -16,17 +18,8 @@ MAX_NAME = 64
 """Most characters of a client's field name that an error repeats."""
 
 
-def check(kind: type[M], body: dict[str, Any], budgets: BodyBudgets) -> M:
-    """Returns the validated body; raises SluiceError(INVALID_ARGUMENT) for the first invalid field."""
-    try:
-        return kind.model_validate(body, context=budgets)
-    except ValidationError as error:
-        raise explain(error) from None
-
-
-def explain(error: ValidationError) -> SluiceError:
-    """Returns the first validation error, with its field as `messages[0].role`."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+def explain(first: ErrorDetails) -> SluiceError:
+    """Returns a validation error, with its field as `messages[0].role`."""
     field = ""
     for part in first["loc"]:
         if part == "[key]":
@@ -45,3 +38,20 @@ def explain(error: ValidationError) -> SluiceError:
     param = field or message.split(" ", 1)[0]
     sentence = f"Invalid value for {field}: {message[0].lower()}{message[1:]}." if field else f"{message}."
     return invalid(sentence, param=param, code="invalid_value")
+
+
+def check(
+    kind: type[M], body: dict[str, Any], budgets: BodyBudgets, explain: Callable[[ErrorDetails], SluiceError] = explain
+) -> M:
+    """Returns the validated body.
+
+    Args:
+        explain: formats a validation error as the client's API does.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for the first invalid field.
+    """
+    try:
+        return kind.model_validate(body, context=budgets)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False, include_input=False, include_context=False)[0]) from None

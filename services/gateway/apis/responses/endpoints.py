@@ -13,8 +13,10 @@ from starlette.responses import Response
 from services.common import logs
 from services.common.errors import SluiceError, invalid, not_found
 from services.common.observability import telemetry
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
+from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversation import Conversation, conversation
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
@@ -24,21 +26,16 @@ from services.gateway.apis.responses.resource import OutputOptions, Resource, ou
 from services.gateway.apis.responses.schemas import ContextFields, InputTokensRequest, ResponsesRequest
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.tools import ChatTools, read_tools
-from services.gateway.apis.responses.translate import TranslatedRequest, translate
+from services.gateway.apis.responses.translate import translate
 from services.gateway.apis.responses.truncation import truncated_to_fit
-from services.gateway.http.body import read_json
-from services.gateway.http.body_memory import BodyMemory
-from services.gateway.http.degradation import mark
-from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.pipeline.pipeline import Generation
+from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """The input of a response.
+class ResponseInput:
+    """The conversation and the tools of a response.
 
     Attributes:
         items: those of earlier responses, then those of the request.
@@ -53,7 +50,7 @@ class ResponsesEndpoints:
     """Handlers that create, retrieve, continue and delete responses.
 
     Args:
-        bodies: the memory budget shared by all request bodies.
+        bodies: reads the bodies of requests.
     """
 
     def __init__(
@@ -61,7 +58,7 @@ class ResponsesEndpoints:
         block_runner: BlockAnswerRunner,
         settings: GatewaySettings,
         store: ResponseStore,
-        bodies: BodyMemory | None = None,
+        bodies: BodyReader,
     ) -> None:
         self._block_runner = block_runner
         self._settings = settings
@@ -71,32 +68,32 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Create a response."""
-        fields = check(ResponsesRequest, await self._body(request), self._budgets)
-        owner = permits.current().owner
-        context = await self._context(fields, owner)
+        fields = check(ResponsesRequest, await self._bodies.read(request), self._budgets)
+        owner = context.current().permit.owner
+        response_input = await self._response_input(fields, owner)
         response_id = new_id("resp")
         logs.request_id.set(response_id)
         with telemetry.stage(
             "gateway.request", dict(request.headers), model=fields.model, client_request_id=fields.request_id
         ):
             names = {"prompt_cache_key": fields.prompt_cache_key, "user": fields.user}
-            sessions.begin(self._settings.session_sources, request.headers, names)
-            translated = self._translated(fields, context, response_id)
+            enter_session(self._settings.session_sources, request.headers, names)
+            translated = self._translated(fields, response_input, response_id)
             if fields.truncation == "auto":
                 chat = await truncated_to_fit(
                     self._block_runner.pipelines,
-                    context.chat,
+                    response_input.chat,
                     fields.max_output_tokens or 1,
-                    lambda chat: self._translated(fields, replace(context, chat=chat), response_id).generation,
+                    lambda chat: self._translated(fields, replace(response_input, chat=chat), response_id).generation,
                 )
-                translated = self._translated(fields, replace(context, chat=chat), response_id)
+                translated = self._translated(fields, replace(response_input, chat=chat), response_id)
             options = OutputOptions.of_request(
                 fields, self._block_runner.naming(fields.model) if fields.logprobs is not None else None
             )
 
             def store(response: dict[str, Any]) -> None:
                 if fields.store is not False:
-                    items = orjson.dumps([item.stored for item in context.items])
+                    items = orjson.dumps([item.stored for item in response_input.items])
                     self._store.put(owner, response_id, StoredResponse(orjson.dumps(response), items))
 
             respond = self._stream if fields.stream else self._collect
@@ -118,14 +115,14 @@ class ResponsesEndpoints:
     async def delete(self, request: Request) -> Response:
         """Delete a stored response."""
         response_id = request.path_params["response_id"]
-        if not await self._store.delete(permits.current().owner, response_id):
+        if not await self._store.delete(context.current().permit.owner, response_id):
             raise _not_found(response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
         """List the input items of a response, including those of earlier responses."""
         stored = await self._stored(request)
-        return _json(page(orjson.loads(stored.items), request.query_params))
+        return json_response(page(orjson.loads(stored.items), request.query_params))
 
     async def cancel(self, request: Request) -> Response:
         """Reject the cancellation: stored responses are completed, as background responses are not supported."""
@@ -134,30 +131,26 @@ class ResponsesEndpoints:
 
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without generating."""
-        fields = check(InputTokensRequest, await self._body(request), self._budgets)
-        context = await self._context(fields, permits.current().owner)
+        fields = check(InputTokensRequest, await self._bodies.read(request), self._budgets)
+        response_input = await self._response_input(fields, context.current().permit.owner)
         pipelines = self._block_runner.pipelines
         entry = pipelines.registry.model(fields.model)
-        translated = self._translated(fields, context, new_id("resp"))
+        translated = self._translated(fields, response_input, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
             try:
-                prompt = await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt, 0, "", "")
+                prompt = await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt)
             except SluiceError as error:
                 raise translated.field_names.rename(error) from None
-        return _json({"object": "response.input_tokens", "input_tokens": prompt.length})
+        return json_response({"object": "response.input_tokens", "input_tokens": prompt.length})
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        limit = int(self._settings.max_body_mb * (1 << 20))
-        return await read_json(request, limit, self._settings.body_timeout_s, self._budgets.values, self._bodies)
-
-    async def _context(self, fields: ContextFields, owner: str) -> Context:
+    async def _response_input(self, fields: ContextFields, owner: str) -> ResponseInput:
         tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
         new = [] if fields.input is None else read_items(fields.input, self._budgets.list_items)
         items = [*await self._earlier(fields.previous_response_id, owner), *new]
         chat = conversation(fields.instructions, items)
         if not chat.messages:
             raise invalid("input is missing.", param="input", code="missing_required_parameter")
-        return Context(items, tools, chat)
+        return ResponseInput(items, tools, chat)
 
     async def _earlier(self, response_id: str | None, owner: str) -> list[Item]:
         """Returns the input and output items of the response that the request continues."""
@@ -174,13 +167,13 @@ class ResponsesEndpoints:
         items = orjson.loads(stored.items) + orjson.loads(stored.response)["output"]
         return [Item(item, "previous_response_id") for item in items]
 
-    def _translated(self, fields: ContextFields, context: Context, response_id: str) -> TranslatedRequest:
-        forces_calls = self._block_runner.has_capability(fields.model, "guided_json")
-        return translate(fields, context.chat, context.tools, response_id, self._budgets, forces_calls)
+    def _translated(self, fields: ContextFields, response_input: ResponseInput, response_id: str) -> TranslatedRequest:
+        forces_calls = self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json")
+        return translate(fields, response_input.chat, response_input.tools, response_id, self._budgets, forces_calls)
 
     async def _stored(self, request: Request) -> StoredResponse:
         response_id = request.path_params["response_id"]
-        stored = await self._store.find(permits.current().owner, response_id)
+        stored = await self._store.find(context.current().permit.owner, response_id)
         if stored is None:
             raise _not_found(response_id)
         return stored
@@ -211,14 +204,12 @@ class ResponsesEndpoints:
     ) -> Response:
         collected = await self._block_runner.collect(request, translated.generation, translated.field_names.rename)
         if collected is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return client_closed_response()
         turn, generation = collected
         items = output_of(turn.transcript.blocks, options)
-        response = _resource(fields, translated, generation).completed(items, turn.result(), turn.counts)
+        response = _resource(fields, translated, generation).completed(items, turn.result(), turn.usage.counts())
         store(response)
-        http_response = _json(response)
-        mark(http_response, [generation])
-        return http_response
+        return json_response(response, [generation])
 
 
 def _resource(fields: ResponsesRequest, translated: TranslatedRequest, generation: Generation) -> Resource:
@@ -228,7 +219,3 @@ def _resource(fields: ResponsesRequest, translated: TranslatedRequest, generatio
 
 def _not_found(response_id: str) -> SluiceError:
     return not_found(f"Response with id {response_id[:80]!r} not found.", param="response_id")
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from services.common.errors import SluiceError
-from services.gateway.apis.common.transcript import Block, Counts, Kind
+from services.gateway.apis.common.output import Counts
+from services.gateway.apis.common.transcript import Block, Kind
 from services.gateway.apis.openai.logprobs import ShownToken
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
 from services.gateway.core.request import Finish
+
+
+class _EventNames(NamedTuple):
+    """The names of an item's events: of its pieces and, unless empty, of its part, with the field of its index."""
+
+    piece: str
+    part: str = ""
+    position: str = ""
+
+
+_EVENT_NAMES = {
+    Kind.CALL: _EventNames("function_call_arguments"),
+    Kind.REASONING: _EventNames("reasoning_text", "content_part", "content_index"),
+    Kind.TEXT: _EventNames("output_text", "content_part", "content_index"),
+}
+_SUMMARY = _EventNames("reasoning_summary_text", "reasoning_summary_part", "summary_index")
 
 
 class ResponseEventEncoder:
@@ -100,42 +117,38 @@ class ResponseEventEncoder:
         self._open = True
         index = len(self._items) - 1
         events += self._event("response.output_item.added", output_index=index, item=item.in_progress())
-        location: dict[str, Any] = {"item_id": item.id, "output_index": index}
-        if block.kind is Kind.CALL:
-            self._prepare("response.function_call_arguments.delta", location, {})
-            return events
-        if block.kind is Kind.REASONING and self._options.summary:
-            location["summary_index"] = 0
-            self._prepare("response.reasoning_summary_text.delta", location, {})
-            return events + self._event("response.reasoning_summary_part.added", **location, part=item.part(""))
-        location["content_index"] = 0
-        if block.kind is Kind.REASONING:
-            self._prepare("response.reasoning_text.delta", location, {})
-        else:
-            self._prepare("response.output_text.delta", location, {"logprobs": []})
-        return events + self._event("response.content_part.added", **location, part=item.part(""))
+        names, location = self._names(item), self._location(item)
+        self._prepare(f"response.{names.piece}.delta", location, {"logprobs": []} if block.kind is Kind.TEXT else {})
+        if names.part:
+            events += self._event(f"response.{names.part}.added", **location, part=item.part(""))
+        return events
 
     def _end(self, status: str) -> bytes:
-        item, index = self._items[-1], len(self._items) - 1
+        item = self._items[-1]
         self._open = False
-        block = item.block
-        location: dict[str, Any] = {"item_id": item.id, "output_index": index}
-        text = block.text
+        block, text = item.block, item.block.text
+        names, location = self._names(item), self._location(item)
+        content: dict[str, Any] = {"text": text}
         if block.kind is Kind.CALL:
-            events = self._event("response.function_call_arguments.done", **location, name=block.name, arguments=text)
-        elif block.kind is Kind.REASONING and self._options.summary:
-            location["summary_index"] = 0
-            events = self._event("response.reasoning_summary_text.done", **location, text=text)
-            events += self._event("response.reasoning_summary_part.done", **location, part=item.part(text))
-        else:
-            location["content_index"] = 0
-            if block.kind is Kind.REASONING:
-                events = self._event("response.reasoning_text.done", **location, text=text)
-            else:
-                logprobs = item.logprobs(block.tokens)
-                events = self._event("response.output_text.done", **location, text=text, logprobs=logprobs)
-            events += self._event("response.content_part.done", **location, part=item.part(text))
+            content = {"name": block.name, "arguments": text}
+        elif block.kind is Kind.TEXT:
+            content["logprobs"] = item.logprobs(block.tokens)
+        events = self._event(f"response.{names.piece}.done", **location, **content)
+        if names.part:
+            events += self._event(f"response.{names.part}.done", **location, part=item.part(text))
+        index = len(self._items) - 1
         return events + self._event("response.output_item.done", output_index=index, item=item.completed(status))
+
+    def _names(self, item: OutputItem) -> _EventNames:
+        summary = item.block.kind is Kind.REASONING and self._options.summary
+        return _SUMMARY if summary else _EVENT_NAMES[item.block.kind]
+
+    def _location(self, item: OutputItem) -> dict[str, Any]:
+        """Returns the fields of an event about the last item."""
+        location: dict[str, Any] = {"item_id": item.id, "output_index": len(self._items) - 1}
+        if position := self._names(item).position:
+            location[position] = 0
+        return location
 
     def _prepare(self, kind: str, location: dict[str, Any], more: dict[str, Any]) -> None:
         """Encodes everything of a delta event except its number and piece once per item, as most events are deltas."""

@@ -64,10 +64,9 @@ def new_id(prefix: str) -> str:
 def _read(reader: FieldReader) -> dict[str, Any]:
     if not isinstance(reader.value, dict):
         raise reader.invalid("must be an object")
+    supported = f"the supported types are {', '.join(_ITEMS)}"
+    reader.reject_other_kinds(_ITEMS, lambda kind: f"items are not accepted; {_UNSUPPORTED.get(kind, supported)}")
     kind = reader.value.get("type", "message" if reader.value.keys() & {"role", "content"} else None)
-    if isinstance(kind, str) and kind not in _ITEMS:
-        reason = _UNSUPPORTED.get(kind, f"the supported types are {', '.join(_ITEMS)}")
-        raise reader.under("type").unsupported(f"{kind[:64]!r} items are not accepted; {reason}")
     if kind != "message":
         reader.kind(*_ITEMS)
     if reader.under("status").value is not None:

@@ -2,136 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Any
+from services.gateway.apis.common.json_schemas import (
+    ANY,
+    BOOLEAN_OR_NULL,
+    FALSE_OR_NULL,
+    NON_EMPTY,
+    NULL,
+    STRING,
+    STRING_OR_NULL,
+    TOOL_NAME,
+    Schema,
+    any_of,
+    array,
+    closed_object,
+    const,
+    open_object,
+)
 
 MAX_TOOLS = 1024
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {
+
+def _item(properties: dict[str, Schema], *required: str) -> Schema:
+    common = {"id": STRING_OR_NULL, "status": {"enum": ["in_progress", "completed", "incomplete", None]}}
+    return closed_object({**common, **properties}, *required)
+
+
+def _parts(kind: str) -> Schema:
+    return any_of(array(closed_object({"type": const(kind), "text": STRING}, "type", "text")), NULL)
+
+
+_TEXT_PART = closed_object(
+    {
         "type": {"enum": ["input_text", "output_text"]},
-        "text": {"type": "string"},
-        "annotations": {},
-        "logprobs": {},
-        "parsed": {},
-        "prompt_cache_breakpoint": {},
+        "text": STRING,
+        **dict.fromkeys(("annotations", "logprobs", "parsed", "prompt_cache_breakpoint"), ANY),
     },
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_ITEM_FIELDS = {
-    "id": {"type": ["string", "null"]},
-    "status": {"enum": ["in_progress", "completed", "incomplete", None]},
-}
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        **_ITEM_FIELDS,
-        "phase": {},
-        "type": {"const": "message"},
+    *("type", "text"),
+)
+_MESSAGE = _item(
+    {
+        "phase": ANY,
+        "type": const("message"),
         "role": {"enum": ["user", "assistant", "system", "developer"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]},
+        "content": any_of(STRING, array(_TEXT_PART, minItems=1)),
     },
-    "required": ["role", "content"],
-    "additionalProperties": False,
-}
-_CALL = {
-    "type": "object",
-    "properties": {
-        **_ITEM_FIELDS,
-        "parsed_arguments": {},
-        "caller": {},
-        "namespace": {"type": "null"},
-        "async": {"enum": [False, None]},
-        "type": {"const": "function_call"},
-        "call_id": {"type": "string", "minLength": 1},
-        "name": {"type": "string", "minLength": 1},
-        "arguments": {"type": "string"},
+    *("role", "content"),
+)
+_CALL = _item(
+    {
+        "parsed_arguments": ANY,
+        "caller": ANY,
+        "namespace": NULL,
+        "async": FALSE_OR_NULL,
+        "type": const("function_call"),
+        "call_id": NON_EMPTY,
+        "name": NON_EMPTY,
+        "arguments": STRING,
     },
-    "required": ["type", "call_id", "name", "arguments"],
-    "additionalProperties": False,
-}
-_CALL_OUTPUT = {
-    "type": "object",
-    "properties": {
-        **_ITEM_FIELDS,
-        "name": {},
-        "caller": {},
-        "namespace": {},
-        "type": {"const": "function_call_output"},
-        "call_id": {"type": "string", "minLength": 1},
-        "output": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+    *("type", "call_id", "name", "arguments"),
+)
+_CALL_OUTPUT = _item(
+    {
+        **dict.fromkeys(("name", "caller", "namespace"), ANY),
+        "type": const("function_call_output"),
+        "call_id": NON_EMPTY,
+        "output": any_of(STRING, array(_TEXT_PART)),
     },
-    "required": ["type", "call_id", "output"],
-    "additionalProperties": False,
-}
-
-
-def _parts(kind: str) -> dict[str, Any]:
-    part = {
-        "type": "object",
-        "properties": {"type": {"const": kind}, "text": {"type": "string"}},
-        "required": ["type", "text"],
-        "additionalProperties": False,
-    }
-    return {"anyOf": [{"type": "array", "items": part}, {"type": "null"}]}
-
-
-_REASONING = {
-    "type": "object",
-    "properties": {
-        **_ITEM_FIELDS,
-        "type": {"const": "reasoning"},
+    *("type", "call_id", "output"),
+)
+_REASONING = _item(
+    {
+        "type": const("reasoning"),
         "summary": _parts("summary_text"),
         "content": _parts("reasoning_text"),
-        "encrypted_content": {"type": ["string", "null"]},
+        "encrypted_content": STRING_OR_NULL,
     },
-    "required": ["type"],
-    "additionalProperties": False,
-}
-INPUT: dict[str, Any] = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {"anyOf": [_MESSAGE, _CALL, _CALL_OUTPUT, _REASONING]},
-        },
-    ]
-}
-_NAME = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,128}$"}
-TOOLS: dict[str, Any] = {
-    "anyOf": [
-        {
-            "type": "array",
-            "maxItems": MAX_TOOLS,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "name": _NAME,
-                    "description": {"type": ["string", "null"]},
-                    "parameters": {"type": ["object", "null"]},
-                    "strict": {"type": ["boolean", "null"]},
-                    "defer_loading": {"enum": [False, None]},
-                    "allowed_callers": {"enum": [["direct"], None]},
-                    "output_schema": {"type": "null"},
-                    "async": {"enum": [False, None]},
-                },
-                "required": ["type", "name"],
-                "additionalProperties": False,
-            },
-        },
-        {"type": "null"},
-    ]
-}
-TOOL_CHOICE: dict[str, Any] = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "properties": {"type": {"const": "function"}, "name": _NAME},
-            "required": ["type", "name"],
-        },
-    ]
-}
+    "type",
+)
+_TOOL = closed_object(
+    {
+        "type": const("function"),
+        "name": TOOL_NAME,
+        "description": STRING_OR_NULL,
+        "parameters": {"type": ["object", "null"]},
+        "strict": BOOLEAN_OR_NULL,
+        "defer_loading": FALSE_OR_NULL,
+        "allowed_callers": {"enum": [["direct"], None]},
+        "output_schema": NULL,
+        "async": FALSE_OR_NULL,
+    },
+    *("type", "name"),
+)
+
+INPUT: Schema = any_of(NON_EMPTY, array(any_of(_MESSAGE, _CALL, _CALL_OUTPUT, _REASONING), minItems=1))
+TOOLS: Schema = any_of(array(_TOOL, maxItems=MAX_TOOLS), NULL)
+TOOL_CHOICE: Schema = any_of(
+    {"enum": ["none", "auto", "required", None]},
+    open_object({"type": const("function"), "name": TOOL_NAME}, "type", "name"),
+)

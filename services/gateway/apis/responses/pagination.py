@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import invalid
+from services.gateway.apis.common.http import read_limit
 
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+MAX_LIMIT = 100
 
 
 def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Returns a page of items, newest first by default; raises SluiceError(INVALID_ARGUMENT) for invalid parameters."""
-    limit, order, after = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc"), query.get("after")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
+    limit, order, after = read_limit(query, MAX_LIMIT), query.get("order", "desc"), query.get("after")
+    if limit is None:
         raise invalid(f"limit must be a number from 1 to {MAX_LIMIT}.", param="limit", code="invalid_value")
     if order not in ("asc", "desc"):
         raise invalid("order must be asc or desc.", param="order", code="invalid_value")
@@ -28,7 +29,7 @@ def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any
                 code="invalid_value",
             )
         first = indexes[-1] + 1
-    shown = ordered[first : first + int(limit)]
+    shown = ordered[first : first + limit]
     return {
         "object": "list",
         "data": shown,

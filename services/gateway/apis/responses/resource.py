@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.apis.common.transcript import Block, Counts, Kind
+from services.gateway.apis.common.output import Counts
+from services.gateway.apis.common.transcript import Block, Kind
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import Naming, chat_logprobs
 from services.gateway.apis.responses.items import new_id, seal

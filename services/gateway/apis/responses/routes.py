@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from pydantic import BaseModel
-from starlette.responses import Response
 
-from services.gateway.apis.openai.openapi import GENERATING, body_of, responses
+from services.gateway.apis.openai.openapi import GENERATING, add_route, responses
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.response_schemas import (
     InputTokens,
@@ -20,7 +19,6 @@ from services.gateway.apis.responses.response_schemas import (
 from services.gateway.apis.responses.schemas import InputTokensRequest, ResponsesRequest
 
 STORED = "/v1/responses/{response_id}"
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -39,54 +37,16 @@ _STREAM = [_query("stream", {"type": "boolean", "default": False})]
 
 def add_responses(app: FastAPI, endpoints: ResponsesEndpoints) -> list[type[BaseModel]]:
     """Adds the routes and returns the schemas of their request bodies."""
-    _post(app, "/v1/responses", endpoints.create, ResponsesRequest, ResponseAnswer, streams=True)
-    _post(app, "/v1/responses/input_tokens", endpoints.input_tokens, InputTokensRequest, InputTokens)
-    _add_stored(app, "GET", STORED, endpoints.retrieve, responses(ResponseAnswer, _FAILURES), _STREAM)
-    _add_stored(app, "DELETE", STORED, endpoints.delete, responses(ResponseDeleted, _FAILURES), [])
-    _add_stored(
-        app, "GET", f"{STORED}/input_items", endpoints.input_items, responses(ResponseItemList, _FAILURES), _PAGE
-    )
-    _add_stored(app, "POST", f"{STORED}/cancel", endpoints.cancel, responses(ResponseAnswer, (*_FAILURES, 429)), [])
+    add = partial(add_route, app, name="responses_")
+    created = responses(ResponseAnswer, GENERATING, streams=True)
+    add("/v1/responses", endpoints.create, created, body=ResponsesRequest)
+    counted = responses(InputTokens, GENERATING)
+    add("/v1/responses/input_tokens", endpoints.input_tokens, counted, body=InputTokensRequest)
+    retrieved = responses(ResponseAnswer, _FAILURES)
+    add(STORED, endpoints.retrieve, retrieved, method="GET", parameters=[_ID, *_STREAM])
+    add(STORED, endpoints.delete, responses(ResponseDeleted, _FAILURES), method="DELETE", parameters=[_ID])
+    listed = responses(ResponseItemList, _FAILURES)
+    add(f"{STORED}/input_items", endpoints.input_items, listed, method="GET", parameters=[_ID, *_PAGE])
+    cancelled = responses(ResponseAnswer, (*_FAILURES, 429))
+    add(f"{STORED}/cancel", endpoints.cancel, cancelled, parameters=[_ID])
     return [ResponsesRequest, InputTokensRequest]
-
-
-def _post(
-    app: FastAPI,
-    path: str,
-    endpoint: Endpoint,
-    body: type[BaseModel],
-    response_model: type[BaseModel],
-    streams: bool = False,
-) -> None:
-    _add(app, "POST", path, endpoint, responses(response_model, GENERATING, streams), body_of(body))
-
-
-def _add_stored(
-    app: FastAPI,
-    method: str,
-    path: str,
-    endpoint: Endpoint,
-    documented: dict[int | str, Any],
-    parameters: list[dict[str, Any]],
-) -> None:
-    _add(app, method, path, endpoint, documented, {"parameters": [_ID, *parameters]})
-
-
-def _add(
-    app: FastAPI, method: str, path: str, endpoint: Endpoint, documented: dict[int | str, Any], extra: dict[str, Any]
-) -> None:
-    async def handle(request: Request) -> Response:
-        return await endpoint(request)
-
-    handle.__doc__ = endpoint.__doc__
-    app.add_api_route(
-        path,
-        handle,
-        methods=[method],
-        response_class=Response,
-        response_model=None,
-        name=f"responses_{endpoint.__name__}",
-        tags=["OpenAI"],
-        responses=documented,
-        openapi_extra=extra,
-    )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 
-from services.gateway.apis.common.extensions import EngineExtensions
+from services.gateway.apis.openai.engine_fields import EngineExtensions
 from services.gateway.apis.openai.fields import (
     MAX_LOGPROBS,
     MAX_TOKEN_ID,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.budgets import Budget
 from services.gateway.apis.common.field_reader import FieldReader
-
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+from services.gateway.apis.common.tool_definitions import read_definition
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +47,11 @@ def read_tools(tools: list[Any] | None, tool_choice: Any, list_items: Budget) ->
 
 
 def _function(reader: FieldReader) -> dict[str, Any]:
-    kind = reader.value.get("type") if isinstance(reader.value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise reader.under("type").unsupported(
-            f"{kind[:64]!r} tools are hosted by OpenAI; describe the tool as a function"
-        )
+    reader.reject_other_kinds(("function",), lambda kind: "tools are hosted by OpenAI; describe the tool as a function")
     reader.kind("function")
-    reader.fields(
-        "type",
-        "name",
-        "description",
-        "parameters",
-        "strict",
-        "defer_loading",
-        "allowed_callers",
-        "output_schema",
-        "async",
-    )
-    reader.under("defer_loading").reject_unless(False, reason="Sluice has no tool search")
-    reader.under("allowed_callers").reject_unless(["direct"], reason="tools cannot be called by code")
+    function = read_definition(reader, "parameters", "output_schema", "async")
     reader.under("output_schema").reject_unless(reason="describe the output in the description")
     reader.under("async").reject_unless(False, reason="calls are synchronous")
-    reader.under("strict").optional(bool)
-    name = reader.under("name")
-    if not NAME.fullmatch(name.text()):
-        raise name.invalid("must be 1 to 128 letters, digits, underscores and dashes")
-    function = {"name": name.value}
-    if reader.under("description").optional(str) is not None:
-        function["description"] = reader.value["description"]
     if reader.under("parameters").optional(dict) is not None:
         function["parameters"] = reader.value["parameters"]
     return {"type": "function", "function": function}
@@ -92,9 +67,7 @@ def _allowed(choice: FieldReader, names: Set[str]) -> set[str]:
 
 
 def _named(reader: FieldReader, names: Set[str]) -> str:
-    kind = reader.value.get("type") if isinstance(reader.value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise reader.under("type").unsupported(f"{kind[:64]!r} tools are hosted by OpenAI; name a function")
+    reader.reject_other_kinds(("function",), lambda kind: "tools are hosted by OpenAI; name a function")
     reader.kind("function")
     name = reader.fields("type", "name").under("name")
     if name.text(empty=False) not in names:

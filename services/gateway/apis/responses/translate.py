@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import SluiceError
-from services.gateway.apis.common.field_reader import FieldNameMap
-from services.gateway.apis.openai.schemas import ChatCompletionRequest
-from services.gateway.apis.openai.translate import chat_request
-from services.gateway.apis.openai.validation import check
+from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
 from services.gateway.apis.responses.conversation import Conversation
 from services.gateway.apis.responses.schemas import ContextFields, ResponsesRequest, TextFormat
 from services.gateway.apis.responses.tools import ChatTools
-from services.gateway.core.request import GenerationRequest
 from services.gateway.http.body_budgets import BodyBudgets
 
 _NAMES = {
@@ -28,14 +23,6 @@ _NAMES = {
     "engine_options": "vllm_xargs",
 }
 _SAME_NAMES = ("temperature", "top_p", "top_k", "parallel_tool_calls")
-
-
-@dataclass(frozen=True, slots=True)
-class TranslatedRequest:
-    """A generation request and the client's names of its fields, for errors."""
-
-    generation: GenerationRequest
-    field_names: FieldNameMap
 
 
 def translate(
@@ -56,17 +43,12 @@ def translate(
     """
     logprobs = "top_logprobs" if getattr(fields, "top_logprobs", None) is not None else "include"
     field_names = FieldNameMap(
+        {**_NAMES, "logprobs": logprobs},
         conversation.paths,
         tools.paths,
         {"function.name": "name", "function.parameters": "parameters"},
-        {**_NAMES, "logprobs": logprobs},
     )
-    body = _chat(fields, conversation, tools)
-    try:
-        chat = check(ChatCompletionRequest, body, budgets)
-        return TranslatedRequest(chat_request(body, chat, request_id, 1, budgets, forces_calls), field_names)
-    except SluiceError as error:
-        raise field_names.rename(error) from None
+    return translate_chat(_chat(fields, conversation, tools), field_names, request_id, budgets, forces_calls)
 
 
 def _chat(fields: ContextFields, conversation: Conversation, tools: ChatTools) -> dict[str, Any]:

@@ -40,10 +40,10 @@ async def truncated_to_fit(
 async def _fits(pipelines: Pipelines, generation: GenerationRequest, reserved: int) -> bool:
     entry = pipelines.registry.model(generation.model)
     try:
-        prompt = await pipelines.preprocess.tokenize(entry.model, generation.prompt, 0, "", "")
+        prompt = await pipelines.preprocess.tokenize(entry.model, generation.prompt)
     except SluiceError as error:
         if error.code == "prompt_too_large":
             return False
         raise
-    context = min((limit for limit in (entry.context_length, prompt.context_length) if limit), default=0)
-    return not context or prompt.length + reserved <= context
+    limit = prompt.context_limit(entry.context_length)
+    return not limit or prompt.length + reserved <= limit

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable
+from dataclasses import replace
 from math import inf
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import SluiceError
-from services.gateway.admission import permit as permits
+from services.gateway import context
 from services.gateway.admission.errors import OverLimit
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.limits import LimitDecision
-from services.gateway.core import deadlines, request_audit
+from services.gateway.admission.permit import Permit
 from services.gateway.http.degradation import DEGRADED
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware import scopes as scoped
@@ -54,27 +55,28 @@ class AdmissionMiddleware:
         credential = credential_of(scope)
         required = scoped.of_path(scope["path"])
         if required is None:
-            permits.begin(self._gate.identify(credential))
+            _enter(self._gate.identify(credential))
             await self._app(scope, receive, send)
             return
         monitor = _DisconnectMonitor(receive)
         try:
             key = self._gate.authenticate(credential)
-            request_audit.known(key.id)
+            if (audit := context.current().audit) is not None:
+                audit.key = key.id
             permit = self._gate.uncounted(key)
             permit.require(required, subject=scope["path"])
             if scope["method"] != "POST":
-                permits.begin(permit)
+                _enter(permit)
                 await self._app(scope, receive, send)
                 return
             scoped.check_headers(permit, scope["headers"], self._ignored)
-            timeout_s = deadlines.current().share(QUEUE_SHARE, inf)
+            timeout_s = context.current().deadline.share(QUEUE_SHARE, inf)
             permit = await self._gate.enter(key, _cost(scope), timeout_s, monitor.disconnected)
         except SluiceError as error:
             error_send = self._with_rate_headers(scope, send, error) if isinstance(error, OverLimit) else send
             await error_response(error)(scope, receive, error_send)
             return
-        permits.begin(permit)
+        _enter(permit)
         try:
             limited = permit.decision is not None
             await self._app(scope, monitor.receive, self._with_rate_headers(scope, send, permit) if limited else send)
@@ -93,6 +95,10 @@ class AdmissionMiddleware:
             return send(message)
 
         return send_with_headers
+
+
+def _enter(permit: Permit) -> None:
+    context.enter(replace(context.current(), permit=permit))
 
 
 def credential_of(scope: Scope) -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common import logs
-from services.common.observability import audit
 from services.common.observability.audit import AuditEntry, AuditLog, AuditSettings
 from services.common.tasks import TaskOwner
+from services.gateway import context
 
 OPERATIONS = ("/health", "/ready", "/metrics", "/ui", "/docs", "/redoc", "/openapi.json", "/favicon.ico")
 
@@ -28,7 +30,8 @@ class AuditMiddleware:
             await self._app(scope, receive, send)
             return
         entry = AuditEntry(scope["path"], self._entries.with_content)
-        entry_token = audit.current.set(entry)
+        outer = context.current()
+        context.enter(replace(outer, audit=entry))
         request_id_token = logs.request_id.set("")
         if entry.with_content:
             receive = _recording_body(receive, entry)
@@ -40,7 +43,7 @@ class AuditMiddleware:
         finally:
             entry.request_id = entry.request_id or logs.request_id.get()
             logs.request_id.reset(request_id_token)
-            audit.current.reset(entry_token)
+            context.enter(outer)
             self._entries.write(entry)
 
 

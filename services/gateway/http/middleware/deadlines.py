@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError
+from services.gateway import context
 from services.gateway.core import deadlines
+from services.gateway.core.deadlines import Deadline
 from services.gateway.http.errors import error_response
 
 _MS = deadlines.TIMEOUT_MS_HEADER.encode()
@@ -28,10 +31,11 @@ class DeadlineMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                deadlines.begin(min(self._timeout_s(scope), self._longest_s))
+                deadline = Deadline.after(min(self._timeout_s(scope), self._longest_s))
             except SluiceError as error:
                 await error_response(error)(scope, receive, send)
                 return
+            context.enter(replace(context.current(), deadline=deadline))
         await self._app(scope, receive, send)
 
     def _timeout_s(self, scope: Scope) -> float:

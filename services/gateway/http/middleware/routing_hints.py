@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError, invalid
-from services.gateway.core import routing_hints as hints
+from services.gateway import context
 from services.gateway.core.routing_hints import MOST_RANKS, NO_HINTS, RoutingHints
 from services.gateway.http.errors import error_response
 
@@ -68,7 +69,7 @@ class RoutingHintHeaders:
                 except SluiceError as error:
                     await error_response(error)(scope, receive, send)
                     return
-            hints.begin(routing_hints)
+            context.enter(replace(context.current(), hints=routing_hints))
         await self._app(scope, receive, send)
 
 

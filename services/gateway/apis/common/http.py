@@ -1,0 +1,55 @@
+"""Request bodies and JSON responses of every API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.http.body import read_json
+from services.gateway.http.body_memory import BodyMemory
+from services.gateway.http.degradation import Marked, mark
+from services.gateway.settings import GatewaySettings
+
+CLIENT_CLOSED_REQUEST = 499
+DEFAULT_PAGE = 20
+
+
+class BodyReader:
+    """Reads request bodies within the limits of the settings.
+
+    Args:
+        bodies: the memory budget shared by all request bodies; None: each body has its own.
+    """
+
+    def __init__(self, settings: GatewaySettings, bodies: BodyMemory | None = None) -> None:
+        self._max_bytes = int(settings.max_body_mb * (1 << 20))
+        self._timeout_s = settings.body_timeout_s
+        self._values = settings.budgets.values
+        self._bodies = bodies
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """Returns the body as a JSON object; raises as `read_json`."""
+        return await read_json(request, self._max_bytes, self._timeout_s, self._values, self._bodies)
+
+
+def read_limit(query: Mapping[str, str], most: int) -> int | None:
+    """Returns the `limit` of a page, or None if it is not a number from 1 to `most`."""
+    limit = query.get("limit", str(DEFAULT_PAGE))
+    fits = limit.isascii() and limit.isdigit() and len(limit) <= len(str(most)) and 1 <= int(limit) <= most
+    return int(limit) if fits else None
+
+
+def json_response(content: dict[str, Any], marked: Iterable[Marked] = ()) -> Response:
+    """Returns a JSON response; headers report the fallbacks and migrations of `marked`."""
+    response = Response(orjson.dumps(content), media_type="application/json")
+    mark(response, marked)
+    return response
+
+
+def client_closed_response() -> Response:
+    """Returns the response to a client that has disconnected, for logs and metrics."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,29 @@
+"""Reads the parts of tool definitions that the Messages and Responses APIs share."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from services.gateway.apis.common.field_reader import FieldReader
+from services.gateway.apis.common.json_schemas import TOOL_NAME_PATTERN
+
+
+def read_definition(reader: FieldReader, *own_fields: str) -> dict[str, Any]:
+    """Returns name and description of a tool as those of a function.
+
+    Args:
+        own_fields: the fields that only the client's API has.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for an unknown, invalid or unsupported field.
+    """
+    reader.fields("type", "name", "description", "strict", "defer_loading", "allowed_callers", *own_fields)
+    reader.under("defer_loading").reject_unless(False, reason="Sluice has no tool search")
+    reader.under("allowed_callers").reject_unless(["direct"], reason="tools cannot be called by code")
+    reader.under("strict").optional(bool)
+    name = reader.under("name")
+    if not re.fullmatch(TOOL_NAME_PATTERN, name.text()):
+        raise name.invalid("must be 1 to 128 letters, digits, underscores and dashes")
+    description = reader.under("description").optional(str)
+    return {"name": name.value} if description is None else {"name": name.value, "description": description}

@@ -1,0 +1,40 @@
+"""Generation requests of APIs that are translated to chat completions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.errors import SluiceError
+from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.openai.schemas import ChatCompletionRequest
+from services.gateway.apis.openai.translate import chat_request
+from services.gateway.apis.openai.validation import check
+from services.gateway.core.request import GenerationRequest
+from services.gateway.http.body_budgets import BodyBudgets
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedRequest:
+    """A generation request and the client's names of its fields, for errors."""
+
+    generation: GenerationRequest
+    field_names: FieldNameMap
+
+
+def translate_chat(
+    body: dict[str, Any], field_names: FieldNameMap, request_id: str, budgets: BodyBudgets, forces_calls: bool
+) -> TranslatedRequest:
+    """Returns the generation request of a chat completion with one choice.
+
+    Args:
+        forces_calls: the model's engines support structured output, which enforces required tool calls.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for invalid or unsupported fields, named as in the client's API.
+    """
+    try:
+        fields = check(ChatCompletionRequest, body, budgets)
+        return TranslatedRequest(chat_request(body, fields, request_id, 1, budgets, forces_calls), field_names)
+    except SluiceError as error:
+        raise field_names.rename(error) from None

@@ -1,0 +1,260 @@
+"""Builds the components of a gateway process, starts them, and stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+
+from services.common.budgets import Budget
+from services.common.observability.audit import AuditLog
+from services.common.rpc.replicas import ReplicaSet
+from services.common.security.tls import channel_credentials, https_context
+from services.common.tasks import Stop, TaskOwner
+from services.gateway.admission.builder import build_gate
+from services.gateway.admission.gate import Gate
+from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
+from services.gateway.apis.anthropic.routes import add_messages
+from services.gateway.apis.common.block_runner import BlockAnswerRunner
+from services.gateway.apis.common.http import BodyReader
+from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.apis.openai.endpoints import OpenAIEndpoints
+from services.gateway.apis.openai.tokens import TokenEndpoints
+from services.gateway.apis.responses.endpoints import ResponsesEndpoints
+from services.gateway.apis.responses.routes import add_responses
+from services.gateway.apis.responses.store import ResponseStore, build_store
+from services.gateway.app import add_middleware, create_app
+from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.clients.router import RouterClient
+from services.gateway.clients.token_bytes import TokenPieces
+from services.gateway.http.body_memory import BodyMemory
+from services.gateway.http.body_pace import BodyPace
+from services.gateway.http.keepalive import KeepaliveMonitor
+from services.gateway.http.middleware.audit import open_audit_log
+from services.gateway.http.server import build_server
+from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.live_view.endpoints import add_live_view
+from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter
+from services.gateway.live_view.view import LiveView, LiveViewRecords
+from services.gateway.metrics import SILENT, GatewayMetrics
+from services.gateway.pipeline.models import Pipelines
+from services.gateway.pipeline.stages import Components
+from services.gateway.readiness import Readiness
+from services.gateway.settings import GatewaySettings
+from services.gateway.streams.audit import AuditObserver
+from services.gateway.streams.interfaces import StreamObserver
+from services.gateway.streams.manager import StreamManager, shutting_down
+from services.gateway.streams.watchdog import WorkerWatchdog
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.embeddings import EmbedClient
+from services.gateway.workers.registry import WorkerRegistry
+from services.gateway.workers.tokenizer_parity import TokenizerParity
+
+log = logging.getLogger(__name__)
+
+FLUSH_REPORTS_S = 1.0
+STARTUP_WAIT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """A gateway process, apart from its HTTP server.
+
+    Attributes:
+        pieces: the bytes of single tokens, for log-probabilities.
+        parity: compares the tokenizers of preprocess and of the workers.
+        gate: admits requests.
+        live_view: None when it is switched off.
+    """
+
+    components: Components
+    pipelines: Pipelines
+    pieces: TokenPieces
+    parity: TokenizerParity
+    readiness: Readiness
+    gate: Gate
+    live_view: LiveView | None
+
+    @property
+    def replica_sets(self) -> tuple[ReplicaSet[Any], ...]:
+        """The replicas of the services that the gateway calls."""
+        components = self.components
+        return components.preprocess.replicas, components.router.replicas, components.connections.postprocess
+
+
+async def serve(settings: GatewaySettings, stop: Stop) -> None:
+    """Runs the gateway until it is stopped."""
+    tasks = TaskOwner(on_death=stop.fail)
+    response_store = build_store(settings, tasks)
+    gateway = build_gateway(settings, tasks)
+    audit_log = open_audit_log(settings, tasks)
+    app = build_app(settings, gateway, response_store, audit_log)
+    server = build_server(settings, app, https_context(settings))
+
+    await _start(gateway, settings, tasks)
+    http_task = tasks.spawn(server.serve(), "http")
+    log.info("HTTP server listening", extra={"address": server.address})
+
+    await stop.wait()
+    gateway.readiness.drain()
+    if gateway.live_view is not None:
+        gateway.live_view.close()
+    server.stop()
+    await _drain(gateway.components, http_task, settings.drain_s)
+    await tasks.close()
+    await response_store.close()
+    if audit_log is not None:
+        audit_log.close()
+    await gateway.gate.close()
+    for replicas in gateway.replica_sets:
+        await replicas.close()
+
+
+def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
+    """Returns the components of a gateway; nothing is connected yet."""
+    records = LiveViewRecords(settings.ui_viewers) if settings.ui else None
+    metrics = GatewayMetrics()
+    preprocess, router = _build_clients(settings, metrics, records)
+    components = _build_components(settings, tasks, metrics, preprocess, router, records)
+    registry, connections = components.registry, components.connections
+    pieces = TokenPieces(connections.postprocess)
+    live_view = None
+    if records is not None:
+        live_view = LiveView(records, preprocess, router, components.stream_manager, registry, connections)
+    return Gateway(
+        components,
+        Pipelines(settings.pipeline, components, settings.model_grace_s, (pieces.forget,)),
+        pieces,
+        TokenizerParity(preprocess.tokenizers, registry.of_model, lambda: list(registry.models)),
+        Readiness(preprocess, router, registry, connections, settings.pipeline.services),
+        build_gate(settings, settings.listen, tasks),
+        live_view,
+    )
+
+
+def _build_clients(
+    settings: GatewaySettings, metrics: GatewayMetrics, records: LiveViewRecords | None
+) -> tuple[PreprocessClient, RouterClient]:
+    make_preprocess: Callable[..., PreprocessClient] = PreprocessClient
+    make_router: Callable[..., RouterClient] = RouterClient
+    if records is not None:
+        make_preprocess = partial(ObservedPreprocess, records.request_history)
+        make_router = partial(ObservedRouter, records.request_history, records.explanations)
+    credentials = channel_credentials(settings)
+    preprocess = make_preprocess(
+        settings.preprocess, credentials, settings.tokenize_timeout_s, partial(metrics.trouble, "preprocess")
+    )
+    owner = f"gateway-{uuid.uuid4().hex}"
+    router = make_router(
+        settings.router, credentials, settings.route_timeout_s, owner, partial(metrics.trouble, "router")
+    )
+    return preprocess, router
+
+
+def _build_components(
+    settings: GatewaySettings,
+    tasks: TaskOwner,
+    metrics: GatewayMetrics,
+    preprocess: PreprocessClient,
+    router: RouterClient,
+    records: LiveViewRecords | None,
+) -> Components:
+    observers: list[StreamObserver] = [AuditObserver()] if settings.audit_log else []
+    if records is not None:
+        observers.append(records.request_history)
+    stream_manager = StreamManager(
+        settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s, observers
+    )
+    metrics.watch(lambda: stream_manager.live)
+    connections = ConnectionManager(
+        settings.postprocess,
+        channel_credentials(settings),
+        settings.connect_timeout_s,
+        stream_manager,
+        tasks,
+        settings.worker_message_mb << 20,
+        Budget("batch_tokens", settings.max_batch_tokens, "--max-batch-tokens"),
+        settings.pipeline.any_replicas_make_text,
+        partial(metrics.trouble, "postprocess"),
+    )
+    return Components(
+        preprocess=preprocess,
+        router=router,
+        registry=WorkerRegistry(router.replicas, connections.worker_up, connections.worker_down, router.owner),
+        connections=connections,
+        stream_manager=stream_manager,
+        metrics=metrics,
+        tasks=tasks,
+        migration=settings.migration_policy,
+        route_timeout_s=settings.route_timeout_s,
+        post_wait_s=settings.postprocess_wait_s,
+        set_up_s=settings.tokenize_timeout_s,
+    )
+
+
+def build_app(
+    settings: GatewaySettings, gateway: Gateway, response_store: ResponseStore, audit_log: AuditLog | None
+) -> FastAPI:
+    """Returns the HTTP application with all APIs and middleware."""
+    components, pipelines = gateway.components, gateway.pipelines
+    write_scheduler = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
+    bodies = BodyReader(settings, BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share)))
+    block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
+    embed_client = EmbedClient(components.registry, components.connections, settings.embed_timeout_s)
+    app = create_app(
+        OpenAIEndpoints(pipelines, settings, write_scheduler, gateway.parity, gateway.pieces, bodies),
+        TokenEndpoints(pipelines, settings, bodies),
+        EmbeddingEndpoints(pipelines, embed_client, settings, bodies),
+        gateway.readiness,
+        [
+            partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies)),
+            partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
+        ],
+    )
+    add_live_view(app, gateway.live_view)
+    add_middleware(app, settings, gateway.gate, components.metrics, audit_log)
+    return app
+
+
+async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) -> None:
+    """Starts the background tasks, and waits a moment until the gateway is ready."""
+    components, connections = gateway.components, gateway.components.connections
+    for replicas in gateway.replica_sets:
+        await replicas.start()
+    watchdog = WorkerWatchdog(
+        lambda: connections.workers,
+        components.stream_manager.computing,
+        settings.token_timeout_s,
+        partial(components.metrics.trouble, "worker", SILENT),
+    )
+    tasks.spawn(components.registry.run(), "registry")
+    tasks.spawn(gateway.pipelines.run(), "models")
+    tasks.spawn(gateway.parity.run(), "parity")
+    tasks.spawn(components.router.run_reports(), "reports")
+    tasks.spawn(connections.run_sweeps(), "sweeps")
+    tasks.spawn(watchdog.run(), "worker-watchdog")
+    tasks.spawn(_sweep_stalled(components.stream_manager, settings.stall_timeout_s), "stalled")
+    if gateway.live_view is not None:
+        tasks.spawn(gateway.live_view.run(), "live-view")
+    await gateway.readiness.first(STARTUP_WAIT_S)
+
+
+async def _sweep_stalled(stream_manager: StreamManager, stall_timeout_s: float) -> None:
+    while True:
+        await asyncio.sleep(stall_timeout_s)
+        stream_manager.sweep_stalled()
+
+
+async def _drain(components: Components, http_task: asyncio.Task[None], drain_s: float) -> None:
+    """Waits for the requests in progress, and ends those that take longer than `drain_s` seconds."""
+    give_up = components.stream_manager.give_up_all
+    drain_timer = asyncio.get_running_loop().call_later(drain_s, give_up, shutting_down())
+    await asyncio.gather(http_task, return_exceptions=True)
+    drain_timer.cancel()
+    await components.router.flush_reports(FLUSH_REPORTS_S)
