@@ -69,6 +69,11 @@ def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def first_line(error: Exception, most: int) -> str:
+    """Returns the first line of an error's message, at most `most` characters."""
+    return str(error).strip().split("\n", 1)[0][:most]
+
+
 def error_form(error: Exception) -> dict[str, Any]:
     """Returns the JSON form of an error; an engine's exceptions count as errors of the request."""
     if not isinstance(error, SluiceError):
@@ -95,6 +100,6 @@ def _refusal(error: Exception) -> SluiceError:
         where = ".".join(str(step) for step in first["loc"])
         message = f"The engine rejected this request: {where}: {first['msg']}."
         return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param=field if field in PARAMS else "messages")
-    reason = str(error).strip().split("\n", 1)[0][:300].rstrip(".")
+    reason = first_line(error, 300).rstrip(".")
     message = f"The engine rejected this request: {reason}." if reason else "The engine rejected this request."
     return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param="messages")
