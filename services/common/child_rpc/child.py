@@ -11,9 +11,8 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 from services.common.child_rpc.framing import HEADER, frame
 
@@ -21,23 +20,22 @@ MAX_FORK_REQUEST_BYTES = 1 << 20
 
 
 class Channel:
-    """The child's end of the connection with its parent."""
+    """The child's end of the connection with its parent.
 
-    def __init__(self, source: BinaryIO, sink: RawIOBase) -> None:
-        self._source = source
-        self._sink = sink
+    Args:
+        source, sink: blocking descriptors, which are duplicated.
+    """
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source = os.fdopen(os.dup(source), "rb")
+        self._sink = os.fdopen(os.dup(sink), "wb", buffering=0)
 
     @classmethod
     def of_stdio(cls) -> Channel:
         """Takes over standard input and output; what libraries print goes to standard error instead."""
-        channel = cls(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0))
+        channel = cls(0, 1)
         os.dup2(2, 1)
         return channel
-
-    @classmethod
-    def of_socket(cls, connection: socket.socket) -> Channel:
-        """Uses a connected socket."""
-        return cls(connection.makefile("rb"), connection.makefile("wb", buffering=0))
 
     def receive(self) -> bytes | None:
         """Returns the next frame; None once the parent has closed the connection."""
@@ -48,7 +46,7 @@ class Channel:
         """Sends one frame."""
         unsent = memoryview(frame(body))
         while unsent:
-            unsent = unsent[self._sink.write(unsent) or 0 :]
+            unsent = unsent[self._sink.write(unsent) :]
 
     def send_json(self, message: Any) -> None:
         """Sends one frame of JSON."""
@@ -136,7 +134,7 @@ def serve_forks(control: socket.socket, service: ForkedService) -> None:
             greeting = service.prepare(request)
             previous = 0
             if "error" in greeting:
-                Channel.of_socket(connection).send_json(greeting)
+                Channel(connection.fileno(), connection.fileno()).send_json(greeting)
             elif not (pid := os.fork()):
                 control.close()
                 _run_fork(connection, service, greeting)
@@ -150,7 +148,7 @@ def _run_fork(connection: socket.socket, service: ForkedService, greeting: dict[
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         service.limit()
-        channel = Channel.of_socket(connection)
+        channel = Channel(connection.fileno(), connection.fileno())
         channel.send_json({**greeting, "pid": os.getpid()})
         service.serve(channel)
     except BaseException:
