@@ -47,6 +47,20 @@ class EngineTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
 
+class LibraryTokenizer:
+    """Texts through the tokenizer that an engine has loaded, which has the methods of transformers."""
+
+    _tokenizer: Any
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        special = add_special_tokens is not False
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+
 def answer(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> Any:
     """Returns the result of one call; `argument` is the JSON form of the method's parameters."""
     if verb == "encode_chat":

@@ -134,11 +134,9 @@ class _FailedParser(Parser):
     """Replaces a parser that could not be created."""
 
     def feed(self, text: str) -> list[Event]:
-        """See Parser."""
         raise RuntimeError("the parser could not be created")
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         raise RuntimeError("the parser could not be created")
 
 

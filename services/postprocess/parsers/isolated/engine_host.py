@@ -128,7 +128,6 @@ class EngineHost(ParserHost):
             self._unload_unused()
 
     def forget(self, stream: RemoteStream) -> None:
-        """See remote.Host."""
         super().forget(stream)
         self._unload_unused()
 

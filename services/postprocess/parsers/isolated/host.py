@@ -89,12 +89,10 @@ class ParserHost:
         return remote
 
     def changed(self, stream: RemoteStream) -> None:
-        """See remote.Host."""
         self._changed[stream.number] = stream
         self._pending.set()
 
     def forget(self, stream: RemoteStream) -> None:
-        """See remote.Host."""
         self._changed.pop(stream.number, None)
         if self._streams.pop(stream.number, None) is not None and stream.opened:
             self._closed.append(stream.number)
