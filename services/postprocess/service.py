@@ -84,7 +84,6 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
             session.start_draining()
 
     async def Session(self, request_iterator: object, context: SessionContext) -> None:  # type: ignore[override]
-        """See postprocess.proto."""
         writer = BatchWriter(lambda: to_text_batch(session.drain()), context.write)
         session = PostSession(
             self._library, self._limits, self._metrics, writer.wake, self._on_death, self._stream_factory
@@ -118,7 +117,6 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
     async def TokenPieces(
         self, request: postprocess_pb2.TokenPiecesRequest, context: PiecesContext
     ) -> postprocess_pb2.TokenPiecesResponse:
-        """See postprocess.proto."""
         return await answer(context, self._token_pieces, request)
 
     async def _token_pieces(self, request: postprocess_pb2.TokenPiecesRequest) -> postprocess_pb2.TokenPiecesResponse:
@@ -132,7 +130,6 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
     async def Parse(
         self, request: postprocess_pb2.ParseRequest, context: ParseContext
     ) -> postprocess_pb2.ParseResponse:
-        """See postprocess.proto."""
         parent = telemetry.carrier_of_metadata(context.invocation_metadata())
         with telemetry.stage("postprocess.parse", parent, model=request.options.model):
             return await answer(context, self._parse, request)

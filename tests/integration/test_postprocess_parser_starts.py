@@ -6,16 +6,17 @@ import asyncio
 import errno
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
+from services.common.child_rpc.process import Child
 from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.engine_host import EngineHost
-from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from tests.support.data.vocabularies import tekken
 from tests.support.oracles.parsing import said
@@ -25,15 +26,15 @@ OPTIONS = StreamOptions("m", tool_parser=SHOUTING)
 WAIT_S = 20
 
 
-async def no_process(*command: Any, **options: Any) -> Any:
+def no_process(*command: Any, **options: Any) -> Any:
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-async def another_hello(self: ParserHost) -> Any:
-    return {"another:Parser": []}
+async def another_hello(self: Child) -> bytes:
+    return b'{"another:Parser": []}'
 
 
-async def broken_pipe(self: asyncio.StreamReader, size: int) -> bytes:
+async def broken_pipe(self: Child) -> bytes:
     raise OSError(errno.EIO, "Input/output error")
 
 
@@ -58,11 +59,11 @@ async def one_stream(stream_factory: StreamFactory) -> str:
 
 
 def without_processes(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(asyncio, "create_subprocess_exec", no_process)
+    patched.setattr(subprocess, "Popen", no_process)
 
 
 def with_a_strange_hello(patched: pytest.MonkeyPatch) -> None:
-    patched.setattr(ParserHost, "_read", another_hello)
+    patched.setattr(Child, "receive", another_hello)
 
 
 @pytest.mark.parametrize("trouble", [without_processes, with_a_strange_hello])
@@ -95,7 +96,7 @@ async def test_a_pipe_that_fails_is_a_death_like_any_other(
 ) -> None:
     await stream_factory.start()
     with monkeypatch.context() as patched:
-        patched.setattr(asyncio.StreamReader, "readexactly", broken_pipe)
+        patched.setattr(Child, "receive", broken_pipe)
         assert await one_stream(stream_factory) == "fine again"
     assert deaths == []
 

@@ -203,9 +203,10 @@ async def test_a_process_that_a_template_has_taken_over_says_nothing_that_is_bel
     ask = runner.prepare("{{ messages[0].content }}", {"messages": CHAT.messages})
     assert await ask() == "hi"
     (lane,) = foreign._models
-    for kind, content in ((1, b"unasked"), (7, b""), (0, b"1"), (2, b"no json"), (2, b'{"kind": 99}')):
-        assert lane._child is not None
-        lane._child.on_reply(kind, content)
+    for reply in (b"\1unasked", b"\7", b"", b"\2no json", b'\2{"message": 99}'):
+        assert lane.child is not None
+        assert lane.child.on_frame is not None
+        lane.child.on_frame(reply)
         assert await ask() == "hi", "the next request has a process of its own"
     await foreign.aclose()
 

@@ -124,7 +124,6 @@ class TableDetokenizer:
             self.step(token)
 
     def step(self, token: int) -> str:
-        """See Detokenizer."""
         try:
             if self._plain:
                 text = self._texts[token]
@@ -147,7 +146,6 @@ class TableDetokenizer:
         return text
 
     def flush(self) -> str:
-        """See Detokenizer."""
         text = utf_8_decode(self._pending, self._table.errors, True)[0]
         self._pending = b""
         self._plain = self._opening is None
@@ -181,7 +179,6 @@ class LibraryDetokenizer:
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=skip_special_tokens)
 
     def step(self, token: int) -> str:
-        """See Detokenizer."""
         if token >= self._size:
             raise outside_vocabulary(token, self._size)
         self._held.append(token)
@@ -195,7 +192,6 @@ class LibraryDetokenizer:
         return self.flush() if len(self._held) >= self.HELD_AT_MOST else ""
 
     def flush(self) -> str:
-        """See Detokenizer."""
         if not self._held:
             return ""
         before = self._decode(self._context)
@@ -225,6 +221,5 @@ class MarkerDetokenizer:
         self.flush = inner.flush
 
     def step(self, token: int) -> str:
-        """See Detokenizer."""
         text = self._texts.get(token)
         return self._inner.step(token) if text is None else self._inner.flush() + text

@@ -57,7 +57,6 @@ class TokenRecorder:
         self._recorded.add(self._piece(token) or b"", self._offset)
 
     def step(self, token: int) -> str:
-        """See Detokenizer."""
         text = self._inner.step(token)
         self.note(token)
         self._offset += len(text)

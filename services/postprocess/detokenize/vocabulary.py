@@ -101,11 +101,9 @@ class TableVocabulary(Vocabulary):
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """See Vocabulary."""
         return frozenset(self._specials.values())
 
     def piece(self, token: int) -> bytes | None:
-        """See Vocabulary."""
         return self._kept.pieces[token] if token < self.size else None
 
     def _without(self, markers: frozenset[str]) -> ByteTable:
@@ -115,7 +113,6 @@ class TableVocabulary(Vocabulary):
     def detokenizer(
         self, skip_special_tokens: bool, tail: Sequence[int] = (), markers: frozenset[str] = NO_MARKERS
     ) -> Detokenizer:
-        """See Vocabulary."""
         if not skip_special_tokens:
             return TableDetokenizer(self._kept, tail)
         if not markers:
@@ -140,11 +137,9 @@ class LibraryVocabulary(Vocabulary):
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """See Vocabulary."""
         return frozenset(self._specials.values())
 
     def piece(self, token: int) -> bytes | None:
-        """See Vocabulary."""
         if token >= self.size:
             return None
         name = self._tokenizer.id_to_token(token) or ""
@@ -153,7 +148,6 @@ class LibraryVocabulary(Vocabulary):
     def detokenizer(
         self, skip_special_tokens: bool, tail: Sequence[int] = (), markers: frozenset[str] = NO_MARKERS
     ) -> Detokenizer:
-        """See Vocabulary."""
         library = LibraryDetokenizer(self._tokenizer, self.size, skip_special_tokens, tail)
         kept = {token: text for token, text in self._specials.items() if text in markers}
         return MarkerDetokenizer(library, kept) if skip_special_tokens and kept else library

@@ -114,13 +114,11 @@ class Chain(Parser):
         self.reasoning = first.reasoning
 
     def feed(self, text: str) -> list[Event]:
-        """See Parser."""
         events = self._forward(self._first.feed(text))
         self.reasoning = self._first.reasoning
         return events
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         return self._forward(self._first.finish()) + self._second.finish()
 
     def _forward(self, found: list[Event]) -> list[Event]:
@@ -134,10 +132,8 @@ class Chain(Parser):
 
     @property
     def held(self) -> str:
-        """See Parser."""
         return self._second.held + self._first.held
 
     @property
     def held_size(self) -> int:
-        """See Parser."""
         return self._second.held_size + self._first.held_size

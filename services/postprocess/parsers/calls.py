@@ -7,6 +7,7 @@ call is held until its name is known; then its arguments are streamed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 from services.postprocess.parsers.base import Parser, ParserContext
@@ -127,12 +128,10 @@ class CallParser(Parser):
         self._in_broken = False
         self._marked = True  # the current call began with a marker
 
-    @abstractmethod
-    def body(self) -> Body:
-        """Returns the body parser for the text after a start marker."""
+    body: Callable[..., Body]
+    """Returns the body parser for the text after a start marker."""
 
     def feed(self, text: str) -> list[Event]:
-        """See Parser."""
         if len(text) > PIECE_CHARS:
             return [event for piece in pieces_of(text) for event in self.feed(piece)]
         self._buffer = self._buffer + text if self._buffer else text
@@ -249,7 +248,6 @@ class CallParser(Parser):
         return True
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         events: list[Event] = []
         if self._body is not None:
             self._finish_body(self._body, events)
@@ -278,10 +276,8 @@ class CallParser(Parser):
 
     @property
     def held(self) -> str:
-        """See Parser."""
         return self._gate.held + self._raw.text + self._buffer
 
     @property
     def held_size(self) -> int:
-        """See Parser."""
         return len(self._gate.held) + self._raw.size + len(self._buffer)

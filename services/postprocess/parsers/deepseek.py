@@ -27,7 +27,6 @@ class DeepSeekBody(Body):
         self._arguments: Arguments | None = None
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """See Body."""
         if self._arguments is None:
             return self._read_head(text, at)
         if not self._arguments.done:
@@ -85,7 +84,4 @@ class DeepSeekParser(CallParser):
     ends = (END,)
     swallowed = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     markers = frozenset((*starts, *ends, *swallowed, SEPARATOR))
-
-    def body(self) -> Body:
-        """See CallParser."""
-        return DeepSeekBody()
+    body = DeepSeekBody

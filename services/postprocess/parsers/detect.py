@@ -7,6 +7,7 @@ from typing import Any
 
 from services.common.models import read_json
 from services.postprocess.detokenize.vocabulary import ParserNames
+from services.postprocess.parsers.engines import ENGINES
 
 
 def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:
@@ -20,38 +21,22 @@ def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:
     return ParserNames(_tool(template, is_special), _reasoning(template, is_special))
 
 
-_VLLM = (
-    {
-        "hermes": "hermes",
-        "llama3_json": "llama3_json",
-        "pythonic": "pythonic",
-        "mistral": "mistral",
-        "deepseek_v3": "deepseek_v3",
-        "harmony": "openai",
-        "qwen3_coder": "qwen3_coder",
-        "glm45": "glm45",
-        "kimi_k2": "kimi_k2",
-        "minimax_m2": "minimax_m2",
-        "granite": "granite",
-    },
-    {"think": "qwen3", "deepseek_r1": "deepseek_r1", "mistral": "mistral", "harmony": "openai_gptoss"},
-)
-_SGLANG = (
-    {
-        "hermes": "hermes",
-        "llama3_json": "llama3",
-        "pythonic": "pythonic",
-        "mistral": "mistral",
-        "deepseek_v3": "deepseekv3",
-        "harmony": "gpt-oss",
-        "qwen3_coder": "qwen3_coder",
-        "glm45": "glm45",
-        "kimi_k2": "kimi_k2",
-        "minimax_m2": "minimax-m2",
-    },
-    {"think": "qwen3", "deepseek_r1": "deepseek-r1", "mistral": "mistral", "harmony": "gpt-oss"},
-)
-_NATIVE = {"vllm": _VLLM, "sglang": _SGLANG}
+_RENAMED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "vllm": (
+        {"harmony": "openai"},
+        {"think": "qwen3", "harmony": "openai_gptoss"},
+    ),
+    "sglang": (
+        {
+            "llama3_json": "llama3",
+            "deepseek_v3": "deepseekv3",
+            "harmony": "gpt-oss",
+            "minimax_m2": "minimax-m2",
+        },
+        {"think": "qwen3", "deepseek_r1": "deepseek-r1", "harmony": "gpt-oss"},
+    ),
+}
+"""Tool and reasoning parsers that an engine names differently."""
 
 # Families with a specific reasoning parser, by a marker in the template: the names in vLLM and SGLang.
 _THINKERS = (
@@ -73,8 +58,10 @@ _FORMS = (
 
 def native_names(engine: str, found: ParserNames, template: str) -> ParserNames:
     """Returns the engine's parsers for a model whose built-in ones are `found`; empty names if it has none."""
-    tools, reasonings = _NATIVE[engine]
-    tool, reasoning = tools.get(found.tool, ""), reasonings.get(found.reasoning, "")
+    tools, reasonings = _RENAMED[engine]
+    tool, reasoning = tools.get(found.tool, found.tool), reasonings.get(found.reasoning, found.reasoning)
+    tool = tool if tool in ENGINES[engine].tool else ""
+    reasoning = reasoning if reasoning in ENGINES[engine].reasoning else ""
     if found.tool == "deepseek_v3" and "```json" not in template:
         tool = "deepseek_v31" if engine == "vllm" else "deepseekv31"
     if found.tool == "pythonic" and "<|python_start|>" in template:

@@ -56,7 +56,6 @@ class HarmonyParser(Parser):
             self._enter([])
 
     def feed(self, text: str) -> list[Event]:
-        """See Parser."""
         if len(text) > PIECE_CHARS:
             return [event for piece in pieces_of(text) for event in self.feed(piece)]
         self._buffer += text
@@ -150,7 +149,6 @@ class HarmonyParser(Parser):
         self._state, self._value = _BETWEEN, None
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         events: list[Event] = []
         if self._state == _HEADER:
             if text := self._generated_header + self._buffer:
@@ -170,11 +168,9 @@ class HarmonyParser(Parser):
 
     @property
     def held(self) -> str:
-        """See Parser."""
         return (self._generated_header if self._state == _HEADER else "") + self._gate.held + self._buffer
 
     @property
     def held_size(self) -> int:
-        """See Parser."""
         header = len(self._header) - len(self._from_prompt) if self._state == _HEADER else 0
         return header + len(self._gate.held) + len(self._buffer)

@@ -26,7 +26,6 @@ class KimiBody(Body):
         self._arguments: Arguments | None = None
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """See Body."""
         if self._arguments is not None:
             at, arguments = self._arguments.push(text, at)
             self.done, self.calling = self._arguments.done, self._arguments.calling
@@ -51,7 +50,4 @@ class KimiParser(CallParser):
     ends = (END,)
     swallowed = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
     markers = frozenset((*starts, *ends, *swallowed, SEPARATOR))
-
-    def body(self) -> Body:
-        """See CallParser."""
-        return KimiBody()
+    body = KimiBody

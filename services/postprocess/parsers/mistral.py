@@ -25,7 +25,6 @@ class MistralBody(Body):
         self._head = ""
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """See Body."""
         if self._inner is None:
             at = self._choose(text, at)
             if self._inner is None:
@@ -62,7 +61,4 @@ class MistralParser(CallParser):
     markers = frozenset(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"))
     id_prefix = ""
     id_length = 9
-
-    def body(self) -> Body:
-        """See CallParser."""
-        return MistralBody()
+    body = MistralBody

@@ -53,7 +53,6 @@ class Arguments(Body):
         self.calling = True
 
     def push(self, text: str, at: int) -> tuple[int, str | None]:
-        """See Body."""
         stop = self._value.push(text, at)
         self.done = self._value.done
         self.calling = not self.done
@@ -81,7 +80,6 @@ class CallObject(Body):
         self._started = False
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """See Body."""
         while at < len(text) and not self.done:
             if self._next in (_IN_KEY, _IN_VALUE):
                 at, found = self._through(text, at)
@@ -191,7 +189,6 @@ class CallArray(Body):
         self._comma = False  # a comma must precede the next object
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """See Body."""
         while at < len(text) and not self.done:
             if self._object is not None:
                 at, found = self._object.push(text, at)

@@ -35,7 +35,6 @@ class PythonicBody(Body):
         self._empty = True  # the current call has no arguments yet
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        """See Body."""
         found: Named | str | None = None
         while at < len(text) and not found and not self.done:
             if self._next in (_FUNCTION, _IN_KEY):
@@ -105,11 +104,7 @@ class PythonicParser(UnmarkedCallParser):
     ends = ("<|python_end|>",)
     markers = frozenset(starts + ends)
     opening = "["
-
-    def body(self) -> Body:
-        """See CallParser."""
-        return PythonicBody()
+    body = PythonicBody
 
     def bare_body(self) -> Body:
-        """See UnmarkedCallParser."""
         return PythonicBody(self.context.names or None)

@@ -10,11 +10,9 @@ from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Chain, Parser, ParserContext
 from services.postprocess.parsers.deepseek import DeepSeekParser
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
-from services.postprocess.parsers.granite import GraniteParser
 from services.postprocess.parsers.harmony import HarmonyParser
-from services.postprocess.parsers.hermes import HermesParser
+from services.postprocess.parsers.json_calls import GraniteParser, HermesParser, LlamaJsonParser
 from services.postprocess.parsers.kimi import KimiParser
-from services.postprocess.parsers.llama import LlamaJsonParser
 from services.postprocess.parsers.mistral import MistralParser
 from services.postprocess.parsers.pythonic import PythonicParser
 from services.postprocess.parsers.tag_families import GlmParser, MiniMaxParser, Qwen3CoderParser
@@ -117,10 +115,6 @@ class Registry:
             param=field,
             code="no_such_parser",
         )
-
-    def is_own(self, names: ParserNames) -> bool:
-        """Returns whether one of the parsers is a custom one, which runs in a separate process."""
-        return names.tool in self.own or names.reasoning in self.own
 
 
 def markers_of(names: ParserNames) -> frozenset[str]:

@@ -19,7 +19,6 @@ class TaggedParser(CallParser):
         self._types = types_of(context.tools)
 
     def body(self) -> Body:
-        """See CallParser."""
         return TaggedBody(self.form, self._types)
 
 

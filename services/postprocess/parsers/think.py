@@ -48,7 +48,6 @@ class ThinkParser(Parser):
         self._gate = WhitespaceBuffer()
 
     def feed(self, text: str) -> list[Event]:
-        """See Parser."""
         if self._state == _ANSWER:
             return [Content(text)]
         if len(text) > PIECE_CHARS:
@@ -101,7 +100,6 @@ class ThinkParser(Parser):
             self._state = _ANSWER
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         events: list[Event] = []
         text, self._buffer = self._lead.take() + self._buffer, ""
         if self.reasoning:
@@ -112,12 +110,10 @@ class ThinkParser(Parser):
 
     @property
     def held(self) -> str:
-        """See Parser."""
         return self._gate.held + self._lead.text + self._buffer
 
     @property
     def held_size(self) -> int:
-        """See Parser."""
         return len(self._gate.held) + self._lead.size + len(self._buffer)
 
 

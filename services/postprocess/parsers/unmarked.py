@@ -77,18 +77,15 @@ class UnmarkedCallParser(CallParser):
         self._fresh = True
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         self._restore_lead()
         return super().finish()
 
     @property
     def held(self) -> str:
-        """See Parser."""
         return self._gate.held + self._raw.text + self._lead.text + self._buffer
 
     @property
     def held_size(self) -> int:
-        """See Parser."""
         return len(self._gate.held) + self._raw.size + self._lead.size + len(self._buffer)
 
 

@@ -90,7 +90,6 @@ class StreamFactory:
         await asyncio.gather(*(host.close() for host in (*self._hosts.values(), *self._engines.values())))
 
     def plan(self, options: StreamOptions, vocabulary: Vocabulary, identity: str) -> ParserSelection:
-        """See plan_of."""
         return plan_of(options, vocabulary, self._registry, self._limits, identity)
 
     def ready(self, plan: ParserSelection) -> bool:

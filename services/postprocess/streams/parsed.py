@@ -62,7 +62,6 @@ class ParsedStream:
 
     @property
     def recorder(self) -> TokenRecorder | None:
-        """See Stream."""
         return self._stream.recorder
 
     @property

@@ -1,30 +1,24 @@
 """The process that runs an engine's tokenizer: serves calls from its standard input until that is closed.
 
-A frame is a length (uint32, little-endian) and that many bytes of JSON. The first frame it writes is the tokenizer's
-facts or an error. A request frame is a list of [id, verb, argument]; a reply frame a list of [id, result, error], in
-order.
+Its first frame is the tokenizer's facts or an error. A request is [verb, argument] as JSON; a reply [result, error].
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import resource
-import signal
-import sys
 import tempfile
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from struct import Struct
-from typing import Any, BinaryIO
+from typing import Any
 
+from services.common.child_rpc.child import Channel, limit_memory, serve
 from services.common.errors import ErrorKind, SluiceError
 from services.common.stub_modules import stand_in_for_absent
 from services.preprocess.engines import NOT_NEEDED, TESTED_VERSIONS
-from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
+from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form, first_line
 
-LENGTH = Struct("<I")
 LOAD_FACTOR = 2
 """Memory limit while loading, as a multiple of the limit afterwards."""
 
@@ -39,16 +33,20 @@ def main(arguments: list[str]) -> None:
     """
     engine, path, limit_s, memory_mb = arguments[0], Path(arguments[1]), float(arguments[2]), int(arguments[3])
     tempfile.tempdir, foreign = arguments[4], "foreign" in arguments[5:]
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # output of libraries must not mix with replies
+    channel = Channel.of_stdio()
     try:
         tokenizer = _load(engine, path, memory_mb if foreign else 0)
     except Exception as error:
-        _write(replies, {"error": _load_error(engine, error)})
+        channel.send_json({"error": _load_error(engine, error)})
         return
-    _bound_memory(memory_mb)
-    _write(replies, {"facts": asdict(tokenizer.facts)})
-    _serve(tokenizer, sys.stdin.buffer, replies, limit_s)
+    limit_memory(memory_mb)
+    run(channel, tokenizer, limit_s)
+
+
+def run(channel: Channel, tokenizer: EngineTokenizer, limit_s: float) -> None:
+    """Sends the facts of a loaded tokenizer and serves calls to it."""
+    channel.send_json({"facts": asdict(tokenizer.facts)})
+    serve(channel, partial(_reply, tokenizer), limit_s)
 
 
 def _load(engine: str, path: Path, memory_mb: int) -> EngineTokenizer:
@@ -56,16 +54,14 @@ def _load(engine: str, path: Path, memory_mb: int) -> EngineTokenizer:
     stand_in_for_absent(*NOT_NEEDED.get(engine, ()))
     module = importlib.import_module(f"services.preprocess.engines.{engine}")
     if memory_mb:
-        address_space = _address_space()
-        # Only the soft limit: it changes after the tokenizer is loaded.
-        resource.setrlimit(
-            resource.RLIMIT_AS, (address_space + LOAD_FACTOR * (memory_mb << 20), resource.RLIM_INFINITY)
-        )
+        limit_memory(LOAD_FACTOR * memory_mb, final=False)
     tokenizer: EngineTokenizer = module.Tokenizer(path)
     return tokenizer
 
 
 def _load_error(engine: str, error: Exception) -> dict[str, Any]:
+    if isinstance(error, SluiceError):
+        return error_form(error)
     if isinstance(error, ImportError):
         missing = error.name or str(error)
         message = (
@@ -73,46 +69,14 @@ def _load_error(engine: str, error: Exception) -> dict[str, Any]:
             f"({engine}=={TESTED_VERSIONS.get(engine, '')}), or name an interpreter that has it with --{engine}-python."
         )
         return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, message, param="model", code="missing_extra"))
-    if isinstance(error, SluiceError):
-        return error_form(error)
-    if isinstance(error, MemoryError):
-        error = RuntimeError("it needs too much memory")
-    reason = (str(error).strip().split("\n", 1)[0][:200] or type(error).__name__).rstrip(".")
-    message = f"The processor {engine} failed to load this tokenizer: {reason}."
+    reason = "it needs too much memory" if isinstance(error, MemoryError) else first_line(error, 200)
+    message = f"The processor {engine} failed to load this tokenizer: {(reason or type(error).__name__).rstrip('.')}."
     return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, message, param="model"))
 
 
-def _bound_memory(memory_mb: int) -> None:
-    limit = _address_space() + (memory_mb << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _address_space() -> int:
-    """Returns the size of this process's address space, bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _serve(tokenizer: EngineTokenizer, requests: BinaryIO, replies: BinaryIO, limit_s: float) -> None:
-    while header := requests.read(LENGTH.size):
-        for number, verb, argument in json.loads(requests.read(LENGTH.unpack(header)[0])):
-            # The alarm's default action ends a hanging process even if the parent has exited.
-            signal.setitimer(signal.ITIMER_REAL, limit_s)
-            reply = [number, *_call(tokenizer, verb, argument)]
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            # Reply immediately: the parent blames the first call without a reply for a hang or crash.
-            _write(replies, [reply])
-
-
-def _call(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> tuple[Any, dict[str, Any] | None]:
+def _reply(tokenizer: EngineTokenizer, request: bytes) -> bytes:
     try:
-        return answer(tokenizer, verb, argument), None
+        reply = [answer(tokenizer, *json.loads(request)), None]
     except Exception as error:
-        return None, error_form(error)
-
-
-def _write(replies: BinaryIO, value: Any) -> None:
-    data = json.dumps(value, separators=(",", ":")).encode()
-    unsent = memoryview(LENGTH.pack(len(data)) + data)
-    while unsent:
-        unsent = unsent[replies.write(unsent) :]
+        reply = [None, error_form(error)]
+    return json.dumps(reply, separators=(",", ":")).encode()

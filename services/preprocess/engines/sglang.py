@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from services.common.errors import invalid
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
-from services.preprocess.engines.tokenizer import EngineFacts
+from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer
 from services.preprocess.protocol import ChatRequest
 
 VERSION: str = sglang.__version__
@@ -44,7 +43,7 @@ class Manager:
         return runtime_context.get_context().config_leaf(name)
 
 
-class Tokenizer:
+class Tokenizer(LibraryTokenizer):
     """SGLang's tokenizer for one model.
 
     Args:
@@ -96,11 +95,3 @@ class Tokenizer:
     def render(self, chat: ChatRequest) -> str:
         """Implements `TokenizerProtocol.render` by decoding the ids, which are authoritative."""
         return self.decode(self.encode_chat(chat))
-
-    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        special = add_special_tokens is not False
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text

@@ -47,6 +47,20 @@ class EngineTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
 
+class LibraryTokenizer:
+    """Texts through the tokenizer that an engine has loaded, which has the methods of transformers."""
+
+    _tokenizer: Any
+
+    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        special = add_special_tokens is not False
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+
 def answer(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> Any:
     """Returns the result of one call; `argument` is the JSON form of the method's parameters."""
     if verb == "encode_chat":
@@ -67,6 +81,11 @@ def chat_argument(chat: ChatRequest) -> dict[str, Any]:
 
 def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
+
+
+def first_line(error: Exception, most: int) -> str:
+    """Returns the first line of an error's message, at most `most` characters."""
+    return str(error).strip().split("\n", 1)[0][:most]
 
 
 def error_form(error: Exception) -> dict[str, Any]:
@@ -95,6 +114,6 @@ def _refusal(error: Exception) -> SluiceError:
         where = ".".join(str(step) for step in first["loc"])
         message = f"The engine rejected this request: {where}: {first['msg']}."
         return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param=field if field in PARAMS else "messages")
-    reason = str(error).strip().split("\n", 1)[0][:300].rstrip(".")
+    reason = first_line(error, 300).rstrip(".")
     message = f"The engine rejected this request: {reason}." if reason else "The engine rejected this request."
     return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param="messages")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from vllm.renderers.params import TokenizeParams
 
 from services.common.errors import invalid
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
-from services.preprocess.engines.tokenizer import EngineFacts
+from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer
 from services.preprocess.protocol import ChatRequest
 
 VERSION: str = vllm.__version__
@@ -37,7 +36,7 @@ class _Request(ChatCompletionRequest):  # type: ignore[misc]
         )
 
 
-class Tokenizer:
+class Tokenizer(LibraryTokenizer):
     """vLLM's tokenizer for one model.
 
     Args:
@@ -109,11 +108,3 @@ class Tokenizer:
         prompt = self._render_prompt(chat)
         text = prompt.get("prompt")
         return text if isinstance(text, str) else self.decode(prompt["prompt_token_ids"])
-
-    def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        special = add_special_tokens is not False
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=special)]
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text

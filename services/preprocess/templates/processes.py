@@ -13,15 +13,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
-from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from services.common.budgets import Budget, BudgetPool
-from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
+from services.common.child_rpc.background import background_loop
+from services.common.child_rpc.fork_server import ForkServer
+from services.common.child_rpc.process import Child, bare_environment, module_command
+from services.common.errors import ErrorKind, SluiceError, overloaded
 from services.common.tasks import TaskOwner
 from services.preprocess.templates import templates
-from services.preprocess.templates.child_starter import START_S, Child, ChildLimits, ChildStarter
-from services.preprocess.templates.lane import COMPILE_ONLY, GRACE_S, Home, Lane
+from services.preprocess.templates.lane import COMPILE_ONLY, GRACE_S, START_S, Lane, stopping
 from services.preprocess.templates.runner import TemplateRunner
 from services.preprocess.validation import as_json
 
@@ -32,7 +33,7 @@ MAX_WAITING = 1024
 CLIENTS_SETTING, MODELS_SETTING = "--template-processes", "--worker-template-processes"
 
 
-class TemplateProcesses(Home):
+class TemplateProcesses:
     """The processes of foreign templates, each started on first use and replaced when killed.
 
     Args:
@@ -42,7 +43,7 @@ class TemplateProcesses(Home):
         memory_mb: address space of a process, MiB.
         models: maximum number of processes for templates of models; beyond it, the least recently used idle one ends.
         wait_s: maximum wait of a caller for its prompt, seconds; 0 for a multiple of the limit.
-        loop: the event loop that manages them; None for a loop on a new thread.
+        loop: the event loop that manages them; None for that of all such callers.
     """
 
     def __init__(
@@ -57,20 +58,23 @@ class TemplateProcesses(Home):
     ) -> None:
         self.limit_s = limit_s
         self.wait_s = wait_s or 3 * (limit_s + GRACE_S)
-        self._limits = ChildLimits(limit_s, max_chars, memory_mb)
+        arguments = (limit_s, max_chars, memory_mb)
+        self._server = ForkServer(
+            lambda control: module_command("services.preprocess.templates.child", control, *arguments),
+            max_frame_bytes=4 * max_chars + (1 << 16),
+            start_s=START_S,
+            quiet=True,
+            environment=bare_environment(),
+        )
         self._count = count
         self._slots = BudgetPool("template_processes", models, MODELS_SETTING)
         self._waiting = Budget("template_processes", MAX_WAITING, CLIENTS_SETTING)
         self._given_loop = loop
-        self._own_loop: asyncio.AbstractEventLoop | None = None
-        self._thread: Thread | None = None
-        self._starting = Lock()
         self._closed = False
         self._clients: list[Lane] = []
         self._models: set[Lane] = set()
         self._holding: set[Lane] = set()
         self._slot_waiters = 0
-        self._starter: ChildStarter | None = None
         self.tasks = TaskOwner()
 
     # --- what callers use ---
@@ -78,7 +82,7 @@ class TemplateProcesses(Home):
     @property
     def clients(self) -> TemplateRunner:
         """Runs templates sent by clients."""
-        return _ClientRunner(self)
+        return _Runner(self, self.of_client)
 
     def of_model(self, name: str) -> TemplateRunner:
         """Returns the runner for the templates of a model discovered from a worker, in its own process."""
@@ -95,7 +99,7 @@ class TemplateProcesses(Home):
     def wait_for(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs `work` on the event loop, blocks this thread, and returns or raises its result."""
         if self._closed:
-            raise unavailable("The service is stopping.")
+            raise stopping()
         future = asyncio.run_coroutine_threadsafe(work(), self._loop())
         try:
             return future.result(self.wait_s + START_S + GRACE_S)
@@ -108,7 +112,7 @@ class TemplateProcesses(Home):
 
         async def run() -> T:
             if self._closed:
-                raise unavailable("The service is stopping.")
+                raise stopping()
             loop = self._loop()
             if asyncio.get_running_loop() is loop:
                 return await work()
@@ -118,17 +122,12 @@ class TemplateProcesses(Home):
 
     def close(self) -> None:
         """Ends the processes; for callers without a loop, or whose loop runs on another thread."""
-        loop = self._given_loop or self._own_loop
-        if self._closed or loop is None or not loop.is_running():
+        loop = self._loop()
+        if self._closed or not loop.is_running():
             self._closed = True
             return
         with suppress(FutureTimeout):
             asyncio.run_coroutine_threadsafe(self.aclose(), loop).result(START_S)
-        if self._thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join(START_S)
-            if not loop.is_running():
-                loop.close()
 
     async def aclose(self) -> None:
         """Ends the processes; must run on their loop."""
@@ -136,18 +135,10 @@ class TemplateProcesses(Home):
         for lane in (*self._clients, *self._models):
             lane.close()
         await self.tasks.close()
-        if self._starter is not None:
-            await self._starter.close()
+        await self._server.close()
 
     def _loop(self) -> asyncio.AbstractEventLoop:
-        if self._given_loop is not None:
-            return self._given_loop
-        with self._starting:
-            if self._own_loop is None:
-                self._own_loop = asyncio.new_event_loop()
-                self._thread = Thread(target=self._own_loop.run_forever, name="templates", daemon=True)
-                self._thread.start()
-            return self._own_loop
+        return self._given_loop or background_loop()
 
     # --- on the loop ---
 
@@ -170,20 +161,33 @@ class TemplateProcesses(Home):
         lane.close()
 
     async def open(self, lane: Lane) -> Child:
+        """Starts a process for a lane; waits while too many run. Raises SluiceError(INTERNAL) if it does not start."""
         if lane in self._models:
             await self._take_slot(lane)
         try:
-            self._starter = self._starter or ChildStarter(self._limits)
-            return await self._starter.child()
+            return await self._fork()
         except BaseException:
             self.ended(lane)
             raise
 
+    async def _fork(self) -> Child:
+        for _ in range(2):
+            try:
+                child, _greeting = await self._server.fork()
+                assert child is not None, "this service's greeting is never an error"
+                return child
+            except (OSError, EOFError, ValueError) as error:
+                failure = error
+                await self._server.close()
+        raise SluiceError(
+            ErrorKind.INTERNAL, "No process for chat templates could be started; see the service's log."
+        ) from failure
+
     async def _take_slot(self, lane: Lane) -> None:
         if not self._slots.try_take(1):
-            idle = [held for held in self._holding if held.running and not held.outstanding]
+            idle = [held for held in self._holding if held.child is not None and not held.outstanding]
             if idle:
-                min(idle, key=lambda held: held.used_at).end()
+                min(idle, key=lambda held: held.used_at).drop()
             self._slot_waiters += 1
             try:
                 async with asyncio.timeout(self.wait_s):
@@ -200,62 +204,48 @@ class TemplateProcesses(Home):
         self._holding.add(lane)
 
     def ended(self, lane: Lane) -> None:
+        """Called when the lane's process has ended."""
         if lane in self._holding:
             self._holding.discard(lane)
             self._slots.give_back(1)
 
     def rests(self, lane: Lane) -> None:
+        """Called when the lane is idle."""
         if self._slot_waiters and lane in self._holding:
-            lane.end()
+            lane.drop()
 
 
-class _ClientRunner(TemplateRunner):
-    """Implements TemplateProcesses.clients."""
+class _Runner(TemplateRunner):
+    """Runs templates in these processes; `call` renders one on their loop."""
 
     apart = True
 
-    def __init__(self, home: TemplateProcesses) -> None:
+    def __init__(self, home: TemplateProcesses, call: Callable[[str, bytes], Coroutine[Any, Any, str]]) -> None:
         self._home = home
+        self._call = call
 
     def compile(self, source: str) -> None:
-        self._home.wait_for(lambda: self._home.of_client(_check_length(source), COMPILE_ONLY))
+        self._home.wait_for(partial(self._call, source, COMPILE_ONLY))
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
-        request = as_json(variables)
-        return self._home.wait_for(lambda: self._home.of_client(_check_length(source), request))
+        return self._home.wait_for(partial(self._call, source, as_json(variables)))
 
     def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
-        return self._home.on_loop(partial(self._home.of_client, _check_length(source), as_json(variables)))
+        return self._home.on_loop(partial(self._call, source, as_json(variables)))
 
     def close(self) -> None:
         """Does nothing: the processes are shared by all models."""
 
 
-class _ModelRunner(TemplateRunner):
-    """Implements TemplateProcesses.of_model."""
-
-    apart = True
+class _ModelRunner(_Runner):
+    """Runs a model's templates in its own process, started with the first of them."""
 
     def __init__(self, home: TemplateProcesses, name: str) -> None:
-        self._home = home
+        super().__init__(home, self._in_lane)
         self._name = name
         self._lane: Lane | None = None
 
-    def compile(self, source: str) -> None:
-        try:
-            checked = _check_length(source)
-        except SluiceError as error:
-            raise _blamed(error, self._name) from None
-        self._home.wait_for(lambda: self._call(checked, COMPILE_ONLY))
-
-    def render(self, source: str, variables: dict[str, Any]) -> str:
-        request = as_json(variables)
-        return self._home.wait_for(lambda: self._call(source, request))
-
-    def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
-        return self._home.on_loop(partial(self._call, source, as_json(variables)))
-
-    async def _call(self, source: str, variables: bytes) -> str:
+    async def _in_lane(self, source: str, variables: bytes) -> str:
         if self._lane is None:
             self._lane = self._home.lane(self._name)
         return await self._lane.call(source, variables)
@@ -268,13 +258,6 @@ class _ModelRunner(TemplateRunner):
         if self._lane is not None:
             with suppress(SluiceError):
                 self._home.wait_for(close)
-
-
-def _check_length(source: str) -> str:
-    """Returns the template; raises SluiceError(INVALID_ARGUMENT) when it is too long."""
-    if len(source) > templates.MAX_TEMPLATE_CHARS:
-        raise templates.too_long_a_template()
-    return source
 
 
 def _blamed(error: SluiceError, model: str) -> SluiceError:

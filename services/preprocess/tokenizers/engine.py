@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from services.common.child_rpc.process import engine_command
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.models import fingerprint, read_json
 from services.preprocess.engines import TESTED_VERSIONS
@@ -23,12 +23,6 @@ from services.preprocess.templates.processes import MODEL_FAULT
 
 log = logging.getLogger(__name__)
 
-_SERVICES = Path(__file__).resolve().parents[2]
-# The process imports only `services` from this project; all packages come from its own interpreter.
-_BOOTSTRAP = (
-    "import sys, types; services = types.ModuleType('services'); services.__path__ = [sys.argv[1]]; "
-    "sys.modules['services'] = services; from services.preprocess.engines.host import main; main(sys.argv[2:])"
-)
 _HANG_FACTOR = 2.0
 _UNSET = 1 << 31  # larger values in files mean "unset"
 
@@ -71,11 +65,11 @@ class EngineTokenizer(TokenizerProtocol):
         self._options = options
         self._template = chat_template
         self._scratch = tempfile.TemporaryDirectory(prefix="sluice-engine-", ignore_cleanup_errors=True)
-        self._command = [
-            *(options.python or sys.executable, "-P", "-c", _BOOTSTRAP, str(_SERVICES), engine, str(path)),
-            *(str(options.limit_s * _HANG_FACTOR), str(options.memory_mb), self._scratch.name),
-            *(["foreign"] if options.foreign else []),
-        ]
+        limits = (options.limit_s * _HANG_FACTOR, options.memory_mb)
+        origin = ["foreign"] if options.foreign else []
+        self._command = engine_command(
+            options.python, "services.preprocess.engines.host", engine, path, *limits, self._scratch.name, *origin
+        )
         self._lock = Lock()
         self._foreign: EngineProcess | None = None
         self._closed = False

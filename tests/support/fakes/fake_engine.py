@@ -11,7 +11,6 @@ import sys
 import time
 import types
 from collections.abc import Sequence
-from dataclasses import asdict
 
 
 def _services_only(folder: str) -> None:
@@ -22,6 +21,7 @@ def _services_only(folder: str) -> None:
 
 def main(folder: str, mode: str) -> None:
     _services_only(folder)
+    from services.common.child_rpc.child import Channel
     from services.common.errors import ErrorKind, SluiceError
     from services.preprocess.engines import host
     from services.preprocess.engines.tokenizer import EngineFacts, error_form
@@ -52,17 +52,15 @@ def main(folder: str, mode: str) -> None:
         def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
             return bytes(token_ids).decode("utf-8", "surrogateescape")
 
-    replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
+    channel = Channel.of_stdio()
     if mode == "dies":
         sys.exit(3)
     if mode == "hangs":
         time.sleep(3600)
     if mode == "refuses":
-        host._write(replies, {"error": error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, "No such engine."))})
+        channel.send_json({"error": error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, "No such engine."))})
         return
-    host._write(replies, {"facts": asdict(Tokenizer.facts)})
-    host._serve(Tokenizer(), sys.stdin.buffer, replies, 60)
+    host.run(channel, Tokenizer(), 60)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from services.postprocess.metrics import Metrics
 from services.postprocess.parsers import detect as hints
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event
-from services.postprocess.parsers.hermes import HermesParser
+from services.postprocess.parsers.json_calls import HermesParser
 from services.postprocess.parsers.registry import Registry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory

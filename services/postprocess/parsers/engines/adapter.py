@@ -6,13 +6,29 @@ import re
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Event
 
 _HEX = re.compile(r"[0-9a-f]{16,}")
 _LETTERS = re.compile(r"[0-9A-Za-z]{9}")
+
+
+PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
+"""A tool with which parsers are tried when they are loaded."""
+
+
+def chat_body(context: ParserContext) -> dict[str, Any]:
+    """Returns a chat completion request with the fields of a context that affect parsing."""
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": ""}], "stream": True}
+    if context.tools:
+        body |= {"tools": list(context.tools), "parallel_tool_calls": not context.single, "tool_choice": "auto"}
+        if context.required:
+            body["tool_choice"] = "required"
+        if context.only:
+            body["tool_choice"] = {"type": "function", "function": {"name": context.only}}
+    return body
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,6 @@ class EngineParser(Parser):
         return self.step(text, [] if token is None else [token], last=True)
 
     def finish(self) -> list[Event]:
-        """See Parser."""
         return self.finish_with("", None)
 
     @abstractmethod

@@ -1,36 +1,30 @@
-"""Processes of an engine's parsers: a loader that has imported the engine, and a fork of it that parses.
+"""Processes of an engine's parsers: a fork server that has imported the engine, and a fork of it that parses.
 
-`main` runs in the engine's interpreter. It imports the engine, loads tokenizers, and forks for each request on its
-control socket. The fork parses; when it dies, the next one starts immediately with everything loaded. Both end when the
-control socket is closed.
+`main` runs in the engine's interpreter. When the fork dies, the next one starts immediately with everything loaded.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import mmap
 import os
-import signal
 import socket
-import sys
 import traceback
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
+from services.common.child_rpc.child import Channel, ForkedService, limit_memory, serve, serve_forks
 from services.common.stub_modules import stand_in_for_absent
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines import ENGINES, NOT_NEEDED, bare
 from services.postprocess.parsers.engines.adapter import Engine, EngineParser
-from services.postprocess.parsers.isolated.child import Streams, limit_memory, read
-from services.postprocess.parsers.isolated.wire import PROGRESS, frame
-
-REQUEST_AT_MOST = 1 << 20
+from services.postprocess.parsers.isolated.child import Streams
+from services.postprocess.parsers.isolated.wire import Progress, decode, encode
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the loader.
+    """Runs the fork server.
 
     Args:
         arguments: the engine; file descriptors of the control socket and of the shared progress; MiB that a fork may
@@ -38,28 +32,60 @@ def main(arguments: list[str]) -> None:
     """
     engine_name, control_fd, progress_fd, memory_mb = arguments[0], *map(int, arguments[1:4])
     control = socket.socket(fileno=control_fd)
-    progress = mmap.mmap(progress_fd, PROGRESS.size)
     os.dup2(2, 1)
-    try:
-        engine, error = _engine(engine_name), ""
-    except Exception as failure:
-        traceback.print_exc()
-        engine, error = None, _missing(engine_name, failure)
-    child = 0
-    while True:
-        request, descriptors, _, _ = socket.recv_fds(control, REQUEST_AT_MOST, 1)
-        if child:
-            _kill(child)
-        if not request or not descriptors:
+    serve_forks(control, ParserService(engine_name, Progress(progress_fd), memory_mb))
+
+
+class ParserService(ForkedService):
+    """An engine's parsers.
+
+    Args:
+        name: the engine.
+        progress: shows the current operation to the parent process.
+        memory_mb: how much memory a fork may allocate, MiB.
+    """
+
+    single = True
+
+    def __init__(self, name: str, progress: Progress, memory_mb: int) -> None:
+        self._memory_mb = memory_mb
+        self._error = ""
+        try:
+            self._engine = _engine(name)
+        except Exception as failure:
+            traceback.print_exc()
+            self._error = _missing(name, failure)
             return
-        with socket.socket(fileno=descriptors[0]) as channel:
-            hello = {"error": error} if engine is None else _prepared(engine, json.loads(request))
-            child = os.fork() if engine is not None else 0
-            if engine is not None and not child:
-                control.close()
-                _serve(engine, channel, progress, memory_mb, hello)
-            if engine is None:
-                channel.sendall(frame(hello))
+        self._streams = Streams(progress, self._build)
+
+    def prepare(self, request: bytes) -> dict[str, Any]:
+        """Returns the engine's version and the facts of each pair of parsers; unloads all other models."""
+        if self._error:
+            return {"error": self._error}
+        pairs: list[list[str]] = json.loads(request)
+        for source in set(self._engine.sources()) - {source for source, *_ in pairs}:
+            self._engine.forget(source)
+        return {"version": self._engine.version, "facts": [load(self._engine, *pair) for pair in pairs]}
+
+    def limit(self) -> None:
+        limit_memory(self._memory_mb)
+
+    def serve(self, channel: Channel) -> None:
+        serve(channel, self._handle)
+
+    def _handle(self, request: bytes) -> bytes:
+        operations = decode(request)
+        kind = operations[0][0]
+        if kind == "load":
+            return encode([load(self._engine, *pair) for _, *pair in operations])
+        if kind != "unload":
+            return encode(self._streams.run(operations))
+        for _, source in operations:
+            self._engine.forget(source)
+        return encode([])
+
+    def _build(self, names: ParserNames, context: ParserContext) -> EngineParser:
+        return self._engine.open(bare(names.tool), bare(names.reasoning), context)
 
 
 def _engine(name: str) -> Engine:
@@ -83,21 +109,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0][:300]
 
 
-def _prepared(engine: Engine, pairs: list[list[str]]) -> dict[str, Any]:
-    """Returns the first message of a fork: the engine's parser names, and the facts of each pair of parsers.
-
-    Unloads the models without a requested pair.
-    """
-    for source in set(engine.sources()) - {source for source, *_ in pairs}:
-        engine.forget(source)
-    return {
-        "version": engine.version,
-        "tool": list(engine.tool),
-        "reasoning": list(engine.reasoning),
-        "facts": [load(engine, *pair) for pair in pairs],
-    }
-
-
 def load(engine: Engine, source: str, tool: str, reasoning: str) -> dict[str, Any]:
     """Returns the facts of a pair of parsers, or an error."""
     try:
@@ -106,41 +117,3 @@ def load(engine: Engine, source: str, tool: str, reasoning: str) -> dict[str, An
         if not isinstance(error, ValueError):
             traceback.print_exc()
         return {"error": _first_line(error) or type(error).__name__}
-
-
-def _serve(engine: Engine, channel: socket.socket, progress: mmap.mmap, memory_mb: int, hello: Any) -> NoReturn:
-    """Processes batches in a fork until its socket is closed; never returns to the code of the loader."""
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        limit_memory(memory_mb)
-        hello["pid"] = os.getpid()
-        channel.sendall(frame(hello))
-        streams = Streams(progress, lambda names, context: _build(engine, names, context))
-        with channel.makefile("rb") as source:
-            while (operations := read(source)) is not None:
-                if operations and operations[0][0] == "load":
-                    channel.sendall(frame([load(engine, *pair) for _, *pair in operations]))
-                elif operations and operations[0][0] == "unload":
-                    for _, source in operations:
-                        engine.forget(source)
-                    channel.sendall(frame([]))
-                else:
-                    channel.sendall(frame(streams.run(operations)))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
-def _build(engine: Engine, names: ParserNames, context: ParserContext) -> EngineParser:
-    return engine.open(bare(names.tool), bare(names.reasoning), context)
-
-
-def _kill(pid: int) -> None:
-    """Kills the previous fork; its pid cannot be reused before waitpid."""
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -22,10 +22,9 @@ from sglang.srt.parser.template_manager import TemplateManager
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.engines.adapter import EngineParser, Facts
+from services.postprocess.parsers.engines.adapter import PROBE, EngineParser, Facts, chat_body
 from services.postprocess.parsers.events import Content, Event, Reasoning
 
-_PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
 KEEP_SPECIAL = ("apertus2509", "kimi_k3", "inkling", "muse", "gpt-oss", "gemma4", "mistral")
 """Reasoning parsers for which SGLang's server keeps special tokens in every response."""
 
@@ -37,8 +36,6 @@ class _Model:
 
 
 class Engine:
-    """See adapter.Engine."""
-
     version: str = sglang.__version__
 
     def __init__(self) -> None:
@@ -47,26 +44,22 @@ class Engine:
         self._models: dict[str, _Model] = {}
 
     def load(self, source: str, tool: str, reasoning: str) -> Facts:
-        """See adapter.Engine."""
         if source not in self._models:
             tokenizer = _tokenizer(Path(source))
             templates = TemplateManager()
             template = getattr(tokenizer, "chat_template", None)
             templates._run_template_detection(template if isinstance(template, str) else None, tokenizer)
             self._models[source] = _Model(tokenizer, templates)
-        self.open(tool, reasoning, ParserContext([_PROBE], source=source))
+        self.open(tool, reasoning, ParserContext([PROBE], source=source))
         return Facts(True, reasoning in KEEP_SPECIAL)
 
     def sources(self) -> Collection[str]:
-        """See adapter.Engine."""
         return self._models.keys()
 
     def forget(self, source: str) -> None:
-        """See adapter.Engine."""
         self._models.pop(source, None)
 
     def open(self, tool: str, reasoning: str, context: ParserContext) -> EngineParser:
-        """See adapter.Engine."""
         if context.source not in self._models:
             self.load(context.source, tool, reasoning)
         model = self._models[context.source]
@@ -105,7 +98,6 @@ class SglangParser(EngineParser):
         self._tools = list(request.tools or ())
 
     def step(self, text: str, tokens: list[int], last: bool) -> list[Event]:
-        """See EngineParser."""
         events: list[Event] = []
         if self._thoughts is not None:
             reasoning, text = self._think(text, last)
@@ -171,13 +163,7 @@ class SglangParser(EngineParser):
 
 def request_of(context: ParserContext) -> Any:
     """Returns the request as SGLang's server sees it, with the fields that affect parsing."""
-    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": ""}], "stream": True}
-    if context.tools:
-        body |= {"tools": list(context.tools), "parallel_tool_calls": not context.single, "tool_choice": "auto"}
-        if context.required:
-            body["tool_choice"] = "required"
-        if context.only:
-            body["tool_choice"] = {"type": "function", "function": {"name": context.only}}
+    body = chat_body(context)
     if context.template_kwargs:
         kwargs = dict(context.template_kwargs)
         if (effort := kwargs.pop("reasoning_effort", None)) is not None:

@@ -24,10 +24,9 @@ from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.engines.adapter import EngineParser, Facts
+from services.postprocess.parsers.engines.adapter import PROBE, EngineParser, Facts, chat_body
 from services.postprocess.parsers.events import Content, Event, Reasoning
 
-_PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
 HARMONY = ("openai", "openai_gptoss")
 
 
@@ -38,8 +37,6 @@ class _Model:
 
 
 class Engine:
-    """See adapter.Engine."""
-
     version: str = vllm.__version__
 
     def __init__(self) -> None:
@@ -49,7 +46,6 @@ class Engine:
         self._classes: dict[tuple[str, str, str], Any] = {}
 
     def load(self, source: str, tool: str, reasoning: str) -> Facts:
-        """See adapter.Engine."""
         if source not in self._models:
             self._models[source] = _Model(_tokenizer(Path(source)), _config(Path(source)))
         model = self._models[source]
@@ -63,15 +59,13 @@ class Engine:
             )
         except (TypeError, KeyError) as error:
             raise ValueError(str(error)) from error
-        with_tools, without = (self._keeps_special(source, tool, reasoning, tools) for tools in ([_PROBE], []))
+        with_tools, without = (self._keeps_special(source, tool, reasoning, tools) for tools in ([PROBE], []))
         return Facts(with_tools, without)
 
     def sources(self) -> Collection[str]:
-        """See adapter.Engine."""
         return self._models.keys()
 
     def forget(self, source: str) -> None:
-        """See adapter.Engine."""
         self._models.pop(source, None)
         self._classes = {key: parser for key, parser in self._classes.items() if key[0] != source}
 
@@ -86,7 +80,6 @@ class Engine:
         return parser_class(model.tokenizer, request.tools, chat_template_kwargs=kwargs, model_config=model.config)
 
     def open(self, tool: str, reasoning: str, context: ParserContext) -> EngineParser:
-        """See adapter.Engine."""
         if (context.source, tool, reasoning) not in self._classes:
             self.load(context.source, tool, reasoning)
         request = request_of(context)
@@ -109,7 +102,6 @@ class VllmParser(EngineParser):
         self._ids: list[int] = []
 
     def step(self, text: str, tokens: list[int], last: bool) -> list[Event]:
-        """See EngineParser."""
         self._ids += tokens
         delta = self._processor.step(text, tokens, "stop" if last else None, self._prompt).delta
         if last:
@@ -130,14 +122,7 @@ class VllmParser(EngineParser):
 
 def request_of(context: ParserContext) -> Any:
     """Returns the request as vLLM's server sees it, with the fields that affect parsing."""
-    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": ""}], "stream": True}
-    if context.tools:
-        body |= {"tools": list(context.tools), "parallel_tool_calls": not context.single, "tool_choice": "auto"}
-        if context.required:
-            body["tool_choice"] = "required"
-        if context.only:
-            body["tool_choice"] = {"type": "function", "function": {"name": context.only}}
-    return ChatCompletionRequest.model_validate(body)
+    return ChatCompletionRequest.model_validate(chat_body(context))
 
 
 def _tokenizer(path: Path) -> Any:

@@ -7,34 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
 import os
-import sys
-import tempfile
 from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from services.common.child_rpc.process import Child, module_command
 from services.common.errors import SluiceError, invalid, unavailable
 from services.common.tasks import TaskOwner
 from services.postprocess.detokenize.stream import Stream
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.parsers.isolated.wire import (
-    FRAME_AT_MOST,
-    HEADER,
-    PROGRESS,
-    frame,
-    pack_context,
-    unframe,
-    unpack_events,
-)
+from services.postprocess.parsers.isolated.wire import Progress, decode, encode, pack_context, unpack_events
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 """Importing an engine's package takes 15 s of CPU time, and much longer on a busy machine."""
+
+MAX_FRAME_BYTES = 64 << 20
 
 DEATHS_AT_MOST = 5
 """Consecutive deaths that no stream caused, after which all streams continue as plain text."""
@@ -54,6 +46,9 @@ class ParserHost:
         on_death: called if the task that communicates with the process fails.
     """
 
+    with_tokens = False
+    """Whether the parsers need the tokens of the text."""
+
     def __init__(
         self,
         name: str,
@@ -71,12 +66,9 @@ class ParserHost:
         self._changed: dict[int, RemoteStream] = {}
         self._closed: list[int] = []
         self._pending = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open for the lifetime of the host
-        self._file.truncate(PROGRESS.size)
-        self._progress = mmap.mmap(self._file.fileno(), PROGRESS.size)
+        self._turn = asyncio.Lock()  # held during an exchange with the process
+        self._child: Child | None = None
+        self._progress = Progress()
         self._deaths = 0
         self._not_before = 0.0
 
@@ -88,21 +80,19 @@ class ParserHost:
     @property
     def pid(self) -> int:
         """Id of the running process; 0 for none."""
-        return self._process.pid if self._process is not None else 0
+        return self._child.pid if self._child is not None else 0
 
     def open(self, stream: Stream, names: ParserNames, context: ParserContext) -> RemoteStream:
         """Opens a stream that is parsed in the process."""
-        remote = RemoteStream(next(self._numbers), stream, names, context, self)
+        remote = RemoteStream(next(self._numbers), stream, names, context, self, self.with_tokens)
         self._streams[remote.number] = remote
         return remote
 
     def changed(self, stream: RemoteStream) -> None:
-        """See remote.Host."""
         self._changed[stream.number] = stream
         self._pending.set()
 
     def forget(self, stream: RemoteStream) -> None:
-        """See remote.Host."""
         self._changed.pop(stream.number, None)
         if self._streams.pop(stream.number, None) is not None and stream.opened:
             self._closed.append(stream.number)
@@ -118,7 +108,6 @@ class ParserHost:
         await self._tasks.close()
         await self._kill()
         self._progress.close()
-        self._file.close()
 
     async def _start_checked(self) -> None:
         """Starts the process; raises every failure as SluiceError.
@@ -128,6 +117,7 @@ class ParserHost:
         try:
             await self._start()
         except SluiceError:
+            await self._kill()
             raise
         except Exception as error:
             log.warning("cannot start the process of a parser", extra={"parser": self.name}, exc_info=error)
@@ -135,60 +125,44 @@ class ParserHost:
             raise unavailable(f"The parser {self.name} cannot be started now; see the log above.") from None
 
     async def _start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "services.postprocess.parsers.isolated.child"),
-            *(str(self._file.fileno()), str(self._memory_mb), self.name),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            pass_fds=(self._file.fileno(),),
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        arguments = (self._progress.descriptor, self._memory_mb, self.name)
+        self._child = await Child.launch(
+            module_command("services.postprocess.parsers.isolated.child", *arguments),
+            MAX_FRAME_BYTES,
+            {**os.environ, "PYTHONUNBUFFERED": "1"},
+            [self._progress.descriptor],
         )
-        self._reader, self._writer = self._process.stdout, self._process.stdin
         try:
-            hello = await asyncio.wait_for(self._read(), START_TIMEOUT_S)
+            hello = await self._child.receive_json(START_TIMEOUT_S)
         except TimeoutError:
-            await self._kill()
             message = f"The parser {self.name} did not start within {START_TIMEOUT_S:.0f} s; retry later."
             raise unavailable(message) from None
         except (EOFError, ValueError):
-            await self._kill()
             raise invalid(f"The parser {self.name} does not start; see the log above.") from None
         self.markers = frozenset(hello[self.name])
 
     async def _clear(self) -> None:
-        """Cleans up before a new process starts."""
-        await self._kill()
+        """Ends the process before a new one starts."""
+        child, self._child = self._child, None
+        if child is not None:
+            await child.end()
 
     async def _kill(self) -> None:
-        process, self._process, self._reader, self._writer = self._process, None, None, None
-        if process is None:
-            return
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-    async def _read(self) -> Any:
-        assert self._reader is not None
-        try:
-            head = await self._reader.readexactly(HEADER.size)
-            size = HEADER.unpack(head)[0]
-            if size > FRAME_AT_MOST:
-                raise ValueError(f"a frame of {size} bytes")
-            return unframe(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, OSError):
-            raise EOFError("the process ended") from None
+        """Ends all processes."""
+        await self._clear()
 
     async def _run(self) -> None:
         """Sends changed streams to the process in batches; changes during a batch form the next one."""
         while True:
             await self._pending.wait()
             self._pending.clear()
-            operations, streams = self._batch()
-            reason = await self._run_batch(operations, streams) if operations else ""
-            if reason:
-                await self._restart(reason)
-            else:
-                self._deaths = 0
+            async with self._turn:
+                operations, streams = self._batch()
+                reason = await self._run_batch(operations, streams) if operations else ""
+                if reason:
+                    await self._restart(reason)
+                else:
+                    self._deaths = 0
 
     def _batch(self) -> tuple[list[list[Any]], dict[int, RemoteStream]]:
         operations: list[list[Any]] = [["close", number] for number in self._closed]
@@ -225,20 +199,20 @@ class ParserHost:
 
     async def _call(self, operations: list[list[Any]], time_s: float = 0.0) -> Any:
         """Sends operations and returns their results; raises TimeoutError if one operation exceeds its time limit."""
-        if self._writer is None:
+        if self._child is None:
             await self._retry_start()
-        assert self._writer is not None
-        self._writer.write(frame(operations))
-        reading = asyncio.ensure_future(self._read())
+        assert self._child is not None
+        self._child.send(encode(operations))
+        reading = asyncio.ensure_future(self._child.receive())
         try:
-            started = self._started
+            started = self._progress.started
             while True:
                 await asyncio.wait({reading}, timeout=time_s or self._time_s)
                 if reading.done():
-                    return reading.result()
-                if self._started == started:
+                    return decode(reading.result())
+                if self._progress.started == started:
                     raise TimeoutError
-                started = self._started
+                started = self._progress.started
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -252,22 +226,16 @@ class ParserHost:
         except SluiceError as error:
             raise EOFError(error.message) from None
 
-    @property
-    def _started(self) -> int:
-        """Number of operations that the process has started."""
-        started: int = PROGRESS.unpack_from(self._progress, 0)[0]
-        return started
-
     async def _restart(self, reason: str) -> None:
         """Starts a new process; the stream that was being parsed loses its parser, the others are replayed.
 
         A process may be killed from outside while it parses a harmless stream, so one death is forgiven; exceeding a
         limit is not.
         """
-        blamed: int = PROGRESS.unpack_from(self._progress, 0)[1]
+        blamed = self._progress.stream
         log.warning("restarting the process of a parser", extra={"parser": self.name, "reason": reason})
         await self._clear()
-        PROGRESS.pack_into(self._progress, 0, 0, 0)
+        self._progress.set(0, 0)
         self._deaths = 0 if blamed in self._streams else self._deaths + 1
         hopeless = self._deaths >= DEATHS_AT_MOST
         if not hopeless:

@@ -68,7 +68,6 @@ class RemoteStream:
 
     @property
     def recorder(self) -> TokenRecorder | None:
-        """See Stream."""
         return self._stream.recorder
 
     @property

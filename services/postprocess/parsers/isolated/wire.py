@@ -1,34 +1,64 @@
-"""Messages between postprocess and processes of parsers: frames of JSON, each with the operations of many streams."""
+"""Messages between postprocess and processes of parsers: JSON, each with the operations of many streams."""
 
 from __future__ import annotations
 
 import json
-import struct
+import mmap
+import tempfile
+from struct import Struct
 from typing import Any
 
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning
-
-HEADER = struct.Struct("<I")
-PROGRESS = struct.Struct("<QQ")
-"""Shared memory: number of operations started, and the stream of the current one; 0 between batches."""
-
-FRAME_AT_MOST = 64 << 20
 
 _KINDS: dict[str, type[Content | Reasoning | CallStart | CallArguments | Degraded]] = {
     kind.__name__: kind for kind in (Content, Reasoning, CallStart, CallArguments, Degraded)
 }
 
 
-def frame(message: Any) -> bytes:
-    """Encodes a message, prefixed with its length."""
-    body = json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
-    return HEADER.pack(len(body)) + body
+def encode(message: Any) -> bytes:
+    """Encodes a message."""
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
 
 
-def unframe(body: bytes) -> Any:
-    """Decodes a frame without its length; raises ValueError if it is invalid."""
+def decode(body: bytes) -> Any:
+    """Decodes a message; raises ValueError if it is invalid."""
     return json.loads(body.decode(errors="surrogatepass"))
+
+
+class Progress:
+    """Memory shared with a process: the number of operations it has started, and the stream of the current one.
+
+    Args:
+        descriptor: of the file that both have mapped; 0 to create one.
+    """
+
+    _FIELDS = Struct("<QQ")
+
+    def __init__(self, descriptor: int = 0) -> None:
+        self._file = open(descriptor, "r+b") if descriptor else tempfile.TemporaryFile()  # noqa: SIM115 - see close
+        self._file.truncate(self._FIELDS.size)
+        self.descriptor = self._file.fileno()
+        self._memory = mmap.mmap(self.descriptor, self._FIELDS.size)
+
+    def set(self, started: int, stream: int) -> None:
+        """Records that an operation has started; stream 0 between batches."""
+        self._FIELDS.pack_into(self._memory, 0, started, stream)
+
+    def close(self) -> None:
+        """Releases the memory."""
+        self._memory.close()
+        self._file.close()
+
+    @property
+    def started(self) -> int:
+        """Number of operations started."""
+        return int(self._FIELDS.unpack_from(self._memory)[0])
+
+    @property
+    def stream(self) -> int:
+        """The stream of the current operation; 0 between batches."""
+        return int(self._FIELDS.unpack_from(self._memory)[1])
 
 
 def pack_events(events: list[Event]) -> list[list[Any]]:
@@ -54,15 +84,7 @@ def checked(events: list[Event]) -> list[Event]:
 
 def pack_context(context: ParserContext) -> dict[str, Any]:
     """Converts a context to JSON values."""
-    return {
-        "tools": list(context.tools),
-        "required": context.required,
-        "only": context.only,
-        "single": context.single,
-        "guided": context.guided,
-        "prompt_tail": context.prompt_tail,
-        "identity": context.identity,
-        "prompt_ids": list(context.prompt_ids),
-        "template_kwargs": dict(context.template_kwargs),
-        "source": context.source,
-    }
+    sequences = {"tools": list(context.tools), "prompt_ids": list(context.prompt_ids)}
+    packed = {**vars(context), **sequences, "template_kwargs": dict(context.template_kwargs)}
+    del packed["names"]  # derived from the tools
+    return packed
