@@ -12,8 +12,9 @@ from services.common.errors import SluiceError
 from sluice.cli import conformance
 from sluice.cli.main import main
 from sluice.conformance import Report, Result, Rule, Verdict, junit, select
+from tests.support.repository import ROOT
 
-PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
+PAGE = ROOT / "docs" / "conformance.md"
 
 
 def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -17,8 +17,8 @@ from sluice_client._wire.sluice import v1 as generated
 from sluice_client.connection import Method
 
 from sluice.v1 import router_pb2, worker_pb2
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "clients/python"
 GENERATED = CLIENT / "src/sluice_client/_wire"
 

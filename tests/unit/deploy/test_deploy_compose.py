@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,8 +20,8 @@ from services.router.settings import RouterSettings
 from services.worker.settings import WorkerSettings
 from sluice.cli import tokens as made_tokens
 from tests.support.oracles.promql import run_promtool
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 COMPOSE = ROOT / "deploy/compose"
 OBSERVABILITY = ROOT / "deploy/observability"
 SETTINGS: dict[str, type[ServiceSettings]] = {

@@ -16,8 +16,9 @@ import pytest
 from redis import Redis
 
 from services.common.net.ports import free_port
+from tests.support.repository import ROOT
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "deploy/compose/redis"
+SCRIPTS = ROOT / "deploy/compose/redis"
 NAMES = ("sluice_router_redis_password", "sluice_router_redis_sentinel_password")
 
 

@@ -1,11 +1,11 @@
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
+
 SERVICES = ["gateway", "preprocess", "router", "postprocess", "worker"]
 DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy/compose/compose.yaml").read_text())["services"]

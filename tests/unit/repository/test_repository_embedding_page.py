@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from sluice_client import Reservation, RouterClient
 
 from sluice.v1 import router_pb2
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/embedding-the-router.md").read_text()
 
 

@@ -2,7 +2,7 @@ import filecmp
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
 
 
 def test_generated_code_is_what_the_contracts_say(tmp_path: Path) -> None:

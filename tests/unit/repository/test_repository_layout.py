@@ -1,10 +1,10 @@
 import tomllib
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
+
 SERVICES = ["gateway", "preprocess", "router", "postprocess", "worker"]
 
 

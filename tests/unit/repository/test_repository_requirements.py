@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
+
 FILES = sorted((ROOT / "requirements").glob("*.txt"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SERVICES = ["gateway", "preprocess", "router", "postprocess", "worker"]

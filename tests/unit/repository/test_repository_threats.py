@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
+
 NAMED = re.compile(r"`(test_\w+)`")
 DEFINED = re.compile(r"^(?:async )?def (test_\w+)", re.M)
 

@@ -9,8 +9,9 @@ import pytest
 from services.worker.contract.capabilities import Capability
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.table import BEGIN, END, built_in_engines, table, with_table, write
+from tests.support.repository import ROOT
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "engines.md"
+DOCUMENT = ROOT / "docs" / "engines.md"
 
 
 def test_the_documented_table_is_the_one_of_the_code() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from random import Random
 from typing import get_args
 
 from services.router.scheduling.policies import all_policies
 from services.router.settings import PolicyName
+from tests.support.repository import ROOT
 
-PAGE = Path(__file__).parents[3] / "docs/router.md"
+PAGE = ROOT / "docs/router.md"
 ROW = re.compile(r"^\| `(\w+)`[^|]*\|[^|]*\|[^|]*\| (yes|no)\b", re.MULTILINE)
 
 

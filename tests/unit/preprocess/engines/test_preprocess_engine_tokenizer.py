@@ -9,8 +9,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.repository import ROOT
 
 PLAIN = ChatRequest([{"role": "user", "content": "a"}])
 WITH_TEMPLATE = ChatRequest([{"role": "user", "content": "b"}], chat_template="{{ messages }}")

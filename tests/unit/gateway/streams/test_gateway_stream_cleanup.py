@@ -42,7 +42,7 @@ from services.gateway.streams.postprocess_pool import MAX_REPLAYS
 from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import worker_pb2
 from tests.support.data.bodies import BUDGETS
-from tests.unit.gateway.test_gateway_survive import EOS, MAX_TOKENS, PROMPT, REQUEST, Sink, WorkerTable
+from tests.unit.gateway.streams.test_gateway_stream_recovery import EOS, MAX_TOKENS, PROMPT, REQUEST, Sink, WorkerTable
 
 
 def link_to_nowhere(stream_manager: WorkerTable) -> WorkerLink:

@@ -13,8 +13,9 @@ from services.common.models import ModelSpec
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
 from tests.support.data.loaded_tokenizers import limits, tiny_folder
+from tests.support.repository import ROOT
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "preprocessing.md"
+DOCUMENT = ROOT / "docs" / "preprocessing.md"
 
 
 @pytest.fixture

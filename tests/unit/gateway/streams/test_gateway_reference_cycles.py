@@ -24,7 +24,7 @@ from services.gateway.http.inline_sender import InlineSender
 from services.gateway.http.sse import result_unless_gone
 from services.gateway.workers.embeddings import all_or_none
 from tests.support.oracles.circles import circles_of
-from tests.unit.gateway.test_gateway_admission_gate import make, never
+from tests.unit.gateway.admission.test_gateway_admission_gate import make, never
 
 TIMES = 20
 

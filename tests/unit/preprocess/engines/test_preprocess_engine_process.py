@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.engines import process as engine_process
 from services.preprocess.engines.process import EngineProcess
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.repository import ROOT
 
 
 def process(mode: str = "ready", limit_s: float = 60, start_s: float = 60, **more: Any) -> EngineProcess:
