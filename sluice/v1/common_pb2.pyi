@@ -45,7 +45,7 @@ class _ErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorKind.V
     ERROR_KIND_OVERLOADED: _ErrorKind.ValueType  # 4
     """shed or rate limited, retry after `retry_after_ms`; HTTP 429"""
     ERROR_KIND_UNAVAILABLE: _ErrorKind.ValueType  # 5
-    """nobody can serve this now; HTTP 503"""
+    """cannot be served now; HTTP 503"""
     ERROR_KIND_FAILED_PRECONDITION: _ErrorKind.ValueType  # 6
     """valid, but not in this state or not with this engine; HTTP 409 or 400"""
     ERROR_KIND_DEADLINE_EXCEEDED: _ErrorKind.ValueType  # 7
@@ -89,7 +89,7 @@ ERROR_KIND_TOO_LARGE: ErrorKind.ValueType  # 3
 ERROR_KIND_OVERLOADED: ErrorKind.ValueType  # 4
 """shed or rate limited, retry after `retry_after_ms`; HTTP 429"""
 ERROR_KIND_UNAVAILABLE: ErrorKind.ValueType  # 5
-"""nobody can serve this now; HTTP 503"""
+"""cannot be served now; HTTP 503"""
 ERROR_KIND_FAILED_PRECONDITION: ErrorKind.ValueType  # 6
 """valid, but not in this state or not with this engine; HTTP 409 or 400"""
 ERROR_KIND_DEADLINE_EXCEEDED: ErrorKind.ValueType  # 7

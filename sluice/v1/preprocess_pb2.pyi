@@ -239,7 +239,7 @@ class TokenizeCalls(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
     cancels: _builtins.bytes
-    """packed u32; numbers of calls that nobody waits for any more: they get no answer"""
+    """packed u32; numbers of abandoned calls: they get no answer"""
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenizeCall]: ...
     def __init__(

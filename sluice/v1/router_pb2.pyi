@@ -136,7 +136,7 @@ class RouteQueryRequest(_message.Message):
     """how long the session is remembered after this request; 0: the router's setting"""
     owner: _builtins.str
     """Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
-    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
+    Empty: no owner; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
     one of the caller that names it, and reservations are only freed, marked and reported on by the caller that made them.
     """
     max_wait_ms: _builtins.int
@@ -228,7 +228,7 @@ class CostOverrides(_message.Message):
     temperature: _builtins.float
     """0: always the cheapest"""
     predicted_credit: _builtins.float
-    """[0, 1] credit for a block that nobody has reported but the router expects"""
+    """[0, 1] credit for an unreported block that the router expects"""
     def __init__(
         self,
         *,
@@ -312,7 +312,7 @@ class Overlap(_message.Message):
     host_blocks: _builtins.int
     disk_blocks: _builtins.int
     predicted_blocks: _builtins.int
-    """Blocks nobody has reported but the router expects, because it sent requests with them there. Counted apart: never
+    """Unreported blocks that the router expects, because it sent requests with them there. Counted apart: never
     part of the other fields.
     """
     def __init__(
@@ -499,7 +499,7 @@ class RouteCalls(_message.Message):
     CALLS_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
     cancels: _builtins.bytes
-    """packed u32; numbers of calls that nobody waits for any more: they get no answer"""
+    """packed u32; numbers of abandoned calls: they get no answer"""
     @_builtins.property
     def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___RouteCall]: ...
     def __init__(

@@ -111,7 +111,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """Streams the tokenizer's files, so that nobody needs a shared volume.
+        """Streams the tokenizer's files, so that no shared volume is needed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

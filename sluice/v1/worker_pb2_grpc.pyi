@@ -44,7 +44,7 @@ class WorkerStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
     """The card, the engine's version and the load now."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.TokenizerChunk]
-    """Streams the tokenizer's files, so that nobody needs a shared volume."""
+    """Streams the tokenizer's files, so that no shared volume is needed."""
     Control: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ControlRequest, _worker_pb2.ControlResponse]
     """Operates the engine. FAILED_PRECONDITION for an action the engine does not have."""
 
@@ -64,7 +64,7 @@ class WorkerAsyncStub(WorkerStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
     """The card, the engine's version and the load now."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_worker_pb2.GetTokenizerRequest, _worker_pb2.TokenizerChunk]  # type: ignore[assignment]
-    """Streams the tokenizer's files, so that nobody needs a shared volume."""
+    """Streams the tokenizer's files, so that no shared volume is needed."""
     Control: _aio.UnaryUnaryMultiCallable[_worker_pb2.ControlRequest, _worker_pb2.ControlResponse]  # type: ignore[assignment]
     """Operates the engine. FAILED_PRECONDITION for an action the engine does not have."""
 
@@ -117,7 +117,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.GetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.TokenizerChunk], _abc.AsyncIterator[_worker_pb2.TokenizerChunk]]:
-        """Streams the tokenizer's files, so that nobody needs a shared volume."""
+        """Streams the tokenizer's files, so that no shared volume is needed."""
 
     @_abc_1.abstractmethod
     def Control(

@@ -29,7 +29,7 @@ class OverLimit(Refused):
 
 
 def no_key(shown: bool) -> Refused:
-    """Nobody, or somebody unknown."""
+    """Returns the error for a missing or unknown API key."""
     said = (
         "The API key is not valid."
         if shown

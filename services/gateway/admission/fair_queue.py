@@ -3,7 +3,7 @@
 Who has the higher priority goes first. Among keys of one priority turns are dealt out by deficit round robin: a key
 earns its weight a turn and pays what its request costs, so one that asks
 a lot waits behind itself, not before others.
-A full line drops the last request of whoever holds most of it, so one key cannot shut the others out.
+A full line drops the last request of the key that holds most of it, so one key cannot shut the others out.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class FairQueue:
         self.waiting = 0
 
     def try_enter(self) -> bool:
-        """Takes a place when one is free and nobody waits; `leave` gives it back."""
+        """Takes a place when one is free and the queue is empty; `leave` gives it back."""
         if self.waiting or self.running >= self._most_running:
             return False
         self.running += 1

@@ -1,7 +1,7 @@
 """API keys and the file they are kept in.
 
 A key is `sluice-ID-SECRET`. The file holds the SHA-256 of the secret, never the secret. The secret has 256 random bits:
-nobody can search those, so a slow hash such as scrypt would protect nothing more and cost every request milliseconds.
+they cannot be searched, so a slow hash such as scrypt would protect nothing more and cost every request milliseconds.
 The id finds the one record to compare with; that comparison takes the same time wherever the digests differ.
 """
 

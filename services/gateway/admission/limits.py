@@ -58,7 +58,7 @@ class Limiter(ABC):
 
     Requests and tokens are buckets that hold a minute's worth and fill steadily. The tokens of a request are taken when
     its prompt is known, with what it may generate; the difference is settled at its end, so a bucket may be in debt.
-    Every method is one atomic step, whoever else asks.
+    Every method is one atomic step among concurrent callers.
     """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Limiter(ABC):
         """Counts a request that begins; it holds its place until `settle`. Refused ones are not counted.
 
         Raises:
-            LimitsUnavailable: nobody can tell.
+            LimitsUnavailable: the limits cannot be checked.
         """
 
     @abstractmethod

@@ -227,7 +227,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._refuse(400, "This is no valid HTTP request.")
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came for long; whoever has not taken the last answer by now never will."""
+        """Closes an idle connection; aborts it if the last response is still unsent."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

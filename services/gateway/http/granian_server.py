@@ -1,7 +1,7 @@
 """granian as the HTTP server: the connections are Rust's, the application runs in this loop.
 
-It bounds what waits for a slow client and hears disconnects, but cannot be told to drop a connection: whoever is cut
-hears the end of the answer instead. Headers are bounded in bytes only, connections not at all.
+It bounds what waits for a slow client and hears disconnects, but cannot drop a connection on request: a client that
+is cut off receives the end of the response instead. Headers are bounded in bytes only, connections not at all.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class _Server(uvicorn.Server):
     async def _last_connections(self) -> list[socket.socket]:
         """Ends listening, and gives the connections that the kernel has accepted already.
 
-        Closing the listener resets who waits in its queue. So a second handle keeps it open until nobody waits, and is
-        closed in that moment.
+        Closing the listener resets the connections in its queue. So a second handle keeps it open until the queue is
+        empty, and is closed then.
         """
         handle = self.listener.dup()
         for server in self.servers:
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
 
 def _accept_all(listener: socket.socket) -> list[socket.socket]:
     accepted: list[socket.socket] = []
-    with contextlib.suppress(OSError):  # nobody waits any more
+    with contextlib.suppress(OSError):  # the queue is empty
         while True:
             connection, _ = listener.accept()
             connection.setblocking(False)
@@ -129,7 +129,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             date_header=False,
-            proxy_headers=False,  # nothing here asks who the client is, and nobody is trusted to say it
+            proxy_headers=False,  # client addresses are not used, and no proxy is trusted to set them
             timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=max(1, round(drain_s)),
             backlog=4096,

@@ -155,7 +155,7 @@ class EventStream(Response):
     def _write(self) -> None:
         try:
             self._write_what_waits()
-        except Exception:  # whoever called works for other streams, too
+        except Exception:  # the caller also serves other streams
             log.exception("an event stream could not be written")
             self.cut()
 
@@ -186,7 +186,7 @@ class _Silence:
         return b""
 
     def cancel(self) -> None:
-        """Nobody."""
+        """Does nothing."""
 
 
 _SILENCE = _Silence()

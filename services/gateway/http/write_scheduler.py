@@ -2,7 +2,7 @@
 
 Text is written as soon as the event loop gets to it, but a round of writes that took T is followed by a pause of T
 before the next: at most half of the process's time goes into writing, the other half takes in what arrives, and what
-arrives for one client meanwhile becomes one write. Under light load T is some microseconds and nobody notices; under
+arrives for one client meanwhile becomes one write. Under light load T is a few microseconds, without effect; under
 heavy load tokens coalesce instead of queueing.
 """
 

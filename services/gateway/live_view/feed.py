@@ -38,7 +38,7 @@ class Viewer:
         self._news.set()
 
     async def take(self, whole: Callable[[], bytes]) -> bytes:
-        """What to send next, empty at the end; `whole` gives the state for somebody who has none."""
+        """What to send next, empty at the end; `whole` returns the complete state for a new viewer."""
         while not self.over:
             if self.behind:
                 self.behind = False
@@ -93,7 +93,7 @@ class Feed:
 
     async def _events(self) -> AsyncIterator[bytes]:
         if self._closed or len(self._viewers) >= self._most:
-            return  # somebody else came in between
+            return  # another viewer connected in between
         viewer = Viewer()
         self._viewers.add(viewer)
         try:

@@ -141,7 +141,7 @@ class RequestHistory:
             self._meter(slot)
 
     def forget_workers(self, known: set[str]) -> None:
-        """Drops what was counted of workers that nobody shows any more."""
+        """Drops the counts of workers that are no longer shown."""
         for worker_id in self.workers.keys() - known:
             del self.workers[worker_id]
 

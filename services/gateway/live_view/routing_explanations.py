@@ -1,4 +1,4 @@
-"""Why requests went where they went: the router's own reasons, for one decision a second while somebody looks."""
+"""Why requests went where they went: the router's own reasons, for one decision a second while a viewer is connected."""
 
 from __future__ import annotations
 

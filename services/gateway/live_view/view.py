@@ -28,7 +28,7 @@ ASK_S = 0.8
 
 
 class LiveView:
-    """Makes the gateway's parts tell what passes through them. While nobody looks the router is asked nothing.
+    """Makes the gateway's parts tell what passes through them. Without viewers, sends no router queries.
 
     Args:
         most_viewers: pages open at once; more are refused.

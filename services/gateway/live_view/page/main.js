@@ -1,4 +1,4 @@
-// Puts the parts together: one model, drawn at most once a frame, and not at all while nobody sees it.
+// Puts the parts together: one model, drawn at most once a frame, and not at all while the page is hidden.
 
 import { Chat } from "./chat.js";
 import { $, el, mark, write } from "./dom.js";

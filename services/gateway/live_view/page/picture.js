@@ -63,7 +63,7 @@ export class Picture {
     const [serving, away] = [node?.serving.length ?? 0, node?.away.length ?? 0];
     mark(group, `node ${serving === 0 ? "away" : node.troubled || away ? "troubled" : "ok"}`);
     const here = away ? `${serving} of ${plural(serving + away, "replica")}` : plural(serving, "replica");
-    write(under, serving === 0 ? "nobody serves" : here + (node.troubled ? `, ${node.troubled} failed` : ""));
+    write(under, serving === 0 ? "no replica available" : here + (node.troubled ? `, ${node.troubled} failed` : ""));
   }
 
   #workers(rows) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import NoneType
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -104,12 +106,53 @@ def test_bytes_as_hashes_stay_bytes() -> None:
     assert decode(encode(["BlockRemoved", [b"0123"], "GPU"])).events == [EngineRemoved([b"0123"])]
 
 
-@given(st.binary(max_size=64))
-def test_garbage_is_malformed_and_nothing_else(payload: bytes) -> None:
+SIMPLE = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(max_size=4)
+)
+VALUES = st.recursive(
+    SIMPLE,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    ["block_hashes", "token_ids", "block_size", "parent_block_hash", "medium", "extra_keys", "lora_name", "group_idx"]
+)
+
+
+@given(st.binary(max_size=64) | st.builds(lambda fields: encode(stored_map(**fields)), st.dictionaries(FIELDS, VALUES)))
+def test_decoding_an_invalid_batch_raises_malformed_events_for_an_expected_reason(payload: bytes) -> None:
+    cause: BaseException | None = None
     try:
-        decode(payload)
-    except MalformedEvents:
-        pass
+        for event in decode(payload).events:
+            assert isinstance(event, (EngineStored, EngineRemoved, EngineCleared))
+            assert all(isinstance(each, bytes) or 0 <= each < 2**64 for each in getattr(event, "hashes", []))
+    except MalformedEvents as error:
+        cause = error.__cause__  # `decode` wraps every exception: one that points to a bug must not hide there
+    assert isinstance(cause, (NoneType, msgspec.MsgspecError, LookupError, TypeError, ValueError, ArithmeticError))
+
+
+HASHES = st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=3, unique=True)
+
+
+@given(HASHES, st.none() | st.integers(0, 2**64 - 1), st.integers(1, 4), st.sampled_from(["GPU", "CPU", "DISK"]))
+def test_maps_and_arrays_of_a_stored_event_decode_to_the_same_fields(
+    hashes: list[int], parent: int | None, block_size: int, medium: str
+) -> None:
+    tokens = list(range(len(hashes) * block_size))
+    values = (hashes, parent, tokens, block_size, None, medium)
+    fields = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+    named = {"type": "BlockStored", **dict(zip(fields, values, strict=True))}
+    tier = {"GPU": CacheTier.DEVICE, "CPU": CacheTier.HOST, "DISK": CacheTier.DISK}[medium]
+    for encoded in (named, ["BlockStored", *values]):
+        (stored,) = decode(encode(encoded)).events
+        assert isinstance(stored, EngineStored)
+        assert (list(stored.hashes), stored.parent, stored.token_ids.tolist()) == (hashes, parent, tokens)
+        assert (stored.block_size, stored.tier) == (block_size, tier)
 
 
 @pytest.mark.parametrize(

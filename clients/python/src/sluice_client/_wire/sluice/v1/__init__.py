@@ -261,7 +261,7 @@ class ErrorKind(betterproto2.Enum):
 
     UNAVAILABLE = 5
     """
-    nobody can serve this now; HTTP 503
+    cannot be served now; HTTP 503
     """
 
     FAILED_PRECONDITION = 6
@@ -925,7 +925,7 @@ class CostOverrides(betterproto2.Message):
         6, betterproto2.TYPE_FLOAT, optional=True
     )
     """
-    [0, 1] credit for a block that nobody has reported but the router expects
+    [0, 1] credit for an unreported block that the router expects
     """
 
 
@@ -1908,7 +1908,7 @@ class Overlap(betterproto2.Message):
 
     predicted_blocks: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
     """
-    Blocks nobody has reported but the router expects, because it sent requests with them there. Counted apart: never
+    Unreported blocks that the router expects, because it sent requests with them there. Counted apart: never
     part of the other fields.
     """
 
@@ -2254,7 +2254,7 @@ class RouteCalls(betterproto2.Message):
 
     cancels: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
     """
-    packed u32; numbers of calls that nobody waits for any more: they get no answer
+    packed u32; numbers of abandoned calls: they get no answer
     """
 
 
@@ -2341,7 +2341,7 @@ class RouteQueryRequest(betterproto2.Message):
     owner: "str" = betterproto2.field(16, betterproto2.TYPE_STRING)
     """
     Whose lease holds the reservation: it vanishes when the owner's lease does, see WatchWorkersRequest.owner.
-    Empty: nobody's; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
+    Empty: no owner; it lives until it is freed or expires. Where tokens or certificates identify callers, an owner is
     one of the caller that names it, and reservations are only freed, marked and reported on by the caller that made them.
     """
 
