@@ -50,14 +50,14 @@ DEFECTS: dict[str, Defect] = {
         "services/postprocess/parsers/calls.py",
         "while self._buffer and self._step(events):\n            pass",
         "if self._buffer:\n            self._step(events)",
-        f"{UNIT}/parsers/test_postprocess_parsers_invariance.py::test_any_cut_of_any_answer_says_the_same[hermes]",
+        f"{UNIT}/parsers/test_postprocess_parsers_invariance.py::test_any_split_of_any_answer_parses_the_same[hermes]",
     ),
     "delta-reasoning": Defect(
         "more than one token in a delta corrupts reasoning",
         "services/postprocess/parsers/think.py",
         "        if self._state == _THINKING:\n            self._think(events)",
         "        elif self._state == _THINKING:\n            self._think(events)",
-        f"{UNIT}/parsers/test_postprocess_parsers_invariance.py::test_any_cut_of_any_answer_says_the_same[think]",
+        f"{UNIT}/parsers/test_postprocess_parsers_invariance.py::test_any_split_of_any_answer_parses_the_same[think]",
     ),
     "parallel": Defect(
         "parallel tool calls are dropped",
@@ -79,7 +79,7 @@ DEFECTS: dict[str, Defect] = {
         "            pass\n        return events",
         "            pass\n        late = self.__dict__.setdefault('late', [])\n        late += events\n"
         "        if self._index >= 0:\n            return []\n        self.late = []\n        return late",
-        f"{PARSERS}::test_arguments_are_told_before_they_are_complete",
+        f"{PARSERS}::test_arguments_are_streamed_before_they_are_complete",
     ),
     "emoji": Defect(
         "a character of several tokens comes out as replacement characters",

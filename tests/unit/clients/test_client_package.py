@@ -23,7 +23,7 @@ CLIENT = ROOT / "clients/python"
 GENERATED = CLIENT / "src/sluice_client/_wire"
 
 
-def test_generated_code_is_what_the_contracts_say(tmp_path: Path) -> None:
+def test_generated_code_matches_the_protos(tmp_path: Path) -> None:
     fresh = tmp_path / "wire"
     subprocess.run([CLIENT / "generate.sh", fresh], check=True, capture_output=True, text=True)
     names = {str(path.relative_to(fresh)) for path in fresh.rglob("*.py")}

@@ -23,7 +23,7 @@ def test_budget_amount_at_limit_passes(refused: list[str]) -> None:
     assert refused == []
 
 
-def test_budget_amount_over_limit_raises_and_counts(refused: list[str]) -> None:
+def test_budget_amount_above_limit_raises_and_counts(refused: list[str]) -> None:
     with pytest.raises(SluiceError, match="--max-schema-nodes") as caught:
         Budget("schema_nodes", 3, "--max-schema-nodes").check(4, "The nodes", param="tools")
     assert (caught.value.kind, caught.value.param, caught.value.code) == (

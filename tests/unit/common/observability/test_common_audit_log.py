@@ -38,7 +38,7 @@ async def until(path: Path, count: int) -> list[dict[str, Any]]:
     raise AssertionError("the lines do not come")
 
 
-async def test_a_line_says_who_asked_for_what_and_what_became_of_it(tmp_path: Path) -> None:
+async def test_audit_line_has_caller_request_and_outcome(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     log, tasks = AuditLog(settings(path)), TaskOwner()
     tasks.spawn(log.run(), "audit")
@@ -80,13 +80,13 @@ def test_content_is_written_when_asked_for_up_to_a_bound(tmp_path: Path) -> None
     assert line["answer"] == "a" * audit.MAX_CONTENT
 
 
-def test_what_was_refused_and_what_failed_is_told_apart() -> None:
+def test_audit_outcome_distinguishes_refused_from_failed() -> None:
     assert json.loads(AuditEntry("/", status=404).line())["outcome"] == "refused"
     assert json.loads(AuditEntry("/", status=404, outcome="model_not_found").line())["outcome"] == "model_not_found"
     assert json.loads(AuditEntry("/", status=200, outcome="cancelled").line())["outcome"] == "cancelled"
 
 
-def test_a_queue_that_is_full_loses_lines_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_audit_queue_drops_lines_and_reports_the_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "MAX_WAITING", 3)
     path = tmp_path / "audit.jsonl"
     log = AuditLog(settings(path))
@@ -98,7 +98,7 @@ def test_a_queue_that_is_full_loses_lines_and_says_how_many(tmp_path: Path, monk
     assert last["lost"] == 7
 
 
-def test_audit_queue_of_long_lines_over_its_bytes_drops_lines(tmp_path: Path) -> None:
+def test_audit_queue_above_its_byte_limit_drops_lines(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     log = AuditLog(settings(path, audit_queue_mb=0.25))
     for _ in range(2):

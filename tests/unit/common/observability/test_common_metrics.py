@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Mapping
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import given
@@ -11,9 +14,11 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from services.common.observability import instruments
+from services.common.observability import scrape_server as scraping
 from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
 from services.common.observability.instruments import Counter, Gauge, Histogram, watch
 from services.common.observability.label_bounds import OTHER, Label, LabelBounds
+from services.common.observability.scrape_server import ScrapeEndpoint
 from sluice import metrics
 
 
@@ -140,7 +145,7 @@ def test_levels_go_down_again(scrape: Scrape) -> None:
     assert "# TYPE sluice_test_streams gauge" in scrape.text()
 
 
-def test_histograms_say_how_values_are_spread(scrape: Scrape) -> None:
+def test_histogram_counts_values_by_bucket(scrape: Scrape) -> None:
     histogram = Histogram(MetricDeclarations("test").histogram("wait_seconds", "wait", MODEL, buckets=(0.1, 1)))
     for value in (0.05, 0.1, 0.5, 7):
         histogram.record(value, {"model": "m"})
@@ -194,3 +199,40 @@ def test_no_history_gets_past_the_bounds(values: list[tuple[str, str]]) -> None:
     assert first == again, "what was kept once is kept"
     assert len({kept[0] for kept in first.values()} - {OTHER}) <= 3
     assert {kept[1] for kept in first.values()} <= {"x", "y", OTHER}
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    endpoint = ScrapeEndpoint("127.0.0.1:0")
+    endpoint.start()
+    yield f"http://127.0.0.1:{endpoint.port}"
+    endpoint.close()
+
+
+def asked(url: str) -> tuple[int, dict[str, object]]:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_it_follows_the_servers_health(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scraping, "health", scraping.health_of_server)
+    monkeypatch.setattr(scraping, "serving", False)
+    assert asked(url) == (503, {"status": "waiting"})
+    monkeypatch.setattr(scraping, "serving", True)
+    assert asked(url) == (200, {"status": "ok"})
+
+
+def test_health_of_a_service_includes_its_reasons(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"status": "waiting", "phase": "loading weights", "phase_share": 0.25}
+    monkeypatch.setattr(scraping, "health", lambda: said)
+    assert asked(url) == (503, said)
+
+
+def test_metrics_are_at_every_other_path(url: str) -> None:
+    for path in ("/metrics", "/"):
+        with urllib.request.urlopen(f"{url}{path}", timeout=20) as answer:
+            assert b"# TYPE" in answer.read()

@@ -92,7 +92,7 @@ def test_a_backend_that_hangs_costs_spans_and_nothing_else(caplog: pytest.LogCap
     backend.answers.set()
 
 
-def test_trouble_is_said_once_and_its_end_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_export_failure_and_recovery_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     backend = Backend()
     export = SpanExport(backend, "http://collector:4317")
     with caplog.at_level(logging.INFO):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.rpc.session import BatchWriter
+from tests.support.waiting import settle
 
 
 class Collector:
@@ -32,11 +33,6 @@ class Collector:
     async def _write(self, batch: list[int]) -> None:
         await self.wire_is_free.wait()
         self.written.append(batch)
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def test_alone_it_goes_at_once_and_while_writing_it_collects() -> None:

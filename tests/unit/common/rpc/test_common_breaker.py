@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
 
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
 from services.common.rpc.breaker import COOL_DOWN_S, FAILURES_TO_OPEN, Breaker, LatencyQuantile, RetryBudget
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
+from services.common.rpc.replicas import idlest
+from tests.support.fakes.clock import Clock
 
 
 def test_it_opens_after_failures_in_a_row_only() -> None:
-    breaker = Breaker(Clock())
+    breaker = Breaker(Clock(0.0))
     for _ in range(3):
         assert [breaker.failed() for _ in range(FAILURES_TO_OPEN - 1)] == [False] * (FAILURES_TO_OPEN - 1)
         breaker.succeeded()
@@ -27,7 +26,7 @@ def test_it_opens_after_failures_in_a_row_only() -> None:
 
 
 def test_one_trial_at_a_time_after_the_pause() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     breaker = Breaker(clock)
     for _ in range(FAILURES_TO_OPEN):
         breaker.failed()
@@ -41,7 +40,7 @@ def test_one_trial_at_a_time_after_the_pause() -> None:
 
 
 def test_pauses_grow_up_to_a_bound_and_start_small_again() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     breaker = Breaker(clock)
     for _ in range(FAILURES_TO_OPEN):
         breaker.failed()
@@ -100,3 +99,61 @@ def test_a_peer_that_hangs_is_left_alone_for_the_longest_pause_until_it_answers(
     breaker.succeeded()
     assert breaker.passable
     assert not breaker.tripped
+
+
+def test_equals_are_chosen_alike_and_the_idlest_always() -> None:
+    load = {"a": 0, "b": 0, "c": 0}
+    assert idlest([], load.__getitem__) is None
+    assert idlest(["b"], load.__getitem__) == "b"
+    assert {idlest(load, load.__getitem__) for _ in range(200)} == {"a", "b", "c"}
+    load["a"] = load["c"] = 1
+    assert {idlest(load, load.__getitem__) for _ in range(50)} == {"b"}
+
+
+async def test_few_at_a_time_and_in_order() -> None:
+    turnstile, through, most, order = ConcurrencyLimiter("x", at_once=3), 0, 0, list[int]()
+
+    async def call(number: int) -> None:
+        nonlocal through, most
+        async with turnstile.turn():
+            through += 1
+            most = max(most, through)
+            order.append(number)
+            await asyncio.sleep(0)
+            through -= 1
+
+    await asyncio.gather(*(call(number) for number in range(50)))
+    assert (most, through) == (3, 0)
+    assert order == list(range(50))
+
+
+async def test_a_turn_that_does_not_come_is_a_typed_refusal() -> None:
+    turnstile = ConcurrencyLimiter("x", at_once=1, longest_s=0.01)
+    async with turnstile.turn():
+        for most_s in (5.0, 0.001):
+            with pytest.raises(SluiceError) as refused:
+                async with turnstile.turn(most_s):
+                    raise AssertionError("there is no turn")
+            assert refused.value.kind is ErrorKind.OVERLOADED
+            assert refused.value.retry_after_ms > 0
+    async with turnstile.turn():
+        pass
+
+
+async def test_who_leaves_the_line_or_fails_keeps_no_turn() -> None:
+    turnstile = ConcurrencyLimiter("x", at_once=1)
+
+    async def wait() -> None:
+        async with turnstile.turn():
+            raise ValueError
+
+    async with turnstile.turn():
+        waiting = [asyncio.create_task(wait()) for _ in range(5)]
+        await asyncio.sleep(0)
+        for task in waiting[::2]:
+            task.cancel()
+        await asyncio.sleep(0)
+    heard = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(one) for one in heard].count(ValueError) == 2
+    async with asyncio.timeout(30), turnstile.turn():
+        pass

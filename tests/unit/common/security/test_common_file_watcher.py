@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from hypothesis import strategies as st
 from services.common import file_watcher as watched
 from services.common.errors import ErrorKind, SluiceError
 from services.common.file_watcher import WatchedFiles
+from services.common.security.tls import Identity, refusal, server_credentials
+from services.common.settings import TlsSettings
+from sluice.cli.certs import Options, make
+from tests.support.data.authority import Authority
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +84,7 @@ def test_the_value_is_always_one_that_fitted(
         assert files.value == expected
 
 
-def test_what_is_wrong_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_file_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for side in ("left", "right"):
         write(tmp_path / side, "a")
     files = pair(tmp_path)
@@ -105,3 +110,27 @@ def test_many_threads_see_whole_values(tmp_path: Path) -> None:
         seen = [[int(value) for value in each.result()] for each in running]
     assert all(each == sorted(each) for each in seen)
     assert files.value == "39"
+
+
+def served(trust: TlsSettings) -> ssl.SSLContext:
+    return Identity(trust.tls_cert, trust.tls_key, trust.tls_ca).context(require_client_cert=False)
+
+
+def test_expired_certificate_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    late = Authority(tmp_path).issue("late", expired=True)
+    assert late.tls_cert is not None
+    assert server_credentials(late) is not None
+    assert f"tls-cert {late.tls_cert} will be rejected by all peers: certificate has expired" in caplog.text
+    assert refusal(served(late), late.tls_cert) == "certificate has expired"
+
+
+def test_who_is_well_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path / "made", Options())
+    ours = TlsSettings(
+        tls_cert=tmp_path / "made/router.pem", tls_key=tmp_path / "made/router.key", tls_ca=tmp_path / "made/ca.pem"
+    )
+    for trust in (ours, Authority(tmp_path).issue("router")):
+        assert trust.tls_cert is not None
+        assert refusal(served(trust), trust.tls_cert) == ""
+        assert server_credentials(trust) is not None
+    assert caplog.text == ""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ApiKey
+from tests.support.waiting import settle
 
 
 def key(name: str, priority: int = 0, weight: int = 1) -> ApiKey:
@@ -19,11 +20,6 @@ def key(name: str, priority: int = 0, weight: int = 1) -> ApiKey:
 
 
 A, B = key("a"), key("b")
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 class Crowd:
@@ -109,7 +105,7 @@ async def test_a_full_line_refuses_with_a_time_to_come_back() -> None:
     await crowd.close()
 
 
-async def test_a_full_line_drops_the_last_of_whoever_holds_most() -> None:
+async def test_full_queue_drops_the_last_request_of_the_largest_key() -> None:
     crowd = Crowd(FairQueue(1, 4, 60))
     await crowd.come(A, 5)
     await crowd.come(B, 2)
@@ -139,7 +135,7 @@ async def test_waiting_ends_at_its_deadline() -> None:
     assert line.try_enter()
 
 
-async def test_whoever_gives_up_leaves_nothing_behind() -> None:
+async def test_cancelled_wait_leaves_the_queue_consistent() -> None:
     line = FairQueue(1, 10, 60)
     await line.enter(A)
     waiting = [asyncio.create_task(line.enter(who)) for who in (A, B, A)]

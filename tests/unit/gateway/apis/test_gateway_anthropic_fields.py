@@ -6,88 +6,25 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import SluiceError, invalid
 from services.gateway.apis.anthropic.blocks import read_chat
-from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
+from services.gateway.apis.anthropic.schemas import MessagesRequest
 from services.gateway.apis.anthropic.translate import EngineCapabilities, TranslatedRequest, translate
 from services.gateway.apis.anthropic.validation import check
 from services.gateway.core.request import ChatPrompt
 from tests.support.data.bodies import BUDGETS
 
-VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    2**70,
-    1.5,
-    -1e300,
-    float("inf"),
-    "",
-    "x",
-    [],
-    [None],
-    [""],
-    ["x"],
-    [-1],
-    [[]],
-    {},
-    {"x": None},
-    {"type": "x"},
-    {"type": "enabled"},
-    {"type": "tool", "name": 5},
-    [{"role": "user"}],
-    {"x": {"x": {"x": []}}},
-]
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 CAPABILITIES = EngineCapabilities(structured_output=True, thinking_budget=True)
-BODIES: dict[type[BaseModel], dict[str, Any]] = {
-    MessagesRequest: {"model": "m", "max_tokens": 2000, "messages": [USER]},
-    CountTokensRequest: {"model": "m", "messages": [USER]},
-}
+BODY = {"model": "m", "max_tokens": 2000, "messages": [USER]}
 
 
 def request_of(kind: type[BaseModel], body: dict[str, Any]) -> TranslatedRequest:
     fields: Any = check(kind, body, BUDGETS)
     return translate(fields, "msg_1", CAPABILITIES, BUDGETS)
-
-
-@pytest.mark.parametrize("kind", list(BODIES))
-def test_a_wrong_value_is_an_error_that_names_its_field(kind: type[BaseModel]) -> None:
-    for name in kind.model_fields:
-        for value in VALUES:
-            said = None
-            try:
-                request_of(kind, {**BODIES[kind], name: value})
-            except SluiceError as error:
-                said = error
-            if said is not None:
-                assert said.kind is ErrorKind.INVALID_ARGUMENT
-                assert said.message.startswith(name), (value, said.message)
-                assert "\n" not in said.message
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from(list(BODIES)), st.data())
-def test_any_combination_is_a_request_or_a_typed_error(kind: type[BaseModel], data: st.DataObject) -> None:
-    json = st.recursive(
-        st.none() | st.booleans() | st.integers(-3, 40) | st.floats(-3, 3) | st.text(max_size=3),
-        lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3),
-        max_leaves=5,
-    )
-    names = st.sampled_from(list(kind.model_fields))
-    body = {**BODIES[kind], **data.draw(st.dictionaries(names, json | st.sampled_from(VALUES)))}
-    failure = None
-    try:
-        request_of(kind, body)
-    except SluiceError as error:
-        failure = error
-    assert failure is None or (failure.kind is ErrorKind.INVALID_ARGUMENT and failure.param in failure.message)
 
 
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
@@ -157,7 +94,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
 )
 def test_what_is_wrong_is_named_as_anthropic_names_it(body: dict[str, Any], field: str) -> None:
     with pytest.raises(SluiceError) as caught:
-        request_of(MessagesRequest, {**BODIES[MessagesRequest], **body})
+        request_of(MessagesRequest, {**BODY, **body})
     assert caught.value.param == field
     assert field in caught.value.message
 
@@ -205,7 +142,7 @@ def test_blocks_become_messages_of_a_chat() -> None:
 
 
 def prompt_of(**body: Any) -> ChatPrompt:
-    prompt = request_of(MessagesRequest, {**BODIES[MessagesRequest], **body}).generation.prompt
+    prompt = request_of(MessagesRequest, {**BODY, **body}).generation.prompt
     assert isinstance(prompt, ChatPrompt)
     return prompt
 
@@ -233,7 +170,7 @@ def test_templates_hear_whether_the_model_shall_think(thinking: Any, on: bool) -
 
 
 def test_sampling_in_the_engines_words() -> None:
-    body = {**BODIES[MessagesRequest], "temperature": 0.3, "top_p": 0.9, "top_k": 0, "stop_sequences": ["x"], "seed": 5}
+    body = {**BODY, "temperature": 0.3, "top_p": 0.9, "top_k": 0, "stop_sequences": ["x"], "seed": 5}
     body["thinking"] = {"type": "enabled", "budget_tokens": 1500}
     made = request_of(MessagesRequest, body).generation
     assert (made.sampling.temperature, made.sampling.top_p, made.sampling.top_k) == (0.3, 0.9, None)
@@ -243,7 +180,7 @@ def test_sampling_in_the_engines_words() -> None:
 
 
 def test_errors_of_the_services_behind_speak_of_the_clients_fields() -> None:
-    body = {**BODIES[MessagesRequest], "system": "s", "tools": [TOOL]}
+    body = {**BODY, "system": "s", "tools": [TOOL]}
     rename_fields = request_of(MessagesRequest, body).rename_fields
     for param, message, expected in (
         ("messages[1].content", "messages[1].content is odd.", "messages.0 is odd."),

@@ -194,7 +194,7 @@ def _parsed(arguments: str) -> Any:
     return parsed if isinstance(parsed, dict) else {"unparsed_arguments": arguments}
 
 
-def test_a_stream_that_breaks_says_so() -> None:
+def test_stream_that_fails_ends_with_an_error_event() -> None:
     turn, _, ended = responding(OutputOptions())
     events = heard(turn, [("text", "abc")], [(1, True)], BROKEN)
     assert events[-1]["type"] == "response.failed"
@@ -212,7 +212,7 @@ def test_a_stream_that_breaks_says_so() -> None:
     }
 
 
-def test_what_breaks_before_anything_is_said_is_an_error_of_http() -> None:
+def test_failure_before_the_first_event_is_an_http_error() -> None:
     turn, _, _ = responding(OutputOptions())
     turn.fail(BROKEN)
     assert turn.failure is BROKEN

@@ -6,105 +6,16 @@ import base64
 import struct
 from typing import Any
 
+import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
-from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.validation import check
-from services.gateway.core.request import EmbedsPrompt, GenerationRequest, TokenPrompt
+from services.gateway.core.request import ChatPrompt, EmbedsPrompt, GenerationRequest, TextPrompt, TokenPrompt
 from tests.support.data.bodies import BUDGETS
-
-BODIES: dict[type[BaseModel], dict[str, Any]] = {
-    ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
-    CompletionRequest: {"model": "m", "prompt": "hi"},
-    EmbeddingRequest: {"model": "m", "input": "hi"},
-    TokenizeRequest: {"model": "m", "prompt": "hi"},
-    DetokenizeRequest: {"model": "m", "tokens": [1]},
-}
-FIELDS = [
-    (kind, field.alias or name) for kind in BODIES for name, field in kind.model_fields.items() if name != "messages"
-]
-VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    2**70,
-    1.5,
-    -1e300,
-    float("inf"),
-    "",
-    "x",
-    "x" * 300_000,
-    [],
-    [None],
-    [""],
-    ["x"],
-    [-1],
-    [1.5],
-    [[]],
-    {},
-    {"x": None},
-    {"type": "x"},
-    {"1": 1e9},
-    {"99999999999": 1},
-    {"x": {"x": {"x": []}}},
-]
-
-
-def request_of(kind: type[BaseModel], body: dict[str, Any]) -> Any:
-    fields = check(kind, body, BUDGETS)
-    if isinstance(fields, ChatCompletionRequest):
-        return chat_request(body, fields, "r", 8, BUDGETS, forces_calls=True)
-    if isinstance(fields, CompletionRequest):
-        return completion_requests(fields, "r", 8, BUDGETS)
-    return fields
-
-
-@pytest.mark.parametrize(("kind", "field"), FIELDS)
-def test_a_wrong_value_is_an_error_that_names_its_field(kind: type[BaseModel], field: str) -> None:
-    for value in VALUES:
-        body = {**BODIES[kind], field: value}
-        if field == "prompt_embeds" and value is not None:
-            del body["prompt"]
-        said = None
-        try:
-            request_of(kind, body)
-        except SluiceError as error:
-            said = error
-        if said is not None:
-            assert said.kind is ErrorKind.INVALID_ARGUMENT
-            named = said.param or ""
-            assert named == field or named.startswith((f"{field}.", f"{field}[")), (value, said.param, said.message)
-            assert field in said.message
-            assert "\n" not in said.message
-            assert len(said.message) < 500
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.sampled_from(list(BODIES)), st.data())
-def test_any_combination_is_a_request_or_a_typed_error(kind: type[BaseModel], data: st.DataObject) -> None:
-    names = [field.alias or name for name, field in kind.model_fields.items()]
-    json = st.recursive(
-        st.none() | st.booleans() | st.integers(-3, 40) | st.floats(-3, 3) | st.text(max_size=3),
-        lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3),
-        max_leaves=5,
-    )
-    body = {**BODIES[kind], **data.draw(st.dictionaries(st.sampled_from(names), json | st.sampled_from(VALUES)))}
-    failure = None
-    try:
-        request_of(kind, body)
-    except SluiceError as error:
-        failure = error
-    assert failure is None or (failure.kind is ErrorKind.INVALID_ARGUMENT and failure.param)
-
 
 # As vLLM 0.33 and SGLang 0.5.23 list them, without those of OpenAI.
 VLLM = """
@@ -154,7 +65,7 @@ def test_every_field_of_a_chat_is_known_by_name(field: str) -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_the_reason(field: str, neutral: Any, asking: Any) -> None:
-    body = BODIES[ChatCompletionRequest]
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     check(ChatCompletionRequest, {**body, field: neutral}, BUDGETS)
     with pytest.raises(SluiceError, match="not supported: ") as caught:
         check(ChatCompletionRequest, {**body, field: asking}, BUDGETS)
@@ -223,3 +134,175 @@ def test_prompt_embeddings_that_are_none(encoded: str) -> None:
             check(CompletionRequest, {"model": "m", "prompt_embeds": encoded}, BUDGETS), "c", 8, BUDGETS
         )
     assert caught.value.param == "prompt_embeds"
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def chat(**fields: Any) -> GenerationRequest:
+    body = {"model": "m", "messages": MESSAGES, **fields}
+    return chat_request(body, check(ChatCompletionRequest, body, BUDGETS), "chatcmpl-1", 8, BUDGETS)
+
+
+def completions(**fields: Any) -> list[GenerationRequest]:
+    body = {"model": "m", "prompt": "once", **fields}
+    return completion_requests(check(CompletionRequest, body, BUDGETS), "cmpl-1", 8, BUDGETS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"model": ""}, "model"),
+        ({"model": 3}, "model"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", 1]}, "stop"),
+        ({"stop": ["x"] * 1001}, "stop"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [TOOL, {"type": "other", "function": {}}]}, "tools[1].type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"temprature": 1}, "temprature"),
+        ({"cache_salt": ""}, "cache_salt"),
+    ],
+)
+def test_chat_mistakes_name_their_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(SluiceError) as caught:
+        chat(**fields)
+    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
+    assert caught.value.param == param
+    assert caught.value.message.endswith(".")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a"] * 5, "n": 2}, "prompt"),
+        ({"suffix": "end", "echo": True}, "suffix"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+    ],
+)
+def test_completion_mistakes_name_their_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(SluiceError) as caught:
+        completions(**fields)
+    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, param)
+
+
+def test_a_chat_request_arrives_whole() -> None:
+    request = chat(
+        n=2,
+        stop=["\n", "END"],
+        max_tokens=5,
+        max_completion_tokens=7,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=-4,
+        frequency_penalty=1,
+        presence_penalty=-1,
+        repetition_penalty=1.1,
+        logit_bias={"5": 2.5},
+        ignore_eos=True,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        stop_token_ids=[7, 8],
+        tools=[TOOL],
+        chat_template_kwargs={"thinking": True},
+        reasoning_effort="low",
+        priority=-3,
+        cache_salt="tenant",
+    )
+    assert request.choices == 2
+    assert request.stop.strings == ("\n", "END")
+    assert (request.stop.max_tokens, request.stop.min_tokens) == (7, 2)
+    assert request.stop.token_ids == (7, 8)
+    assert request.stop.ignore_eos
+    assert request.stop.include_stop_string
+    assert not request.skip_special_tokens
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 3, 0.1)
+    assert (sampling.seed, sampling.logit_bias) == (-4, {5: 2.5})
+    assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (1, -1, 1.1)
+    assert (request.priority, request.cache_salt) == (-3, "tenant")
+    prompt = request.prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert orjson.loads(prompt.messages_json) == MESSAGES
+    assert orjson.loads(prompt.tools_json) == [TOOL]
+    assert orjson.loads(prompt.template_kwargs_json) == {"thinking": True, "reasoning_effort": "low"}
+
+
+def test_nulls_are_unset() -> None:
+    request = chat(temperature=None, stop=None, max_tokens=None, n=None, stream=None, tools=None, logit_bias=None)
+    assert request.choices == 1
+    assert request.sampling.temperature is None
+    assert request.stop.max_tokens is None
+
+
+def test_every_form_of_completion_prompt() -> None:
+    assert [one.prompt for one in completions(prompt="a")] == [TextPrompt("a", None)]
+    assert [one.prompt for one in completions(prompt=["a", "b"])] == [TextPrompt("a", None), TextPrompt("b", None)]
+    assert [one.prompt for one in completions(prompt=[1, 2])] == [TokenPrompt(b"\1\0\0\0\2\0\0\0")]
+    assert [one.prompt for one in completions(prompt=[[1], [2]])] == [
+        TokenPrompt(b"\1\0\0\0"),
+        TokenPrompt(b"\2\0\0\0"),
+    ]
+    assert completions(prompt="a")[0].stop.max_tokens == 16
+    assert len({one.request_id for one in completions(prompt=["a", "b"])}) == 2
+
+
+def test_what_an_answer_is_taken_apart_with() -> None:
+    plain = chat().parsing
+    assert plain is not None
+    assert (plain.tool_parser, plain.reasoning_parser) == ("", "auto")
+    called = chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).parsing
+    assert called is not None
+    assert (called.tool_parser, called.single_tool_call) == ("auto", True)
+    assert orjson.loads(called.tools_json) == [TOOL]
+    assert orjson.loads(called.tool_choice_json) == "required"
+    forbidden = chat(tools=[TOOL], tool_choice="none").parsing
+    assert forbidden is not None
+    assert forbidden.tool_parser == ""
+    assert completions(prompt="a")[0].parsing is None

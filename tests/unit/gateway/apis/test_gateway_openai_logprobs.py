@@ -17,6 +17,7 @@ from services.gateway.apis.openai.logprobs import ShownToken
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs, TokenLogprob
+from tests.support.waiting import settle
 
 STOP = Finish(FinishReason.STOP, completion_tokens=2)
 
@@ -83,11 +84,6 @@ def position(token_id: int, *others: int) -> PositionLogprobs:
 def make(pieces: Pieces, **options: Any) -> tuple[LogprobsAssembler, Choice]:
     choice = Choice()
     return LogprobsAssembler(choice, cast(TokenPieces, pieces), "m", TaskOwner(), **options), choice
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def test_without_alternatives_nothing_is_asked() -> None:
@@ -183,7 +179,7 @@ async def test_an_echoed_prompt_comes_with_its_tokens_and_moves_the_offsets() ->
 
 
 @pytest.mark.parametrize("count", [3, 4])
-async def test_engines_may_say_something_of_the_first_token_or_not(count: int) -> None:
+async def test_prompt_logprobs_with_or_without_the_first_token_are_equal(count: int) -> None:
     pieces = Pieces()
     pieces.known = dict.fromkeys(range(10), b"x")
     assembler, choice = make(pieces, prompt_logprobs=True)

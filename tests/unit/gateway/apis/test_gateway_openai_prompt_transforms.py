@@ -13,9 +13,17 @@ from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, reso
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.translate import completion_requests
 from services.gateway.apis.openai.validation import check
-from services.gateway.clients.preprocess import PreprocessClient
-from services.gateway.core.request import GenerationRequest, Prompt, TextPrompt, TokenizedPrompt, TokenPrompt
+from services.gateway.clients.preprocess import PreprocessClient, _defaults
+from services.gateway.core.request import (
+    GenerationRequest,
+    Prompt,
+    SamplingParams,
+    TextPrompt,
+    TokenizedPrompt,
+    TokenPrompt,
+)
 from services.gateway.workers.registry import WorkerEntry
+from sluice.v1 import common_pb2
 from tests.support.data.bodies import BUDGETS
 
 ENTRY = WorkerEntry("w", "127.0.0.1:1", 1, "m", 16, 20, 256, frozenset(), 0)
@@ -98,3 +106,17 @@ def test_errors_of_workers_name_the_clients_field() -> None:
     ):
         error = with_client_name(invalid(f"Leave out {said}.", param=said, code="c"), names)
         assert (error.param, error.message, error.code) == (heard, f"Leave out {heard}.", "c")
+
+
+def test_what_the_client_leaves_unset_is_what_the_model_recommends() -> None:
+    recommended = _defaults(common_pb2.SamplingOptions(temperature=0.5, top_k=20, seed=7))
+    assert recommended == SamplingParams(temperature=0.5, top_k=20)
+    asked = SamplingParams(temperature=0.0, frequency_penalty=1.0, logit_bias={1: 2.0})
+    assert asked.or_else(recommended) == SamplingParams(
+        temperature=0.0, top_k=20, frequency_penalty=1.0, logit_bias={1: 2.0}
+    )
+
+
+def test_without_recommendations_nothing_changes() -> None:
+    asked = SamplingParams(top_p=0.5)
+    assert asked.or_else(_defaults(common_pb2.SamplingOptions())) is asked

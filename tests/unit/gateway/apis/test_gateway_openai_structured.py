@@ -195,7 +195,7 @@ def test_schemas_that_are_some(schema: Any) -> None:
         ({"properties": []}, "/properties"),
     ],
 )
-def test_schemas_that_are_none_say_where(schema: Any, place: str) -> None:
+def test_invalid_schema_raises_an_error_with_its_path(schema: Any, place: str) -> None:
     with pytest.raises(SluiceError, match=place.replace("$", r"\$")) as caught:
         check_schema(schema, "response_format")
     assert caught.value.param == "response_format"

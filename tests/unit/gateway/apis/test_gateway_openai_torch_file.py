@@ -121,7 +121,7 @@ def test_a_pickle_is_not_run(tmp_path: Path, protocol: int) -> None:
     assert sprung.exists(), "no trap at all"
 
 
-def test_names_that_tensors_do_not_need_are_told() -> None:
+def test_pickle_with_a_foreign_name_raises_an_error_that_names_it() -> None:
     with pytest.raises(NotReadableError, match=r"posix system.*it was not executed"):
         read_tensor(file(b"\x80\x02cposix\nsystem\nX\x04\x00\x00\x00true\x85R.", packed()))
 

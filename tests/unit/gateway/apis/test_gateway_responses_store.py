@@ -82,7 +82,7 @@ Keeping.TestCase.settings = settings(max_examples=40, stateful_step_count=30, de
 TestKeeping = Keeping.TestCase
 
 
-async def test_one_key_that_keeps_much_pushes_out_its_own_responses_only() -> None:
+async def test_store_full_for_one_owner_evicts_only_that_owners_responses() -> None:
     store = MemoryStore(10, 1 << 20, 60)
     store.put("quiet", "resp_q", StoredResponse(b"{}", b"[]"))
     for index in range(100):
@@ -104,7 +104,7 @@ async def test_a_tenant_at_its_bound_takes_nothing_from_one_that_keeps_more_byte
     assert [await store.find("loud", f"resp_{index}") is not None for index in (95, 96, 99)] == [False, True, True]
 
 
-async def test_of_tenants_that_keep_the_same_the_one_that_adds_loses_its_own() -> None:
+async def test_store_full_with_equal_owners_evicts_from_the_one_that_adds() -> None:
     store = MemoryStore(4, 1 << 20, 60)
     for owner, name in (("a", "resp_1"), ("a", "resp_2"), ("b", "resp_3"), ("b", "resp_4"), ("b", "resp_5")):
         store.put(owner, name, StoredResponse(b"{}", b"[]"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from time import monotonic, thread_time
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.http import body_memory
 from services.gateway.http.body import read_json, release_body
 from services.gateway.http.body_memory import BodyMemory, BodyShare
+from services.gateway.http.body_pace import BodyPace
+from tests.support.waiting import settle
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -75,21 +77,10 @@ def text(length: int) -> bytes:
     return b'{"a":"%b"}' % (b"x" * (length - 8))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def idle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def test_a_body_holds_its_share_until_its_request_is_over() -> None:
+async def test_body_share_is_released_when_its_request_ends() -> None:
     memory = BodyMemory(4 * MIB)
     body = announced(memory, 100 * KIB)
-    await idle()
+    await settle()
     assert memory.used == 200 * KIB
     body.send(text(100 * KIB))
     assert len((await body.reading)["a"]) == 100 * KIB - 8
@@ -103,7 +94,7 @@ async def test_a_body_that_fails_leaves_nothing_behind(end: str, impatient: None
     memory = BodyMemory(4 * MIB)
     body = chunked(memory, timeout_s=0.1 if end == "late" else WAIT_S, limit=200 * KIB)
     body.send(b"[", more=True)
-    await idle()
+    await settle()
     assert memory.used > 0
     if end == "not JSON":
         body.send(b"{")
@@ -124,7 +115,7 @@ async def test_a_body_that_fails_leaves_nothing_behind(end: str, impatient: None
 async def test_a_large_body_waits_unread_until_there_is_memory() -> None:
     memory = BodyMemory(4 * MIB)
     first, second = announced(memory, MIB), announced(memory, MIB)
-    await idle()
+    await settle()
     assert (first.received, second.received) == (1, 0)
     first.send(text(MIB))
     await first.reading
@@ -164,7 +155,7 @@ async def test_a_slow_body_loses_its_memory_to_bodies_that_wait(refused: list[st
     memory = BodyMemory(4 * MIB)
     slow = announced(memory, MIB)
     slow.send(b"{", more=True)
-    await idle()
+    await settle()
     honest = announced(memory, MIB)
     honest.send(text(MIB))
     async with asyncio.timeout(WAIT_S):
@@ -202,7 +193,7 @@ async def test_a_complete_small_body_passes_while_unfinished_ones_hold_all_the_r
     large = announced(memory, MIB)
     small = [announced(memory, 64 * KIB) for _ in range(8)]
     waiting = announced(memory, 2 * KIB)
-    await idle()
+    await settle()
     assert memory.used == 3 * MIB
     for _ in range(10):
         body = announced(memory, 2 * KIB)
@@ -218,7 +209,7 @@ async def test_a_chunked_body_takes_the_longest_share_when_it_is_no_longer_small
     memory = BodyMemory(4 * MIB)
     body = chunked(memory, limit=800 * KIB)
     body.send(text(70 * KIB)[:-2], more=True)
-    await idle()
+    await settle()
     assert memory.used > 1600 * KIB
     body.send(b'"}')
     assert await body.reading
@@ -265,3 +256,49 @@ async def test_a_body_of_much_punctuation_in_its_strings_is_read() -> None:
     body = announced(memory, len(code), limit=4 * MIB)
     body.send(code)
     assert len((await body.reading)["a"]) == len(code) - 8
+
+
+def work(seconds: float) -> None:
+    """Keeps this thread busy without a pause."""
+    end = thread_time() + seconds
+    while thread_time() < end:
+        pass
+
+
+async def test_first_large_body_does_not_wait() -> None:
+    pace = BodyPace(0.01)
+    await asyncio.wait_for(pace.turn(0.001), 20)
+
+
+async def test_large_bodies_beside_each_other_take_at_most_their_share_of_the_time() -> None:
+    pace, spent = BodyPace(0.25), 0.02
+
+    async def body() -> None:
+        await pace.turn(60)
+        work(spent)
+
+    began = monotonic()
+    await asyncio.gather(*(body() for _ in range(6)))
+    assert monotonic() - began >= 5 * spent * 4
+
+
+async def test_large_bodies_have_their_turns_in_the_order_of_arrival() -> None:
+    pace, order = BodyPace(0.5), list[int]()
+
+    async def body(number: int) -> None:
+        await pace.turn(60)
+        order.append(number)
+        work(0.002)
+
+    await asyncio.gather(*(body(number) for number in range(8)))
+    assert order == list(range(8))
+
+
+async def test_large_body_whose_turn_does_not_come_is_refused_and_the_next_one_is_not() -> None:
+    pace = BodyPace(0.01)
+    await pace.turn(60)
+    work(0.01)
+    with pytest.raises(SluiceError, match="--large-body-share") as caught:
+        await pace.turn(0.01)
+    assert (caught.value.kind, caught.value.retry_after_ms) == (ErrorKind.UNAVAILABLE, 1000)
+    await asyncio.wait_for(pace.turn(60), 60)

@@ -18,6 +18,7 @@ from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.inline_sender import ABORT_KEY
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
+from tests.support.waiting import settle
 
 
 class Client:
@@ -60,11 +61,6 @@ def make(number: int = 1, usage: bool = False, max_unsent: int = 1000) -> tuple[
 
 def serve(stream: EventStream, client: Client) -> asyncio.Task[None]:
     return asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 async def settle_round() -> None:
@@ -155,7 +151,7 @@ async def test_failure_in_the_middle_is_an_event_and_the_end() -> None:
     assert client.events[-1] == "[DONE]"
 
 
-async def test_a_slow_client_holds_nobody_up_and_gets_everything() -> None:
+async def test_slow_client_receives_everything_without_blocking_the_source() -> None:
     choices, stream = make(max_unsent=10_000)
     client = Client()
     serving = serve(stream, client)
@@ -289,7 +285,7 @@ def test_chunks_are_valid_json_whatever_the_text() -> None:
         assert closing["choices"][0]["stop_reason"] == '"x'
 
 
-def test_errors_without_a_status_of_their_own_are_500() -> None:
+def test_error_kind_without_a_status_is_500() -> None:
     from services.common.errors import ErrorKind
 
     assert SluiceError(ErrorKind.INTERNAL_UNKNOWN, "x").http_status == 500

@@ -117,7 +117,7 @@ async def test_with_content_the_body_and_the_answer_are_there_and_the_sink_hears
     assert (one["request"], one["answer"]) == ("a body", "hello")
 
 
-async def test_errors_are_told_by_their_code(tmp_path: Path) -> None:
+async def test_audit_outcome_of_an_error_is_its_code(tmp_path: Path) -> None:
     http, finish = await audited(tmp_path / "audit")
     await http.post("/v1/refuse")
     await http.post("/v1/break")

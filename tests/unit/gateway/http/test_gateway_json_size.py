@@ -72,14 +72,14 @@ def test_parsed_size_of_a_prompt_is_a_few_times_what_the_parser_takes(shape: str
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parsed_size_of_a_shape_is_over_every_limit_that_it_exceeds(shape: str) -> None:
+def test_parsed_size_of_a_shape_exceeds_every_limit_below_its_size(shape: str) -> None:
     text = SHAPES[shape]
     size = taken(text)
     for most in (size // 2, size - 1024):
         assert parsed_size(text, most) > most
 
 
-def test_parsed_size_of_code_that_might_be_over_the_limit_is_about_what_the_parser_takes() -> None:
+def test_parsed_size_of_code_near_the_limit_is_close_to_what_the_parser_takes() -> None:
     text = SHAPES["code"]
     assert parsed_size(text, most=len(text)) == pytest.approx(taken(text), rel=0.2)
 

@@ -62,7 +62,7 @@ async def test_a_round_is_followed_by_a_pause_as_long_as_itself_but_not_longer_t
         assert not clock.due
 
 
-async def test_everybody_who_asks_is_written_once_a_round(clock: Clock) -> None:
+async def test_requested_writes_run_once_a_round(clock: Clock) -> None:
     write_scheduler, written = paced(clock), list[int]()
     for number in range(100):
         write_scheduler.soon(lambda number=number: written.append(number))  # type: ignore[misc]

@@ -85,7 +85,7 @@ def score(worker: str, cost: float) -> Score:
     return Score(worker, 0, cost, (0, 0, 0), 0, 0.0, 0.0)
 
 
-def test_one_decision_a_second_is_explained_and_only_for_somebody() -> None:
+def test_explanations_with_a_viewer_are_one_a_second() -> None:
     now, looked_at = 10.0, True
     explanations = RoutingExplanations(lambda: looked_at, lambda: now)
     assert explanations.wanted()
@@ -135,7 +135,7 @@ async def test_the_page_and_every_file_it_names_are_served_under_a_strict_policy
         assert (await client.post("/ui/")).status_code == 405
 
 
-async def test_switched_off_it_says_so() -> None:
+async def test_live_view_switched_off_returns_404() -> None:
     async with app(None) as client:
         for path in ("/ui", "/ui/", "/ui/main.js", DATA + "/state", DATA + "/stream"):
             answer = await client.get(path)

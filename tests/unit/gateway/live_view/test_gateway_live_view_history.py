@@ -35,7 +35,7 @@ def ended(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["begin", "tokens", "look", "move", "end"])), max_size=80))
-def test_totals_are_the_sum_of_what_streams_said_whoever_looks_when(steps: list[tuple[int, str]]) -> None:
+def test_totals_of_any_sequence_equal_the_sum_of_the_streams(steps: list[tuple[int, str]]) -> None:
     request_history, live, tokens, begun, over = RequestHistory(), dict[int, GenerationStream](), 0, 0, 0
     for slot, step in steps:
         one = live.get(slot)

@@ -128,7 +128,7 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, name: str, text: str, sen
         PipelineConfig(routing="query-only", preprocessing="engine"),
     ],
 )
-def test_what_excludes_each_other_says_what_to_change(config: PipelineConfig) -> None:
+def test_conflicting_options_raise_an_error_with_the_fix(config: PipelineConfig) -> None:
     with pytest.raises(ValueError, match=r"set |leave "):
         config.check()
 
@@ -157,7 +157,7 @@ def test_the_gateway_refuses_at_start(capsys: pytest.CaptureFixture[str]) -> Non
     assert GatewaySettings.load(["--no-migration"]).migration_policy.enabled is False
 
 
-def test_models_of_a_file_differ_from_all_others_only_where_they_say(tmp_path: Path) -> None:
+def test_model_section_overrides_only_the_fields_it_sets(tmp_path: Path) -> None:
     file = tmp_path / "pipeline.toml"
     file.write_text(
         """

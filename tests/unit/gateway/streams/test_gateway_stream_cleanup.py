@@ -35,45 +35,40 @@ from services.gateway.core.request import (
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
 from services.gateway.placement.selector import Placement, PlacementRequest, WorkerSelector
-from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration import MAX_CONCURRENT, Migrator
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.postprocess_pool import MAX_REPLAYS
 from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import worker_pb2
 from tests.support.data.bodies import BUDGETS
-from tests.unit.gateway.streams.test_gateway_stream_recovery import EOS, MAX_TOKENS, PROMPT, REQUEST, Sink, WorkerTable
+from tests.support.fakes.streams import EOS, MAX_TOKENS, PROMPT, REQUEST, Sink, StreamTable
 
 
-def link_to_nowhere(stream_manager: WorkerTable) -> WorkerLink:
-    channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    return WorkerLink(
-        "w0", "127.0.0.1:1", channel, 1.0, stream_manager.stream_manager, stream_manager.stream_manager.on_worker_lost
-    )
+def link_to_nowhere(desk: StreamTable, *limits: int) -> WorkerLink:
+    manager, channel = desk.stream_manager, grpc.aio.insecure_channel("127.0.0.1:1")
+    return WorkerLink("w0", "127.0.0.1:1", channel, 1.0, manager, manager.on_worker_lost, *limits)
 
 
-async def test_the_largest_seed_has_further_choices() -> None:
-    stream_manager = WorkerTable()
-    link = link_to_nowhere(stream_manager)
-    link._connected.set()
-    largest = replace(REQUEST, choices=3, sampling=replace(REQUEST.sampling, seed=2**63 - 1))
+@pytest.mark.parametrize(
+    ("seed", "seeds"),
+    [
+        pytest.param(5, [5, 6, 7], id="small"),
+        pytest.param(2**63 - 1, [2**63 - 1, -(2**63), -(2**63) + 1], id="largest"),
+    ],
+)
+def test_choices_of_a_seeded_request_get_distinct_seeds(seed: int, seeds: list[int]) -> None:
+    desk = StreamTable()
+    request = replace(REQUEST, choices=3, sampling=replace(REQUEST.sampling, seed=seed))
     for index in range(3):
-        stream_manager.stream_manager.connect(largest, index, PROMPT, Route("w0"), link, MAX_TOKENS, cast(Any, Sink()))
-    seeds = [start.request.sampling.seed for start, _ in link._starts]
-    assert seeds == [2**63 - 1, -(2**63), -(2**63) + 1]
+        desk.connect(request=request, index=index)
+    assert desk.workers[0].seeds == seeds
 
 
 def test_a_stream_that_cannot_be_moved_leaves_the_others_of_its_worker_to_go_on() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     garbled = replace(PROMPT, eos_token_ids=b"\1\0\0")
-    worker = cast(WorkerLink, desk.workers[0])
-    sink = Sink()
-    desk.stream_manager.connect(
-        REQUEST, 0, garbled, Route("w0", reservation_id=desk.book()), worker, MAX_TOKENS, cast(Any, sink)
-    )
-    first = desk.stream_manager.connect(
-        REQUEST, 0, garbled, Route("w0", reservation_id=desk.book()), worker, MAX_TOKENS, cast(Any, sink)
-    )
+    _, sink = desk.connect(prompt=garbled)
+    first, _ = desk.connect(prompt=garbled, sink=sink)
     other, other_sink = desk.connect()
     desk.tokens([(first, [10]), (other, [10])])
     desk.lose_worker(0)
@@ -96,20 +91,14 @@ class Siblings(Sink):
 
 
 def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next_one() -> None:
-    desk = WorkerTable(posts=2)
+    desk = StreamTable(posts=2)
     streams: list[GenerationStream] = []
 
     def end() -> None:
         for stream in streams:
             desk.stream_manager.cancel(stream)
 
-    for index in range(2):
-        route = Route("w0", reservation_id=desk.book())
-        worker = cast(WorkerLink, desk.workers[0])
-        sink = Siblings(end)
-        desk.posts[1].retired = True
-        streams.append(desk.stream_manager.connect(REQUEST, index, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink)))
-        desk.posts[1].retired = False
+    streams += [desk.connect(index=index, post=0, sink=Siblings(end))[0] for index in range(2)]
     streams[0].replays = MAX_REPLAYS  # its sibling was on luckier replicas
     desk.lose_post(0)
     assert desk.stream_manager.live == 0
@@ -121,7 +110,7 @@ def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next
 
 
 def test_a_worker_that_is_gone_before_its_generation_starts_is_an_ordinary_loss() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     desk.workers[0].connected = False
     stream, _ = desk.connect()
     assert desk.moving == [stream]
@@ -133,7 +122,7 @@ def test_a_worker_that_is_gone_before_its_generation_starts_is_an_ordinary_loss(
 
 
 def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     asked: list[GenerationStream] = []
 
     def rescue(stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
@@ -150,12 +139,8 @@ def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
 
 
 def test_usage_of_text_that_the_worker_made_and_did_not_count() -> None:
-    desk = WorkerTable()
-    sink = Sink()
-    request = replace(REQUEST, engine_text=True)
-    route = Route("w0", reservation_id=desk.book())
-    worker = cast(WorkerLink, desk.workers[0])
-    stream = desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+    desk = StreamTable()
+    stream, sink = desk.connect(request=replace(REQUEST, engine_text=True))
     desk.tokens([(stream, [10, 11, EOS])])
     desk.lose_worker(0)
     assert [end.completion_tokens for end in sink.ends if isinstance(end, Finish)] == [3]
@@ -173,7 +158,7 @@ def words(*values: int) -> bytes:
 
 
 def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
     link._connected.set()
     prompt = PROMPT
@@ -196,8 +181,7 @@ def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> 
 
 
 async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
-    stream_manager = WorkerTable()
-    link = link_to_nowhere(stream_manager)
+    link = link_to_nowhere(StreamTable())
     embeds = EmbedsPrompt(bytes(4 * 256 * 1024), 1024)
     prompt = replace(PROMPT, token_ids=b"", embeds=embeds)
     for slot in range(16):
@@ -215,35 +199,23 @@ async def test_starts_with_much_to_carry_do_not_travel_in_one_message() -> None:
 
 
 async def test_a_start_that_no_worker_would_take_ends_its_request_only() -> None:
-    stream_manager = WorkerTable()
-    channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    link = WorkerLink(
-        "w0",
-        "127.0.0.1:1",
-        channel,
-        1.0,
-        stream_manager.stream_manager,
-        stream_manager.stream_manager.on_worker_lost,
-        1 << 20,
-    )
+    desk = StreamTable()
+    link = link_to_nowhere(desk, 1 << 20)
     link._connected.set()
-    sinks = [Sink(), Sink()]
-    for sink, rows in zip(sinks, (300, 200), strict=True):
-        prompt = replace(PROMPT, token_ids=b"", embeds=EmbedsPrompt(bytes(4 * 1024 * rows), 1024))
-        route = Route("w0", reservation_id=stream_manager.book())
-        stream_manager.stream_manager.connect(REQUEST, 0, prompt, route, link, MAX_TOKENS, cast(Any, sink))
+    prompts = [replace(PROMPT, token_ids=b"", embeds=EmbedsPrompt(bytes(4 * 1024 * rows), 1024)) for rows in (300, 200)]
+    sinks = [desk.connect(link, prompt=prompt)[1] for prompt in prompts]
     (error,) = sinks[0].ends
     assert isinstance(error, SluiceError)
     assert (error.kind, error.http_status) == (ErrorKind.TOO_LARGE, 413)
     assert not sinks[1].ends
-    assert stream_manager.stream_manager.live == len(stream_manager.booked) == link.live == 1
+    assert desk.stream_manager.live == len(desk.booked) == link.live == 1
     message = link._drain()
     assert isinstance(message, worker_pb2.WorkerSessionRequest)
     assert len(message.starts) == 1
 
 
 def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
     link._connected.set()
     request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
@@ -285,7 +257,7 @@ class Nobody:
 
 
 async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_others() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     tasks = TaskOwner()
     worker = cast(Any, desk.workers[0])
     worker.sessions = 1
@@ -301,8 +273,7 @@ async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_other
     desk.stream_manager.migrate = migrator.take_over
 
     def connect(request: GenerationRequest) -> GenerationStream:
-        route = Route("w0", reservation_id=desk.book())
-        return desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, Sink()))
+        return desk.connect(request=request)[0]
 
     dead = [connect(replace(REQUEST, model="dead")) for _ in range(MAX_CONCURRENT)]
     other = connect(REQUEST)
@@ -338,33 +309,30 @@ async def test_a_route_stage_that_fails_does_not_end_the_gateway() -> None:
     assert not deaths
 
 
-def test_the_stop_id_that_was_asked_for_is_told() -> None:
-    desk = WorkerTable()
-    told = []
-    for asked, hit in (((9, 10), 10), ((9, 10), EOS), ((), 10), ((0,), 0)):
-        sink = Sink()
-        request = replace(REQUEST, stop=replace(REQUEST.stop, token_ids=asked))
-        route = Route("w0", reservation_id=desk.book())
-        worker = cast(WorkerLink, desk.workers[0])
-        stream = desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+def test_requested_stop_id_is_reported() -> None:
+    desk = StreamTable()
+    reported = []
+    for requested, hit in (((9, 10), 10), ((9, 10), EOS), ((), 10), ((0,), 0)):
+        stream, sink = desk.connect(request=replace(REQUEST, stop=replace(REQUEST.stop, token_ids=requested)))
         desk.stream_manager.on_finished(stream, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
         (finish,) = sink.ends
         assert isinstance(finish, Finish)
-        told.append(stop_reason(finish))
-    assert told == [10, None, None, 0]
+        reported.append(stop_reason(finish))
+    assert reported == [10, None, None, 0]
 
 
-def test_choices_that_are_being_placed_count_against_the_bound() -> None:
-    stream_manager = StreamManager(4, lambda reservation: None, lambda *_: None, GatewayMetrics())
-    with stream_manager.expecting(3):
+def test_streams_above_the_limit_are_refused_and_choices_being_placed_count() -> None:
+    desk = StreamTable(max_streams=4)
+    desk.connect()
+    with desk.stream_manager.expecting(2):
         with pytest.raises(SluiceError) as refused:
-            stream_manager.admit(2)
+            desk.stream_manager.admit(2)
         assert refused.value.kind is ErrorKind.OVERLOADED
-        stream_manager.admit(1)
-    stream_manager.admit(4)
+        desk.stream_manager.admit(1)
+    desk.stream_manager.admit(3)
 
 
-def test_a_parser_hears_how_the_template_was_told_to_think_whatever_the_prompt_became() -> None:
+def test_parser_of_a_tokenized_chat_receives_the_thinking_option() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"thinking": False}}
     request = chat_request(body, check(ChatCompletionRequest, body, BUDGETS), "r", 1, BUDGETS)
     cut = replace(request, prompt=TokenPrompt(b"\1\0\0\0"))  # as truncate_prompt_tokens makes it
@@ -376,10 +344,10 @@ class Call:
     """A session whose peer says what it is given."""
 
     def __init__(self) -> None:
-        self.said: asyncio.Queue[Any] = asyncio.Queue()
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()
 
     async def read(self) -> Any:
-        message = await self.said.get()
+        message = await self.messages.get()
         if message is None:
             raise asyncio.CancelledError
         return message
@@ -388,7 +356,7 @@ class Call:
         pass
 
     def cancel(self) -> None:
-        self.said.put_nowait(None)
+        self.messages.put_nowait(None)
 
 
 GARBLED = {
@@ -398,13 +366,13 @@ GARBLED = {
 
 
 @pytest.mark.parametrize("name", GARBLED)
-async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
+async def test_worker_with_an_invalid_message_fails_only_its_generations(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_module, "INVALID_BACKOFF_S", (0.001, 0.001))
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda task, error: deaths.append(task))
-    desk = WorkerTable()
+    desk = StreamTable()
     calls: list[Call] = []
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
     link = WorkerLink("w9", "", channel, 1.0, desk.stream_manager, desk.stream_manager.on_worker_lost)
@@ -422,14 +390,12 @@ async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
     tasks.spawn(link.run(), "link")
     async with asyncio.timeout(20):
         await link.ready()
-        sink = Sink()
-        route = Route("w9", reservation_id=desk.book())
-        stream = desk.stream_manager.connect(REQUEST, 0, PROMPT, route, link, MAX_TOKENS, cast(Any, sink))
+        stream, sink = desk.connect(link)
         assert stream.slot == 1
         other, other_sink = desk.connect(1)
         while not calls:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        calls[0].said.put_nowait(GARBLED[name])
+        calls[0].messages.put_nowait(GARBLED[name])
         while len(calls) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     (error,) = sink.ends
@@ -444,7 +410,7 @@ async def test_a_worker_that_cannot_be_understood_fails_its_own_generations(
 
 
 async def test_a_place_stage_that_answers_nonsense_ends_its_generation_not_the_gateway() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda name, error: deaths.append(name))
     migrator = Migrator(
@@ -480,7 +446,7 @@ class BrokenStage:
 
 
 def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
-    desk = WorkerTable(posts=0)
+    desk = StreamTable(posts=0)
     own = CustomPostprocessAdapter(BrokenStage(), desk.stream_manager)
     desk.stream_manager.texts.custom = lambda model: cast(PostLink, own)
     _, sink = desk.connect()
@@ -493,16 +459,12 @@ def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
 
 
 def test_a_stream_that_no_replica_would_take_ends_its_request_only() -> None:
-    desk = WorkerTable(posts=0)
+    desk = StreamTable(posts=0)
     link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
     link._connected.set()
     desk.stream_manager.texts.links["post"] = link
-    sinks = [Sink(), Sink()]
-    for sink, size in zip(sinks, (17 << 20, 1 << 20), strict=True):
-        request = replace(REQUEST, stop=replace(REQUEST.stop, strings=("x" * size,)))
-        route = Route("w0", reservation_id=desk.book())
-        worker = cast(WorkerLink, desk.workers[0])
-        desk.stream_manager.connect(request, 0, PROMPT, route, worker, MAX_TOKENS, cast(Any, sink))
+    stops = [replace(REQUEST.stop, strings=("x" * size,)) for size in (17 << 20, 1 << 20)]
+    sinks = [desk.connect(request=replace(REQUEST, stop=stop))[1] for stop in stops]
     (error,) = sinks[0].ends
     assert isinstance(error, SluiceError)
     assert error.kind is ErrorKind.TOO_LARGE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import replace
 from typing import Any, cast
 
 from hypothesis import settings
@@ -11,202 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
-from services.common.packing import unpack_u32
-from services.common.rpc.breaker import Breaker
 from services.gateway.clients.postprocess_link import PostLink, Sent
-from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import (
     Finish,
     FinishReason,
-    GenerationRequest,
-    Route,
-    SamplingParams,
-    StopParams,
-    TextPrompt,
-    TokenizedPrompt,
 )
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.postprocess_pool import MAX_REPLAYS, REPLACED
 from services.gateway.streams.stream import GenerationStream
-from tests.support.fakes.fake_links import FakeLink
-
-EOS = 2
-MAX_TOKENS = 40
-REQUEST = GenerationRequest("r", "m", TextPrompt("x"), 1, SamplingParams(seed=5), StopParams(min_tokens=2))
-PROMPT = TokenizedPrompt(b"\1\0\0\0", b"", "", b"", array("I", [EOS]).tobytes(), 100, b"")
-LOST = SluiceError(ErrorKind.DISCONNECTED, "gone")
-
-
-class Worker(FakeLink):
-    """Runs what it is given; knows which slots it runs."""
-
-    def __init__(self, name: str) -> None:
-        self.worker_id = name
-        self.peer = f"worker {name}"
-        super().__init__()
-        self.connected = True
-        self.breaker = Breaker()
-        self.slots: set[int] = set()
-
-    def start(self, slot: int, *rest: Any) -> None:
-        assert slot not in self.slots
-        self.slots.add(slot)
-
-    def cancel(self, slot: int) -> None:
-        self.slots.discard(slot)
-
-
-class Post(FakeLink):
-    """Keeps what a replica would: the tokens of each stream it was told to open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.connected = True
-        self.retired = False
-        self.leaving = False
-        self.held: dict[int, list[int]] = {}
-        self.opened: list[tuple[Any, ...]] = []
-        self.ends: dict[int, FinishReason] = {}
-
-    def open(
-        self, slot: int, name: str, request: Any, prompt: Any, trace: Any, max_tokens: int, tokens: Any, sent: Any
-    ) -> None:
-        assert self.connected
-        assert slot not in self.held
-        assert (tokens is None) == (sent is None)
-        self.held[slot] = list(tokens or ())
-        self.opened.append((name, list(tokens or ()), None if sent is None else replace(sent)))
-
-    def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
-        ids, start = unpack_u32(token_ids), 0
-        for slot, number in zip(unpack_u32(slots), unpack_u32(counts), strict=True):
-            if slot in self.held and self.connected:
-                self.held[slot] += ids[start : start + number]
-            start += number
-
-    def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
-        assert slot in self.held
-        self.ends[slot] = reason
-
-    def close_stream(self, slot: int) -> None:
-        self.held.pop(slot, None)
-        self.ends.pop(slot, None)
-
-    def clear(self) -> None:
-        self.held.clear()
-        self.ends.clear()
-
-    abandon = clear
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.said = ""
-        self.ends: list[Finish | SluiceError] = []
-
-    def text(self, piece: str) -> None:
-        assert not self.ends
-        self.said += piece
-
-    def finish(self, finish: Finish) -> None:
-        self.ends.append(finish)
-
-    def fail(self, error: SluiceError) -> None:
-        self.ends.append(error)
-
-
-class WorkerTable:
-    """A switchboard between fakes, with a migration that the test completes by hand."""
-
-    def __init__(self, posts: int = 2, workers: int = 2) -> None:
-        self.booked: set[str] = set()
-        self.reservations = 0
-        self.computed: list[str] = []
-        self.stream_manager = StreamManager(1000, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0)
-        self.stream_manager.migrate = self.migrate
-        self.workers = [Worker(f"w{number}") for number in range(workers)]
-        self.posts = [Post() for _ in range(posts)]
-        self.stream_manager.texts.links.update(
-            {str(number): cast(PostLink, post) for number, post in enumerate(self.posts)}
-        )
-        self.moving: list[GenerationStream] = []
-        self.may_move = True
-
-    def free(self, reservation_id: str, cached_tokens: int | None, output_tokens: int) -> None:
-        assert output_tokens >= 0
-        self.booked.remove(reservation_id)
-
-    def book(self) -> str:
-        self.reservations += 1
-        self.booked.add(f"res-{self.reservations}")
-        return f"res-{self.reservations}"
-
-    def migrate(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> bool:
-        if not (self.may_move and error.retryable):
-            return False
-        stream.migrations += 1
-        self.moving.append(stream)
-        return True
-
-    def connect(self, worker: int = 0) -> tuple[GenerationStream, Sink]:
-        sink = Sink()
-        link = self.workers[worker]
-        route = Route(link.worker_id, reservation_id=self.book())
-        stream = self.stream_manager.connect(
-            REQUEST, 0, PROMPT, route, cast(WorkerLink, link), MAX_TOKENS, cast(Any, sink)
-        )
-        return stream, sink
-
-    def resume(self, stream: GenerationStream, worker: int) -> None:
-        self.moving.remove(stream)
-        link = self.workers[worker]
-        self.stream_manager.resume(stream, Route(link.worker_id, reservation_id=self.book()), cast(WorkerLink, link))
-
-    def tokens(self, rows: list[tuple[GenerationStream, list[int]]]) -> None:
-        for worker in self.workers:
-            own = [(stream, ids) for stream, ids in rows if cast(Any, stream.worker) is worker]
-            self.stream_manager.on_tokens(
-                cast(WorkerLink, worker),
-                array("I", [stream.slot for stream, _ in own]).tobytes(),
-                array("I", [len(ids) for _, ids in own]).tobytes(),
-                array("I", [token for _, ids in own for token in ids]).tobytes(),
-            )
-
-    def lose_worker(self, index: int) -> None:
-        self.workers[index].slots.clear()
-        self.stream_manager.on_worker_lost(cast(WorkerLink, self.workers[index]), LOST)
-
-    def lose_post(self, index: int, comes_back: bool = False) -> None:
-        post = self.posts[index]
-        post.connected = post.leaving = False
-        post.clear()
-        self.stream_manager.on_post_lost(cast(PostLink, post), LOST)
-        if comes_back:
-            self.connect_post(index)
-
-    def connect_post(self, index: int) -> None:
-        post = self.posts[index]
-        if not post.connected:
-            post.connected = True
-            self.stream_manager.on_post_connected(cast(PostLink, post))
-
-    def check(self) -> None:
-        live = self.stream_manager._streams
-        for link in self.workers:
-            assert link.live == sum(cast(Any, one.worker) is link and one.end is None for one in live.values())
-        for post in self.posts:
-            assert post.live == sum(cast(Any, stream.post) is post for stream in live.values())
-            assert post.held.keys() <= live.keys()
-        for stream in live.values():
-            if stream.post is None:
-                assert stream.slot in self.stream_manager.texts._waiting
-                continue
-            held = cast(Post, stream.post)
-            assert held.held[stream.slot] == list(stream.tokens), "a gap or a repeat"
-            assert (stream.slot in held.ends) == (stream.end is not None)
-        assert self.stream_manager.texts.waiting <= len(live)
-        assert self.booked == {stream.reservation_id for stream in live.values()} - {""}
+from tests.support.fakes.streams import EOS, LOST, MAX_TOKENS, Sink, StreamTable
+from tests.support.fakes.streams import FakePost as Post
 
 
 class AnyTrouble(RuleBasedStateMachine):
@@ -214,7 +25,7 @@ class AnyTrouble(RuleBasedStateMachine):
 
     @initialize(posts=st.integers(1, 3))
     def begin(self, posts: int) -> None:
-        self.desk = WorkerTable(posts)
+        self.desk = StreamTable(posts)
         self.streams: list[tuple[GenerationStream, Sink]] = []
         self.cancelled: set[int] = set()
         self.next_token = 100
@@ -335,7 +146,7 @@ class AnyTrouble(RuleBasedStateMachine):
         for stream, sink in self.streams:
             over = stream.slot not in live
             assert len(sink.ends) == (1 if over and stream.slot not in self.cancelled else 0)
-            assert stream.text_sent == len(sink.said)
+            assert stream.text_sent == len("".join(sink.pieces))
         running = {slot for worker in self.desk.workers for slot in worker.slots}
         assert running <= live.keys(), "an engine computes for nobody"
 
@@ -345,7 +156,7 @@ TestAnyTrouble = AnyTrouble.TestCase
 
 
 def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
-    desk = WorkerTable(posts=2)
+    desk = StreamTable(posts=2)
     stream, sink = desk.connect()
     desk.tokens([(stream, [10, 11, 12])])
     desk.stream_manager.on_text(stream, "abc")
@@ -361,8 +172,8 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     assert cast(Finish, sink.ends[0]).degraded == (REPLACED,)
 
 
-def test_a_drained_replica_hands_over_without_a_mark() -> None:
-    desk = WorkerTable(posts=2)
+def test_drained_replica_hands_streams_over_without_degradation() -> None:
+    desk = StreamTable(posts=2)
     streams = [desk.connect()[0] for _ in range(6)]
     desk.tokens([(stream, [7]) for stream in streams])
     desk.posts[0].leaving = True
@@ -374,7 +185,7 @@ def test_a_drained_replica_hands_over_without_a_mark() -> None:
 
 
 def test_the_only_replica_may_drain_until_another_one_is_there() -> None:
-    desk = WorkerTable(posts=2)
+    desk = StreamTable(posts=2)
     desk.posts[1].connected = False
     stream, _ = desk.connect()
     desk.posts[0].leaving = True
@@ -387,7 +198,7 @@ def test_the_only_replica_may_drain_until_another_one_is_there() -> None:
 
 
 def test_a_stream_that_kills_its_replicas_is_given_up() -> None:
-    desk = WorkerTable(posts=2)
+    desk = StreamTable(posts=2)
     stream, sink = desk.connect()
     for _ in range(MAX_REPLAYS):
         desk.lose_post(desk.posts.index(cast(Any, stream.post)), comes_back=True)
@@ -398,7 +209,7 @@ def test_a_stream_that_kills_its_replicas_is_given_up() -> None:
 
 
 def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
-    desk = WorkerTable(posts=1)
+    desk = StreamTable(posts=1)
     stream, sink = desk.connect()
     desk.lose_post(0)
     desk.tokens([(stream, [9, 9])])
@@ -410,7 +221,7 @@ def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
 
 
 def test_an_engine_that_was_done_needs_no_worker_any_more() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     stream, sink = desk.connect()
     desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 5)
     desk.lose_worker(0)
@@ -420,7 +231,7 @@ def test_an_engine_that_was_done_needs_no_worker_any_more() -> None:
 
 
 def test_tokens_that_are_complete_need_no_worker_any_more() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     for tokens, reason in (([5] * MAX_TOKENS, FinishReason.LENGTH), ([5, 6, EOS], FinishReason.STOP)):
         stream, _ = desk.connect()
         desk.tokens([(stream, tokens)])
@@ -434,7 +245,7 @@ def test_tokens_that_are_complete_need_no_worker_any_more() -> None:
 
 
 def test_usage_and_bookings_after_a_move() -> None:
-    desk = WorkerTable()
+    desk = StreamTable()
     outcomes: list[tuple[str, int | None, int]] = []
     desk.stream_manager._free = lambda *outcome: outcomes.append(outcome)
     stream, sink = desk.connect(0)

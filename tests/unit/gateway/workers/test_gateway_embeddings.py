@@ -108,7 +108,7 @@ async def test_a_broken_call_is_made_elsewhere() -> None:
     assert len(workers.stubs["b"].asked) == 1
 
 
-async def test_what_is_wrong_everywhere_is_said_at_once() -> None:
+async def test_invalid_input_is_not_retried_on_another_worker() -> None:
     workers = Workers({"a": Stub(grpc.StatusCode.INVALID_ARGUMENT), "b": Stub(grpc.StatusCode.INVALID_ARGUMENT)})
     with pytest.raises(SluiceError) as caught:
         await workers.embed(7)
@@ -116,7 +116,7 @@ async def test_what_is_wrong_everywhere_is_said_at_once() -> None:
     assert sum(len(stub.asked) for stub in workers.stubs.values()) == 1
 
 
-async def test_nobody_left_is_the_last_workers_error() -> None:
+async def test_failure_on_all_workers_raises_the_last_error() -> None:
     workers = Workers({"a": Stub(*[grpc.StatusCode.UNAVAILABLE] * 9), "b": Stub(*[grpc.StatusCode.UNAVAILABLE] * 9)})
     with pytest.raises(SluiceError) as caught:
         await workers.embed(7)
@@ -124,7 +124,7 @@ async def test_nobody_left_is_the_last_workers_error() -> None:
     assert all(len(stub.asked) == 1 for stub in workers.stubs.values())
 
 
-async def test_a_model_that_nobody_embeds_with_names_the_field() -> None:
+async def test_model_without_embedding_workers_raises_an_error_that_names_model() -> None:
     workers = Workers({"a": Stub()}, without=("a",))
     with pytest.raises(SluiceError) as caught:
         await workers.embed(7)
@@ -166,7 +166,7 @@ async def test_the_time_that_a_request_has_is_that_of_its_vectors_too() -> None:
     assert all(link.embedding == 0 for link in workers.links.values())
 
 
-async def test_vectors_that_nobody_waits_for_any_more_are_not_computed() -> None:
+async def test_embedding_of_a_disconnected_client_is_cancelled() -> None:
     begun, ended, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     class Slow:

@@ -15,6 +15,7 @@ from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, router_pb2
 
 KINDS = router_pb2.WorkerChange
+AGGREGATED, UNKNOWN_ROLE = common_pb2.WORKER_ROLE_AGGREGATED, 99
 
 
 class Router:
@@ -27,10 +28,11 @@ class Router:
     def pick(self) -> Router:
         return self
 
-    def tell(self, kind: KINDS.Kind, *names: str, model: str = "m") -> None:
+    def send(self, kind: KINDS.Kind, *names: str, model: str = "m", role: int = AGGREGATED) -> None:
         for name in names or ("",):
             card = common_pb2.ModelCard(model=model)
-            worker = router_pb2.WorkerInfo(worker_id=name, address=f"{name}:1", card=card)
+            known_role = cast(common_pb2.WorkerRole, role)
+            worker = router_pb2.WorkerInfo(worker_id=name, address=f"{name}:1", role=known_role, card=card)
             self._changes.put_nowait(router_pb2.WorkerChange(kind=kind, worker=worker))
 
     def restart(self) -> None:
@@ -67,8 +69,8 @@ class Followed:
 async def followed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
     monkeypatch.setattr(registry, "RETRY_S", 0.001)
     made = Followed()
-    made.router.tell(KINDS.KIND_UP, "a", "b")
-    made.router.tell(KINDS.KIND_SYNCED)
+    made.router.send(KINDS.KIND_UP, "a", "b")
+    made.router.send(KINDS.KIND_SYNCED)
     await made.until("a", "b")
     yield made
     made.end()
@@ -79,7 +81,7 @@ async def test_a_model_is_described_by_one_and_the_same_of_its_workers(followed:
 
 
 async def test_a_worker_that_leaves_is_gone_at_once(followed: Followed) -> None:
-    followed.router.tell(KINDS.KIND_DOWN, "a")
+    followed.router.send(KINDS.KIND_DOWN, "a")
     await followed.until("b")
     assert followed.gone == ["a"]
 
@@ -89,9 +91,9 @@ async def test_model_seen_after_many_others_have_gone_is_unavailable_and_the_old
 ) -> None:
     monkeypatch.setattr(registry, "MAX_REMEMBERED_MODELS", 3)
     for model in ("m1", "m2", "m3", "m4"):
-        followed.router.tell(KINDS.KIND_UP, model, model=model)
-        followed.router.tell(KINDS.KIND_DOWN, model, model=model)
-    followed.router.tell(KINDS.KIND_DOWN, "a", "b")
+        followed.router.send(KINDS.KIND_UP, model, model=model)
+        followed.router.send(KINDS.KIND_DOWN, model, model=model)
+    followed.router.send(KINDS.KIND_DOWN, "a", "b")
     await followed.until()
     kinds = {}
     for model in ("m1", "m2", "m3", "m4", "m"):
@@ -102,13 +104,13 @@ async def test_model_seen_after_many_others_have_gone_is_unavailable_and_the_old
     assert kinds == {"m1": unknown, "m2": unknown, "m3": gone, "m4": gone, "m": gone}
 
 
-async def test_a_router_that_knows_nobody_yet_is_given_time(followed: Followed) -> None:
+async def test_restarted_router_with_an_empty_list_keeps_workers_until_confirmed(followed: Followed) -> None:
     followed.router.restart()
-    followed.router.tell(KINDS.KIND_SYNCED)
+    followed.router.send(KINDS.KIND_SYNCED)
     await followed.until("a", "b", doubted=True)
     assert followed.registry.model("m").model == "m"
-    followed.router.tell(KINDS.KIND_UP, "a")
-    followed.router.tell(KINDS.KIND_UP, "b")
+    followed.router.send(KINDS.KIND_UP, "a")
+    followed.router.send(KINDS.KIND_UP, "b")
     await followed.until("a", "b", doubted=False)
     assert followed.gone == []
 
@@ -116,8 +118,8 @@ async def test_a_router_that_knows_nobody_yet_is_given_time(followed: Followed) 
 async def test_whom_it_never_speaks_of_is_gone_in_the_end(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "CONFIRM_S", 0.05)
     followed.router.restart()
-    followed.router.tell(KINDS.KIND_UP, "b")
-    followed.router.tell(KINDS.KIND_SYNCED)
+    followed.router.send(KINDS.KIND_UP, "b")
+    followed.router.send(KINDS.KIND_SYNCED)
     await followed.until("b")
     assert followed.gone == ["a"]
 
@@ -127,11 +129,22 @@ async def test_only_the_router_that_is_followed_now_may_drop(
 ) -> None:
     monkeypatch.setattr(registry, "CONFIRM_S", 1.0)
     followed.router.restart()
-    followed.router.tell(KINDS.KIND_SYNCED)
+    followed.router.send(KINDS.KIND_SYNCED)
     await followed.until("a", "b", doubted=True)
     followed.router.restart()
-    followed.router.tell(KINDS.KIND_UP, "a", "b")
-    followed.router.tell(KINDS.KIND_SYNCED)
+    followed.router.send(KINDS.KIND_UP, "a", "b")
+    followed.router.send(KINDS.KIND_SYNCED)
     await followed.until("a", "b")
     await asyncio.sleep(1.5)
     assert followed.gone == []
+
+
+async def test_worker_with_an_unknown_role_is_ignored_and_logged_once(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("new", "new", "a"):
+        followed.router.send(KINDS.KIND_UP, name, role=UNKNOWN_ROLE)
+    await followed.until("b")
+    assert followed.gone == ["a"]
+    ignored = [each for each in caplog.records if "worker ignored" in each.getMessage()]
+    assert [each.__dict__["worker"] for each in ignored] == ["new", "a"]

@@ -87,7 +87,7 @@ def test_a_thousand_stop_strings_are_one_look_up() -> None:
     assert scanner.hit == "<stop 999>"
 
 
-def test_streams_share_short_stop_strings_and_own_long_ones() -> None:
+def test_short_stop_strings_are_shared_and_long_ones_are_not() -> None:
     assert compile_stops(("a", "b"), 9, 999) is compile_stops(["a", "b"], 9, 999)
     assert compile_stops(("a" * 300,), 9, 999) is not compile_stops(("a" * 300,), 9, 999)
     assert compile_stops((), 9, 999) is None

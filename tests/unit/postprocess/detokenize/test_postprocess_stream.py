@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from services.common.errors import SluiceError
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
+from services.postprocess.detokenize.token_texts import TokenTexts
 from services.postprocess.detokenize.vocabulary import Vocabulary
-from tests.support.data.vocabularies import ALL, byte_level, tekken
+from tests.support.clients.post_client import Client, session_of
+from tests.support.data.vocabularies import ALL, TABLES, byte_level, tekken
 
 TEXT = "The rain 😀 falls.\nUser: 你好世界, softly. </end> quick brown fox"
 EOS, UNKNOWN = 2, 2**31
@@ -168,3 +171,79 @@ def test_an_unknown_id_ends_the_stream_with_an_error_after_its_text() -> None:
 def test_a_prompt_tail_of_another_model_is_refused() -> None:
     with pytest.raises(SluiceError, match="outside the vocabulary"):
         start(replace(OPTIONS, prompt_tail=(UNKNOWN,)), byte_level().vocabulary)
+
+
+TEXT_OPTIONS = StreamOptions("m", eos_token_ids=frozenset([2]), token_texts=True)
+ROW = array("I", [1])
+
+
+@given(st.data())
+def test_bytes_and_offsets_are_those_of_the_text(data: st.DataObject) -> None:
+    known = TABLES[data.draw(st.sampled_from(sorted(TABLES)))]()
+    tokens = known.encode(data.draw(st.text("ab é你😀.\n", max_size=12)))
+    stream = Stream(replace(TEXT_OPTIONS, skip_special_tokens=False), known.vocabulary, Limits())
+    text = stream.feed(tokens) + stream.end(FinishReason.STOP)
+    assert stream.recorder is not None
+    told = stream.recorder.take()
+    assert len(told) == stream.tokens_seen
+    pieces = split(told)
+    assert b"".join(pieces).decode(errors="replace").lstrip() == text.lstrip(), "but for the space that opens a text"
+    for piece, offset in zip(pieces, told.offsets, strict=True):
+        try:
+            whole = piece.decode()
+        except UnicodeDecodeError:
+            continue
+        assert text.startswith((whole, whole.lstrip()), offset)
+
+
+def split(told: TokenTexts) -> list[bytes]:
+    pieces, start = [], 0
+    for length in told.lengths:
+        pieces.append(bytes(told.pieces[start : start + length]))
+        start += length
+    return pieces
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_every_token_of_every_family_has_bytes(name: str) -> None:
+    vocabulary = ALL[name]().vocabulary
+    assert all(isinstance(piece, bytes) for piece in vocabulary.pieces(range(min(vocabulary.size, 400))))
+    assert vocabulary.piece(vocabulary.size) is None
+    with pytest.raises(SluiceError, match="outside the vocabulary"):
+        vocabulary.pieces([vocabulary.size])
+
+
+async def test_final_token_is_reported_and_special_tokens_have_text() -> None:
+    known, client = tekken(), Client()
+    session = await session_of(known.vocabulary)
+    session.open(1, "r", TEXT_OPTIONS, {})
+    tokens = [*known.encode("Hi 😀"), 9, 2, 5, 5]
+    session.feed(ROW, array("I", [len(tokens)]), array("I", tokens))
+    client.read(session)
+    assert client.finish is not None
+    assert client.pieces[-2:] == [b"[TOOL_CALLS]", b"</s>"]
+    assert b"".join(client.pieces[:-2]).decode() == "Hi 😀" == client.content
+    assert client.offsets[-1] == len(client.content)
+    assert len(client.pieces) == client.finish.tokens_seen
+    await session.aclose()
+
+
+async def test_streams_without_the_option_report_no_tokens() -> None:
+    session, client = await session_of(tekken().vocabulary), Client()
+    session.open(1, "r", replace(TEXT_OPTIONS, token_texts=False), {})
+    session.feed(ROW, ROW, array("I", tekken().encode("word")[:1]))
+    client.read(session)
+    assert client.pieces == []
+    await session.aclose()
+
+
+async def test_tokens_come_at_once_even_while_their_text_is_held_back() -> None:
+    session, client = await session_of(tekken().vocabulary), Client()
+    session.open(1, "r", replace(TEXT_OPTIONS, stop=("word of",)), {})
+    session.feed(ROW, ROW, array("I", tekken().encode("word")[:1]))
+    client.read(session)
+    assert client.content == ""
+    assert client.pieces == [b"word"]
+    session.close([1])
+    assert session.drain() is None
+    await session.aclose()

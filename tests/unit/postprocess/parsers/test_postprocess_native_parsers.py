@@ -43,7 +43,7 @@ def test_there_are_as_many_names_as_the_packages_ship() -> None:
     }
 
 
-def test_a_prefix_says_whose_parser_it_is() -> None:
+def test_prefix_selects_the_engine_of_a_parser() -> None:
     assert [engine_of(name) for name in ("vllm:hermes", "sglang:qwen25", "hermes", "mine:Class", "vllm")] == [
         "vllm",
         "sglang",
@@ -142,7 +142,7 @@ def test_ids_have_the_engines_form_and_are_the_same_again() -> None:
     assert written.call(0, "Ab3dE6gH9", "f", "{") == [CallArguments(0, "{")], "a name begins a call once"
 
 
-async def test_what_is_not_usable_is_said_of_the_pair() -> None:
+async def test_unusable_pair_raises_an_error_that_names_it() -> None:
     host = EngineHost("vllm", "", 1.0, 64)
     usable, not_usable = Pair("/m", "hermes", ""), Pair("/m", "openai", "")
     assert host.facts(usable) is None

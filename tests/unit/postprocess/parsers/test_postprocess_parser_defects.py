@@ -24,7 +24,7 @@ def test_a_defect_can_be_put_back_and_has_a_test(defect: Defect, tmp_path: Path)
     assert f"def {name.partition('[')[0]}(" in (ROOT / where).read_text("utf-8")
 
 
-def test_code_that_has_changed_is_said(tmp_path: Path) -> None:
+def test_changed_code_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text("something else")
     with pytest.raises(ValueError, match="does not have once"):
         put_back(Defect("", "file.py", "good", "bad", ""), tmp_path)

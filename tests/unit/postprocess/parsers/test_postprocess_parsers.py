@@ -72,7 +72,7 @@ def test_an_id_that_the_model_gives_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_arguments_are_told_before_they_are_complete(name: str) -> None:
+def test_arguments_are_streamed_before_they_are_complete(name: str) -> None:
     text = SHAPES[name]
     cut = text.index("Zürich") + 3
     parser = build(ParserNames(name), ParserContext(TOOLS))
@@ -91,7 +91,7 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
     assert json.loads(said.calls[0][1]) == {"city": "007", "days": 3, "flag": True, "list": "[1, 'x']", "nan": "NaN"}
 
 
-def test_the_outer_tags_may_be_missing_and_a_values_own_line_breaks_stay() -> None:
+def test_missing_outer_tags_parse_and_line_breaks_in_values_stay() -> None:
     said = one("qwen3_coder", "<function=f><parameter=city>\n\na\n\n</parameter></function>")
     assert json.loads(said.calls[0][1]) == {"city": "\na\n"}
 
@@ -131,7 +131,7 @@ def test_text_after_a_call_that_no_marker_announced_is_just_text() -> None:
     assert (said.content, said.degraded) == (" There.", frozenset())
 
 
-def test_the_ids_of_kimi_are_the_models_own() -> None:
+def test_ids_of_kimi_are_those_of_the_model() -> None:
     assert [call[2] for call in one("kimi_k2", SHAPES["kimi_k2"]).calls] == ["functions.get_weather:0", "functions.f:1"]
 
 

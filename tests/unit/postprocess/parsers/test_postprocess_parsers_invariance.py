@@ -32,7 +32,7 @@ def test_every_built_in_parser_has_answers_and_fragments() -> None:
 
 
 @pytest.mark.parametrize("names", MARKUP, ids=label)
-def test_any_cut_of_any_answer_says_the_same(names: tuple[str, str]) -> None:
+def test_any_split_of_any_answer_parses_the_same(names: tuple[str, str]) -> None:
     cases = 0
 
     @lots

@@ -65,7 +65,7 @@ def run(
 
 @settings(deadline=None)
 @given(st.data())
-def test_any_batches_of_tokens_say_the_same(data: st.DataObject) -> None:
+def test_any_batches_of_tokens_produce_the_same_events(data: st.DataObject) -> None:
     known = data.draw(st.sampled_from([tekken, byte_level]))()
     text = ANSWER[: data.draw(st.integers(0, len(ANSWER)))] + data.draw(
         st.sampled_from(["", "😀", '"}', "</tool_call>"])
@@ -326,7 +326,7 @@ async def test_a_session_tells_events_in_order_and_plain_streams_keep_their_colu
     await session.aclose()
 
 
-def test_the_bundled_tokenizer_has_the_marker_where_the_tests_say() -> None:
+def test_bundled_tokenizer_has_the_marker_at_the_expected_id() -> None:
     assert tekken().vocabulary.text_of([TOOL_CALLS_ID]) == "[TOOL_CALLS]"
     assert HermesParser.markers == {"<tool_call>", "</tool_call>"}
     assert resolve(DEFAULT_SOURCE).is_file()

@@ -104,7 +104,7 @@ async def test_a_long_stream_is_given_its_tokens_in_parts_while_others_go_on() -
     await session.aclose()
 
 
-async def test_a_stream_that_is_closed_while_it_is_given_its_tokens_says_nothing() -> None:
+async def test_stream_closed_while_resuming_sends_nothing() -> None:
     session = await session_of(tekken().vocabulary)
     session.open(1, "request", PLAIN, {}, Resume(tekken().encode("word ") * (INLINE_TOKENS + 1)))
     await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_a_stream_that_is_closed_while_it_is_given_its_tokens_says_nothing
     await session.aclose()
 
 
-async def test_a_stream_that_had_ended_says_so_again() -> None:
+async def test_resumed_stream_that_had_ended_ends_again() -> None:
     known, client = tekken(), Client()
     session = await session_of(known.vocabulary)
     tokens = known.encode("one two. stop here")
@@ -151,7 +151,7 @@ async def test_an_unknown_token_among_the_resumed_ones_ends_this_stream_only() -
     await session.aclose()
 
 
-async def test_a_session_says_once_that_its_replica_leaves_and_streams_go_on() -> None:
+async def test_draining_session_notifies_once_and_streams_continue() -> None:
     session, client = await session_of(tekken().vocabulary), Client()
     session.open(1, "request", PLAIN, {})
     session.leave()

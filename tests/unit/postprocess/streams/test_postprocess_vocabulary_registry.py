@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +55,7 @@ async def test_a_failed_load_is_tried_again() -> None:
     assert await library.get("m") is byte_level().vocabulary
 
 
-async def test_nobody_waits_longer_than_the_limit() -> None:
+async def test_load_above_the_time_limit_raises_for_every_caller() -> None:
     gate = threading.Event()
 
     def loader(spec: ModelSpec) -> Vocabulary:
@@ -85,7 +87,7 @@ def test_a_rounded_up_vocabulary_has_ids_without_text(tmp_path: Path) -> None:
     assert vocabulary.detokenizer(True).step(real + 99) == ""
 
 
-def test_an_implementation_of_the_user_s_own_has_the_files_text(tmp_path: Path) -> None:
+def test_custom_tokenizer_has_the_text_of_its_files(tmp_path: Path) -> None:
     assert load(ModelSpec("m", str(build_tiny_model(tmp_path)), "my.package:Tokenizer")).exact
 
 
@@ -114,7 +116,7 @@ def test_the_default_model_needs_no_network() -> None:
     assert [str(spec) for spec in PostprocessSettings.load([]).served] == ["tekken=mistral-common:tekken_240911"]
 
 
-async def test_the_cards_parsers_count_unless_the_operator_says_otherwise() -> None:
+async def test_parsers_of_the_card_apply_unless_configured() -> None:
     registry = Registry()
     library = VocabularyRegistry(
         [], 30, lambda spec: byte_level().vocabulary, parsers={"b": ParserNames("granite")}, check=registry.check
@@ -125,9 +127,80 @@ async def test_the_cards_parsers_count_unless_the_operator_says_otherwise() -> N
         assert names == ParserNames("hermes" if name == "a" else "granite", "think")
 
 
-async def test_a_card_that_names_a_parser_nobody_has_is_not_served() -> None:
+async def test_card_with_an_unknown_parser_is_refused() -> None:
     library = VocabularyRegistry([], 30, lambda spec: byte_level().vocabulary, check=Registry().check)
     with pytest.raises(SluiceError, match="similar names: hermes"):
         await library.add(ModelSpec("a", DEFAULT_SOURCE, tool_parser="hermess"))
     with pytest.raises(SluiceError, match="--native-parsers vllm"):
         await library.add(ModelSpec("a", DEFAULT_SOURCE, tool_parser="vllm:hermes", reasoning_parser="vllm:qwen3"))
+
+
+PIECES = ("<unk>", "<s>", "</s>", "<0xE2>", "<0x82>", "<0xAC>", "▁Hello", "▁world", "!")
+
+
+class Processor:
+    """What SentencePiece says about a vocabulary of nine pieces."""
+
+    def __init__(self, model_file: str, says: str = "") -> None:
+        assert Path(model_file).is_file()
+        self.says = says
+
+    def vocab_size(self) -> int:
+        return len(PIECES)
+
+    def id_to_piece(self, token: int) -> str:
+        return PIECES[token]
+
+    def is_unknown(self, token: int) -> bool:
+        return token == 0
+
+    def is_control(self, token: int) -> bool:
+        return token in (1, 2)
+
+    def is_byte(self, token: int) -> bool:
+        return token in (3, 4, 5)
+
+    def decode(self, tokens: list[int]) -> str:
+        text = "".join(
+            " ⁇ " if token == 0 else PIECES[token].replace("▁", " ") for token in tokens if token not in (1, 2)
+        )
+        return self.says or (text if tokens[0] == 0 else text.removeprefix(" "))
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    (tmp_path / "tokenizer.model.v3").write_bytes(b"")
+    return ModelSpec("m", str(tmp_path))
+
+
+def test_sentencepiece_is_a_table_of_bytes(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", SimpleNamespace(SentencePieceProcessor=Processor))
+    vocabulary = load(spec)
+    assert (vocabulary.exact, vocabulary.size) == (True, len(PIECES))
+    detokenizer = vocabulary.detokenizer(True)
+    assert [detokenizer.step(token) for token in (1, 6, 7, 3, 4, 5, 8, 0, 2)] == [
+        "", "Hello", " world", "", "", "€", "!", " ⁇ ", "",
+    ]  # fmt: skip
+    detokenizer = vocabulary.detokenizer(False)
+    assert [detokenizer.step(token) for token in (1, 6, 3, 8)] == ["<s>", " Hello", "", "\ufffd!"]
+    assert vocabulary.detokenizer(True).step(0) == " ⁇ "
+
+
+def test_a_table_that_the_library_contradicts_is_refused(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    contrary = SimpleNamespace(SentencePieceProcessor=lambda model_file: Processor(model_file, says="else"))
+    monkeypatch.setitem(sys.modules, "sentencepiece", contrary)
+    with pytest.raises(SluiceError, match="decodes differently from its library"):
+        load(spec)
+
+
+def test_without_the_extra_the_answer_names_it(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(SluiceError, match=r"mistral-common\[sentencepiece\]") as caught:
+        load(spec)
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.FAILED_PRECONDITION, "extra_missing")
+
+
+@pytest.mark.parametrize("name", ["tekken_240718", "tekken_240911"])
+def test_the_bundled_tekkens_load(name: str) -> None:
+    vocabulary = load(ModelSpec("m", f"mistral-common:{name}"))
+    assert (vocabulary.exact, vocabulary.size) == (True, 131_072)

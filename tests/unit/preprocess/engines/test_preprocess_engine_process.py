@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.engines import process as engine_process
 from services.preprocess.engines.process import EngineProcess
+from services.preprocess.protocol import ChatRequest
+from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 from tests.support.repository import ROOT
 
 
@@ -34,7 +37,7 @@ def chat(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def test_calls_are_answered_with_what_the_tokenizer_says(ready: EngineProcess) -> None:
+def test_calls_return_the_results_of_the_tokenizer(ready: EngineProcess) -> None:
     assert ready.facts()["vocab_size"] == 256
     assert ready.call("encode_chat", chat("Grüße")) == list("Grüße".encode())
     assert ready.call("render", chat("x")) == "x"
@@ -54,7 +57,7 @@ def test_what_the_tokenizer_raises_is_a_typed_error(ready: EngineProcess, text: 
     assert ready.call("encode_chat", chat("next")) == list(b"next")
 
 
-def test_many_callers_each_get_their_own_answer(ready: EngineProcess) -> None:
+def test_concurrent_calls_return_their_results(ready: EngineProcess) -> None:
     texts = [f"{index} " * (1 + index * index % 999) for index in range(300)]
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(lambda text: ready.call("encode_chat", chat(text)), texts))
@@ -136,7 +139,7 @@ def test_calls_that_travel_with_one_that_hangs_or_kills_are_answered(text: str, 
         ("hangs", ErrorKind.UNAVAILABLE, "exited during startup"),
     ],
 )
-def test_a_process_that_does_not_start_says_why(mode: str, kind: ErrorKind, sentence: str) -> None:
+def test_process_that_fails_to_start_raises_the_reason(mode: str, kind: ErrorKind, sentence: str) -> None:
     made = process(mode, start_s=1.5 if mode == "hangs" else 60)
     with pytest.raises(SluiceError, match=sentence) as caught:
         made.facts()
@@ -175,3 +178,50 @@ def test_closing_ends_the_process(ready: EngineProcess) -> None:
     ready.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+PLAIN = ChatRequest([{"role": "user", "content": "a"}])
+WITH_TEMPLATE = ChatRequest([{"role": "user", "content": "b"}], chat_template="{{ messages }}")
+
+
+@pytest.fixture
+def mode(tmp_path: Path) -> Path:
+    """Says how the next process starts, see fake_engine."""
+    file = tmp_path / "mode"
+    file.write_text("ready")
+    return file
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path, mode: Path) -> Iterator[EngineTokenizer]:
+    interpreter = tmp_path / "python"
+    fake = ROOT / "tests/support/fakes/fake_engine.py"
+    interpreter.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P "{fake}" "{ROOT / "services"}" "$(cat "{mode}")"\n')
+    interpreter.chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    made = EngineTokenizer("vllm", tmp_path / "model", EngineOptions(str(interpreter)))
+    yield made
+    made.close()
+
+
+def test_a_process_for_clients_templates_that_did_not_start_is_started_by_the_next_one(
+    tokenizer: EngineTokenizer, mode: Path
+) -> None:
+    mode.write_text("dies")  # a machine without memory to spare, for a moment
+    for _ in range(2):
+        with pytest.raises(SluiceError) as caught:
+            tokenizer.encode_chat(WITH_TEMPLATE)
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
+    mode.write_text("ready")
+    assert tokenizer.encode_chat(WITH_TEMPLATE) == [98]
+    assert tokenizer.encode_chat(PLAIN) == [97]
+
+
+def test_a_request_that_still_holds_a_tokenizer_that_was_closed_starts_no_process(tokenizer: EngineTokenizer) -> None:
+    tokenizer.close()
+    for chat in (PLAIN, WITH_TEMPLATE):
+        with pytest.raises(SluiceError) as caught:
+            tokenizer.encode_chat(chat)
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
+    assert tokenizer._foreign is None

@@ -90,7 +90,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "t
         ("{% set c = messages[0]['content'] %}{% for p in c %}[{{ p.text }}]{% endfor %}", "[a][b]"),
     ],
 )
-def test_parts_reach_the_templates_that_walk_over_them(source: str, expected: str) -> None:
+def test_content_parts_reach_templates_that_iterate_them(source: str, expected: str) -> None:
     assert run(source, PARTS) == expected
 
 
@@ -166,7 +166,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
-def test_a_models_own_template_that_does_not_end_is_ended(source: str) -> None:
+def test_endless_model_template_is_terminated(source: str) -> None:
     with pytest.raises(SluiceError, match=r"did not finish within 0\.2 s") as caught:
         templates.render(source, {"messages": MESSAGES}, limit_s=0.2, max_chars=10_000_000)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "chat_template")

@@ -245,5 +245,5 @@ def test_text_that_is_no_unicode_is_refused() -> None:
         tiny_hf().encode_text("\ud800")
 
 
-def test_the_tiny_template_is_what_its_file_says() -> None:
+def test_tiny_template_matches_its_file() -> None:
     assert json.loads((tiny_folder() / "tokenizer_config.json").read_text())["chat_template"] == CHATML

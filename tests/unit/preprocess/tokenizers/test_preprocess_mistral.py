@@ -222,7 +222,7 @@ def test_the_self_check_switches_the_short_way_off_where_ids_differ() -> None:
     assert not wrong._agrees_with(reference())
 
 
-def test_text_gets_a_bos_unless_told_otherwise() -> None:
+def test_text_gets_a_bos_by_default() -> None:
     plain = reference().instruct_tokenizer.tokenizer
     assert tekken().encode_text("hello") == plain.encode("hello", bos=True, eos=False)
     assert tekken().encode_text("hello", add_special_tokens=False) == plain.encode("hello", bos=False, eos=False)

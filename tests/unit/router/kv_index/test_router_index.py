@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,9 @@ from hypothesis import strategies as st
 from services.common.packing import pack_u64
 from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier, decode_ops, encode_ops
 from services.router.kv_index.index import BlockIndex, Overlap
+from services.router.kv_index.matching import bits_of, depths
 from services.router.kv_index.rank_cache import ApplyResult
+from services.router.kv_index.tier import RankTierBlocks, TierTable
 from services.router.workers.worker import WorkerRank
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
@@ -170,3 +174,94 @@ def test_tables_equal_what_the_ranks_hold(ops: list[tuple[Kind, Tier, list[int],
 def test_encoded_operations_come_back(ops: list[tuple[Kind, Tier, list[int], bool]]) -> None:
     batch = tuple(BlockOp(kind, tier, pack_u64(hashes)) for kind, tier, hashes, _ in ops)
     assert decode_ops(encode_ops(batch)) == batch
+
+
+class CountedTable:
+    """Block → bits, as an index would hold them for ranks with these prefixes; counts the look-ups."""
+
+    def __init__(self, reach: dict[int, int]) -> None:
+        self._reach = reach
+        self.lookups = 0
+
+    def get(self, block: int, none: int) -> int:
+        self.lookups += 1
+        return sum(1 << bit for bit, depth in self._reach.items() if block < depth) or none
+
+
+@pytest.mark.parametrize("blocks", [64, 512, 6_250, 100_000, 1_000_000])
+def test_a_longer_prompt_costs_its_logarithm(blocks: int) -> None:
+    table = CountedTable({0: blocks // 3, 1: blocks // 2, 2: blocks})
+    found = dict(depths(table.get, range(blocks)))
+    assert found == {1 << 0: blocks // 3, 1 << 1: blocks // 2, 1 << 2: blocks}
+    assert table.lookups <= 1 + 3 * math.ceil(math.log2(blocks))
+
+
+def test_ranks_that_reach_equally_far_are_found_together() -> None:
+    table = CountedTable(dict.fromkeys(range(1000), 4000))
+    assert list(depths(table.get, range(6_250))) == [((1 << 1_000) - 1, 4_000)]
+    assert table.lookups <= 14
+
+
+@given(st.dictionaries(st.integers(0, 90), st.integers(1, 300), max_size=30), st.integers(1, 300))
+def test_every_rank_is_found_once(reach: dict[int, int], blocks: int) -> None:
+    found = {bit: depth for mask, depth in depths(CountedTable(reach).get, range(blocks)) for bit in bits_of(mask)}
+    assert found == {bit: min(depth, blocks) for bit, depth in reach.items()}
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 65, 1_000])
+def test_bits_of_narrow_and_wide_masks(width: int) -> None:
+    chosen = sorted(Random(width).sample(range(width), max(width // 3, 1)))
+    assert sorted(bits_of(sum(1 << bit for bit in chosen))) == chosen
+    assert list(bits_of(0)) == []
+
+
+steps = st.lists(st.tuples(st.booleans(), st.booleans(), st.lists(st.integers(0, 40), max_size=8)), max_size=60)
+
+
+@given(steps)
+def test_shelves_list_what_a_set_would_hold(steps: list[tuple[bool, bool, list[int]]]) -> None:
+    table = TierTable()
+    shelves = [RankTierBlocks(table, 1), RankTierBlocks(table, 2)]
+    models: list[set[int]] = [set(), set()]
+    for first, storing, hashes in steps:
+        shelf, model = shelves[first], models[first]
+        if storing:
+            shelf.store(hashes)
+            model.update(hashes)
+        else:
+            shelf.remove(hashes)
+            model.difference_update(hashes)
+    for shelf, model in zip(shelves, models, strict=True):
+        assert sorted(shelf) == sorted(model)
+        assert len(shelf) == len(model)
+    assert set(table.holders) == models[0] | models[1]
+    for shelf in shelves:
+        shelf.clear()
+    assert len(table) == 0
+
+
+def test_cache_with_long_turnover_keeps_its_logs_short() -> None:
+    table = TierTable()
+    shelf = RankTierBlocks(table, 1)
+    for first in range(0, 100_000, 8):
+        shelf.store(range(first, first + 8))
+        shelf.remove(range(first - 1_000, first - 992))
+    assert len(shelf) == 1_000
+    assert sum(map(len, shelf._logs)) < 8 * 1_000
+
+
+def test_one_block_stored_and_removed_for_ever_keeps_its_log_short() -> None:
+    shelf = RankTierBlocks(TierTable(), 1)
+    for _ in range(50_000):
+        shelf.store([7])
+        shelf.remove([7])
+    shelf.store([7])
+    assert list(shelf) == [7]
+    assert sum(map(len, shelf._logs)) < 200
+
+
+def test_equal_masks_are_one_object() -> None:
+    table = TierTable()
+    for bit in (1 << 90, 1 << 91):
+        RankTierBlocks(table, bit).store(range(1_000))
+    assert len({id(mask) for mask in table.holders.values()}) == 1

@@ -18,18 +18,11 @@ from services.router.reservations.cost import Load
 from services.router.router import RouterConfig
 from services.router.scheduling.decisions import Outcome
 from services.router.workers.worker import KV_EVENTS, WorkerRank
+from tests.support.fakes.clock import Clock
 from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
 LIVES = Lifetimes(no_events_s=100, bridge_s=2, computing_s=10, most_blocks=50)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Expected:
@@ -117,7 +110,7 @@ def test_a_bridge_is_not_endless_and_a_silent_rank_is_believed_longer(expected: 
     assert len(expected.held) == expected.held.blocks(A) == expected.held.blocks(B) == 0
 
 
-def test_computed_blocks_are_not_ahead_of_anybody(expected: Expected) -> None:
+def test_computed_blocks_are_not_speculative(expected: Expected) -> None:
     request_id = expected.send(A, [1, 2, 3])
     expected.held.mark_computed(request_id)
     assert expected.overlap(A, [1, 2, 3]) == Overlap(predicted=3)
@@ -172,7 +165,7 @@ def chained(path: Sequence[int]) -> list[int]:
 
 @settings(deadline=None, max_examples=200)
 @given(STEPS, PATHS)
-def test_it_is_what_a_table_of_blocks_with_expiry_would_say(
+def test_predictions_equal_a_table_of_blocks_with_expiry(
     steps: list[tuple[WorkerRank, list[int], bool, float]], asked: list[int]
 ) -> None:
     expected = Expected()

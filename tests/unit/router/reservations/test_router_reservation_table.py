@@ -11,16 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from services.router.reservations.cost import NO_LOAD, Load, Offer
 from services.router.reservations.table import ReservationParams, ReservationTable
 from services.router.workers.worker import WorkerRank
+from tests.support.fakes.clock import Clock
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000_000
-
-    def __call__(self) -> int:
-        return self.now
 
 
 def offer(slot: WorkerRank, blocks: int = 10) -> Offer:

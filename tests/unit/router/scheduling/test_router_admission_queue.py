@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import suppress
 
 import pytest
 
@@ -12,6 +13,8 @@ from services.common.tasks import TaskOwner
 from services.router.reservations.table import AllBusy
 from services.router.scheduling import admission_queue as line_module
 from services.router.scheduling.admission_queue import LATEST_MS, SOONEST_MS, UNKNOWN_MS, AdmissionQueues, ServiceRate
+from tests.support.oracles.circles import circles_of
+from tests.support.waiting import settle
 
 M = "m"
 
@@ -71,11 +74,6 @@ def come(
     return asyncio.create_task(queues.admit(M, desk.attempt(name), priority, wait_ms, scope))  # type: ignore[arg-type]
 
 
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 async def free(queues: AdmissionQueues[str], desk: Desk, places: int = 1) -> None:
     desk.free += places
     queues.ended(M, places)
@@ -116,7 +114,7 @@ async def test_several_places_serve_several_in_one_go(queues: AdmissionQueues[st
     assert desk.served == ["a", "b", "c"]
 
 
-async def test_nobody_passes_the_line_not_even_who_cannot_wait(queues: AdmissionQueues[str], desk: Desk) -> None:
+async def test_request_without_a_wait_does_not_bypass_the_queue(queues: AdmissionQueues[str], desk: Desk) -> None:
     waiting = come(queues, desk, "a")
     await settle()
     desk.free = 1  # and nobody has said so yet
@@ -189,9 +187,7 @@ async def test_who_leaves_is_not_served(queues: AdmissionQueues[str], desk: Desk
     assert (await stayer)[0] == "b"
 
 
-async def test_what_was_booked_for_somebody_who_left_meanwhile_goes_to_the_next(
-    queues: AdmissionQueues[str], desk: Desk
-) -> None:
+async def test_reservation_for_a_caller_that_left_goes_to_the_next(queues: AdmissionQueues[str], desk: Desk) -> None:
     desk.gate = asyncio.Event()
     leaver, stayer = come(queues, desk, "a"), come(queues, desk, "b")
     await settle()
@@ -226,7 +222,7 @@ async def test_who_cannot_wait_is_not_refused_for_a_line_that_has_just_ended(
     assert (await asyncio.wait_for(passing, 20))[0] == "b"
 
 
-async def test_what_was_booked_for_somebody_who_leaves_in_that_moment_is_given_back(
+async def test_reservation_for_a_caller_that_leaves_at_the_grant_is_released(
     queues: AdmissionQueues[str], desk: Desk
 ) -> None:
     async def attempt(*, place: bool = True) -> str:
@@ -294,3 +290,27 @@ def test_when_to_come_again_follows_the_pace_and_the_line() -> None:
         now += 0.001
         pace.ended(1)
     assert pace.wait_ms(0) == SOONEST_MS
+
+
+TIMES = 20
+
+
+async def refuse(*, place: bool = True) -> int:
+    raise AllBusy
+
+
+async def nobody(found: int) -> None:
+    pass
+
+
+async def test_refused_after_a_wait_in_line() -> None:
+    tasks = TaskOwner()
+    queues: AdmissionQueues[int] = AdmissionQueues(tasks, 100, nobody)
+
+    async def wait() -> None:
+        with suppress(AllBusy):
+            await queues.admit("m", refuse, max_wait_ms=20)
+
+    found = await circles_of(wait, TIMES)
+    assert found.total() < TIMES, found
+    await tasks.close()

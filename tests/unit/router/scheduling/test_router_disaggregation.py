@@ -55,7 +55,7 @@ async def test_four_growing_prompts_go_to_one_prefill_worker() -> None:
         assert decodes == {"d1", "d2"}
 
 
-async def test_each_half_is_booked_where_it_runs_and_given_back_when_it_is_over() -> None:
+async def test_each_part_is_reserved_on_its_worker_and_released_at_its_end() -> None:
     async with disagg() as cluster:
         await cluster.add(prefill("p"), decode("d"))
         route = await cluster.ask(prompt("ABCD"), request_id="r", expected_output_tokens=2 * BLOCK)
@@ -194,7 +194,7 @@ async def test_prompts_with_little_left_to_compute_skip_the_prefill_workers() ->
         assert (pair(cached), cached.prefill_skipped, cached.tokens_to_compute) == ((None, "a"), FEW_UNCACHED, BLOCK)
 
 
-async def test_nobody_skips_the_prefill_workers_if_nobody_can_run_alone() -> None:
+async def test_prefill_workers_are_required_if_no_decode_worker_can_prefill() -> None:
     async with disagg(bypass_uncached_tokens=1000) as cluster:
         await cluster.add(prefill("p"), decode("d"))
         assert pair(await cluster.ask(prompt("A"))) == ("p", "d")

@@ -41,7 +41,7 @@ def test_a_chat_keeps_everything_the_template_sees() -> None:
     assert (read.add_generation_prompt, read.continue_final_message) == (False, True)
 
 
-def test_what_a_chat_does_not_say_is_empty() -> None:
+def test_absent_chat_fields_are_empty() -> None:
     assert read_body(b'{"messages":[{"role":"user"}]}') == ChatBody(b'[{"role": "user"}]')
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from random import Random
+from typing import get_args
 
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
+from services.common.observability.instruments import read
 from services.common.packing import pack_u64
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import Load, Offer
 from services.router.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
 from services.router.reservations.table import Choice, ReservationParams
 from services.router.router import Router
+from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.policies import Candidate, Demand, PolicyRegistry, all_policies, shortlist
+from services.router.settings import PolicyName
 from services.router.store.memory import MemoryStore
-from services.router.workers.worker import Role, WorkerRank
+from services.router.workers.worker import KV_EVENTS, Role, WorkerRank
+from tests.support.repository import ROOT
 from tests.support.servers.routing import BLOCK, COST, Cluster, prompt, tokens, worker
 
 
@@ -145,7 +151,7 @@ def test_reservation_ids_name_model_and_request(model: str) -> None:
     assert request_of(reservation_id(model, "chat:1/2")) == (model, "chat:1/2")
 
 
-def test_the_id_of_a_pair_says_so_and_names_the_same_request() -> None:
+def test_pair_id_marks_a_pair_of_the_same_request() -> None:
     alone, pair = reservation_id("a+", "r"), reservation_id("a+", "r", paired=True)
     assert alone != pair
     assert request_of(alone) == request_of(pair) == ("a+", "r")
@@ -164,7 +170,7 @@ CANDIDATES = [
 ]
 
 
-def test_offers_say_what_is_left_to_compute_and_to_book() -> None:
+def test_offers_contain_the_remaining_prefill_and_blocks() -> None:
     policies = all_policies(Random(1))
     kv = policies["kv"](CANDIDATES, Demand(10, 4), COST)
     assert kv[1] == Offer(WorkerRank("b", 0), 10 - 5 - 1.5, 5, 10, 3_500, 9_000)
@@ -180,3 +186,52 @@ def test_the_shortlist_keeps_the_cheapest() -> None:
     kept = shortlist(offers, loads, 1.0, 10, Random(1))
     assert [offer.slot.worker_id for offer in kept] == [f"w{n}" for n in range(1, 11)]
     assert shortlist(offers[:5], loads, 1.0, 10, Random(1)) == offers[:5]
+
+
+PAGE = ROOT / "docs/router.md"
+ROW = re.compile(r"^\| `(\w+)`[^|]*\|[^|]*\|[^|]*\| (yes|no)\b", re.MULTILINE)
+
+
+def test_policies_page_lists_every_policy_and_where_it_is_accepted() -> None:
+    section = PAGE.read_text().partition("## Policies")[2].partition("\n## ")[0]
+    listed = dict(ROW.findall(section))
+    assert listed.keys() == all_policies(Random()).keys()
+    assert {name for name, setting in listed.items() if setting == "yes"} == set(get_args(PolicyName))
+
+
+async def test_decisions_and_their_outcomes_are_measured() -> None:
+    async with Cluster() as cluster:
+        await cluster.add(worker("a", capabilities=(KV_EVENTS,)))
+        await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABCD"), BLOCK)))
+        route = await cluster.ask(prompt("ABCDE"), request_id="r1")
+        await cluster.ask(prompt("ABCDE"), request_id="r1")
+        await cluster.ask(prompt("ABX"), policy="random")
+        assert read("sluice_router_queries") == {("kv", ""): 2, ("random", ""): 1}
+        assert read("sluice_router_query_seconds") == {(): 3}
+        assert read("sluice_router_stage_seconds") == {
+            ("hash",): 3,
+            ("prepare",): 3,
+            ("match",): 3,
+            ("choose",): 3,
+        }
+        assert read("sluice_router_reservations") == {(): 1}
+        assert (read("sluice_router_prompt_blocks"), read("sluice_router_overlap_blocks")) == ({(): 13}, {(): 10})
+        assert read("sluice_router_delivered_tokens") == {(): 0}
+        await cluster.router.lifecycle.free([route.reservation_id], [Outcome(route.reservation_id, 24, 5)])
+        await cluster.router.lifecycle.free([], [Outcome(route.reservation_id, 24, 5)])
+        assert read("sluice_router_predicted_tokens") == {(): 4 * BLOCK}
+        assert read("sluice_router_best_tokens") == {(): 4 * BLOCK}
+        assert read("sluice_router_delivered_tokens") == {(): 24}, "told twice, counted once"
+
+
+async def test_the_index_and_the_book_are_shown_by_model() -> None:
+    async with Cluster() as cluster:
+        await cluster.add(worker("a"), worker("b", model="other"))
+        await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABCD"), BLOCK)))
+        await cluster.ask(prompt("XY"), request_id="r1")
+        await cluster.router.loads("")
+        assert read("sluice_router_index_blocks") == {("m",): 4, ("other",): 0}
+        assert read("sluice_router_predictions") == {("m",): 1, ("other",): 0}
+        assert read("sluice_router_booked_requests") == {("m",): 1, ("other",): 0}
+        assert all(0 <= age < 60 for age in read("sluice_router_index_age_seconds").values())
+        assert read("sluice_router_attached_workers") == {(): 2}

@@ -55,7 +55,7 @@ async def test_overload_refuses_the_surplus() -> None:
         assert len((await everybody(cluster, 20, first=20))[0]) == 3
 
 
-async def test_without_thresholds_nobody_is_refused() -> None:
+async def test_without_thresholds_no_request_is_refused() -> None:
     async with Cluster() as cluster:
         await cluster.add(worker("a", blocks=64))
         served, refused = await everybody(cluster, 200)
@@ -130,7 +130,7 @@ async def test_waiting_requests_are_served_as_others_end_best_priority_first() -
         assert (await cluster.loads())["a"] == Load()
 
 
-async def test_what_other_replicas_free_is_seen_without_being_told() -> None:
+async def test_capacity_freed_by_another_replica_is_noticed() -> None:
     async with Cluster(RouterConfig(thresholds=Thresholds(requests=1), wait_ms=60_000)) as cluster:
         await cluster.add(worker("a"))
         await cluster.ask(prompt("A"), request_id="r0")

@@ -43,14 +43,6 @@ A, B, C = WorkerRank("a", 0), WorkerRank("b", 0), WorkerRank("c", 0)
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
 def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
     cluster = RedisCluster(tmp_path_factory.mktemp("redis-cluster"))
     try:
@@ -66,7 +58,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         made: Store = MemoryStore(random=Random(1), feed_limit=100)
     else:
         server: RedisServer | RedisCluster = request.getfixturevalue(
-            "redis_server" if request.param == "redis" else request.param
+            "shared_redis" if request.param == "redis" else request.param
         )
         made = RedisStore(server.url, prefix=tmp_path.name, timeout_s=10, random=Random(1), feed_limit=100)
     await made.ping()
@@ -227,7 +219,7 @@ async def test_a_higher_epoch_starts_empty_and_a_lower_is_refused(store: Store) 
     assert refused.value.kind is ErrorKind.FAILED_PRECONDITION
 
 
-async def test_the_same_epoch_keeps_blocks_and_says_where_it_is(store: Store) -> None:
+async def test_registration_with_the_same_epoch_keeps_blocks_and_returns_the_sequence(store: Store) -> None:
     await store.register(worker(ranks=2), "s1", 5000)
     await apply(store, batch(1, 1), batch(2, 2), batch(1, 9, rank=1))
     assert await store.register(worker(ranks=2), "s2", 5000) == {0: 2, 1: 1}
@@ -286,7 +278,7 @@ async def test_a_snapshot_replaces_unless_it_is_older(store: Store) -> None:
     assert await apply(store, batch(8, 8)) == [(ApplyResult.APPLIED, 8)]
 
 
-async def test_changes_come_in_order_and_say_everything(store: Store) -> None:
+async def test_changes_are_ordered_and_complete(store: Store) -> None:
     start = (await store.load(M)).position
     await store.register(worker(), "s1", 5000)
     first, second = batch(1, 1), batch(2, 1, kind=Kind.REMOVED)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import os
+import tracemalloc
+from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 
 import pytest
+from redis.asyncio import Redis
 
+from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier, WorkerUp
 from services.router.reservations.cost import Load, Offer
 from services.router.reservations.table import Owner, Reservation, ReservationParams
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore, unix_ms
 from services.router.store.redis import RedisStore
-from services.router.workers.worker import WorkerRank
+from services.router.sync.model_state import ModelState
+from services.router.workers.registry import Registry
+from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.servers.redis_server import RedisServer
 
 M = "m"
@@ -23,20 +29,12 @@ OFFER = Offer(A, 5.0, 5.0, 0, 5_000, 7_000)  # two of the seven blocks are expec
 LONG = 600_000
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield server
-    server.stop()
-
-
 @pytest.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
     if request.param == "memory":
         made: Store = MemoryStore(random=Random(1))
     else:
-        server: RedisServer = request.getfixturevalue("redis_server")
+        server: RedisServer = request.getfixturevalue("shared_redis")
         made = RedisStore(server.url, prefix=tmp_path.name, timeout_s=10, random=Random(1))
     await made.ping()
     yield made
@@ -82,7 +80,7 @@ async def test_a_reservation_booked_elsewhere_brings_its_output_and_owner(store:
     assert (await store.pulse(M)).loads == {}
 
 
-async def test_an_owner_whose_lease_is_over_loses_its_reservations_and_nobody_else_does(store: Store) -> None:
+async def test_expired_owner_loses_only_its_reservations(store: Store) -> None:
     for number in range(3):
         await store.select(M, [OFFER], terms(f"crashed-{number}", "crashed", 2_000))
         await store.select(M, [OFFER], terms(f"alive-{number}", "alive"))
@@ -145,3 +143,55 @@ async def test_what_a_worker_cannot_have_any_more_is_given_back_oldest_first(sto
     assert await store.correct(M, A, 2, 2_000, True) == (0, 0), "twice is once"
     assert await store.free(M, ["old-0", "old-1", "old-2", "old-3", "young", "other-rank"]) == ["old-0", "old-1"]
     assert (await store.pulse(M)).loads == {}
+
+
+WORKERS = 8
+BLOCKS = 160_000
+EACH = BLOCKS // WORKERS
+
+
+def worker(number: int) -> Worker:
+    return Worker(f"w{number}", "w:1", 1, "m", Role.AGGREGATED, 16, "sluice-xxh3-v1", EACH, 1, b"")
+
+
+async def fill(store: Store, view: ModelState | None = None) -> None:
+    """Random blocks for every worker, a snapshot each, and with a view event by event."""
+    for number in range(WORKERS):
+        card = worker(number)
+        await store.register(card, "s", 600_000)
+        if view is None:
+            await store.replace("m", card.worker_id, 1, EACH, Snapshot(0, 1, (os.urandom(EACH * 8), b"", b"")))
+            continue
+        view.apply(WorkerUp(card))
+        for sequence in range(1, EACH // 50 + 1):
+            batch = EventBatch(0, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, os.urandom(400)),))
+            await store.apply("m", card.worker_id, 1, EACH, [batch])
+
+
+async def test_100_bytes_a_block_in_the_embedded_store_and_its_view() -> None:
+    store = MemoryStore(feed_limit=1)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        view = ModelState("m", Registry(), store.index("m"))
+        await fill(store, view)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert view.index.distinct_blocks == BLOCKS
+    assert (after - before) / BLOCKS <= 100
+
+
+async def test_80_bytes_a_block_in_redis(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    store = RedisStore(server.url, timeout_s=30)
+    try:
+        async with Redis(port=server.port) as raw:
+            before = (await raw.info("memory"))["used_memory"]
+            await fill(store)
+            after = (await raw.info("memory"))["used_memory"]
+    finally:
+        await store.close()
+        server.stop()
+    assert (after - before) / BLOCKS <= 80

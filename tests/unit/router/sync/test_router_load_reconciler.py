@@ -80,7 +80,7 @@ async def test_young_reservations_are_on_their_way(desk: Desk) -> None:
         assert (await desk.look("-", AFTER_S / 2)).requests >= 1, "the youngest is never touched"
 
 
-async def test_prompts_nobody_marked_are_computed_when_none_waits(desk: Desk) -> None:
+async def test_unmarked_prompts_count_as_computed_when_none_waits(desk: Desk) -> None:
     await desk.book("r1", "r2")
     before = await desk.look("RR", 1)
     assert before.prefill > 0

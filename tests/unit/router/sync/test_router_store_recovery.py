@@ -209,7 +209,7 @@ async def test_a_worker_that_goes_while_others_are_registered_again_stays_gone()
     await router.close()
 
 
-async def test_a_worker_that_goes_while_another_is_told_of_is_told_of_too() -> None:
+async def test_worker_lost_during_a_notification_is_notified_too() -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
     pair = [(await router.worker_manager.attach(worker(name)))[0] for name in ("first", "second")]
@@ -226,7 +226,7 @@ async def test_a_worker_that_goes_while_another_is_told_of_is_told_of_too() -> N
     await router.close()
 
 
-async def test_a_worker_that_goes_while_the_book_is_settled_is_told_of_too() -> None:
+async def test_worker_lost_during_reconciliation_is_notified_too() -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
     gone, _ = await router.worker_manager.attach(worker())

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, invalid
+from services.router.registration.flood_guard import LEAST_HASHES, MOST_MESSAGES, MOST_TURNOVERS, WINDOW_S, FloodGuard
 from services.router.registration.inbox import Inbox
 from services.router.settings import RouterSettings
 from services.router.workers.registry import Registry, UpdateKind, WorkerUpdate
@@ -41,7 +42,7 @@ async def test_a_slow_watcher_gets_only_the_latest_of_each_worker() -> None:
     ]
 
 
-async def test_draining_is_said_once() -> None:
+async def test_draining_is_reported_once() -> None:
     registry = Registry()
     registry.up(worker("a"))
     watch = registry.watch()
@@ -90,7 +91,7 @@ async def test_an_inbox_gives_all_there_is_and_bounds_the_reader() -> None:
     assert await inbox.take(1) == []
 
 
-async def test_an_inbox_that_failed_says_why() -> None:
+async def test_failed_inbox_raises_its_reason() -> None:
     inbox: Inbox[int] = Inbox(2)
     await inbox.put(1)
     inbox.end(invalid("nonsense"))
@@ -122,3 +123,34 @@ def test_workers_are_listed_by_id_after_every_change() -> None:
     assert registry.workers("m") == [worker("a", 2)]
     registry.down("m", "a", 2)
     assert registry.workers("m") == registry.workers("unknown") == []
+
+
+def guard(now: list[float], total_blocks: int = 100, ranks: int = 1) -> FloodGuard:
+    worker = Worker("w", "w:1", 1, "m", Role.AGGREGATED, 16, "sluice-xxh3-v1", total_blocks, ranks, b"")
+    return FloodGuard(worker, lambda: now[0])
+
+
+def test_too_many_messages() -> None:
+    flood = guard([0.0])
+    flood.count(MOST_MESSAGES, 0)
+    with pytest.raises(SluiceError, match="Worker w sent too much") as caught:
+        flood.count(1, 0)
+    assert (caught.value.kind, caught.value.code) == (ErrorKind.OVERLOADED, "flood")
+
+
+def test_flood_limit_grows_with_the_cache_and_counts_by_rank() -> None:
+    flood = guard([0.0], total_blocks=LEAST_HASHES, ranks=2)
+    flood.count(2 * MOST_MESSAGES, 2 * MOST_TURNOVERS * LEAST_HASHES)
+    with pytest.raises(SluiceError):
+        flood.count(0, 1)
+
+
+def test_a_new_window_starts_from_nothing() -> None:
+    now = [0.0]
+    flood = guard(now)
+    for _ in range(5):
+        flood.count(10, LEAST_HASHES)
+        now[0] += WINDOW_S
+    flood.count(10, LEAST_HASHES)
+    with pytest.raises(SluiceError):
+        flood.count(10, 1)

@@ -28,7 +28,7 @@ def test_every_capability_has_a_line_and_every_engine_a_column() -> None:
 
 
 @pytest.mark.parametrize(("capability", "cell"), [("seed", "yes"), ("top_p", "no effect"), ("guided_grammar", "–")])
-def test_a_cell_says_honoured_taken_or_refused(capability: str, cell: str) -> None:
+def test_cell_is_honoured_ignored_or_refused(capability: str, cell: str) -> None:
     assert f"| `{capability}` | {cell} |" in table({"mock": MockEngine})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from services.worker.contract.cache_events import CacheCleared
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared
 from services.worker.engines.mock.blocks import BlockPool
 from tests.support.fakes.engines import replay
 
@@ -79,7 +80,7 @@ def test_equal_blocks_computed_twice_are_stored_once() -> None:
     assert pool.cached == 1
 
 
-def test_an_exhausted_pool_says_so() -> None:
+def test_exhausted_pool_raises() -> None:
     pool = BlockPool(1)
     pool.allocate()
     with pytest.raises(IndexError):
@@ -94,7 +95,7 @@ def test_idle_prefix_blocks_do_not_count_twice() -> None:
     assert not pool.can_hold(prefix, 2)
 
 
-def test_clearing_keeps_what_is_in_use_but_nobody_finds_it() -> None:
+def test_clear_keeps_blocks_in_use_and_makes_them_unfindable() -> None:
     pool = BlockPool(4)
     held = filled(pool, [1])
     pool.release(filled(pool, [2]))
@@ -154,3 +155,48 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
+
+
+HASH = 7
+
+
+def two_copies() -> BlockPool:
+    """Of four blocks, two hold the same content and are idle."""
+    pool = BlockPool(4)
+    for _ in range(2):
+        block = pool.allocate()
+        pool.store(block, HASH)
+        pool.release([block])
+    return pool
+
+
+def test_the_second_copy_is_stored_without_a_word() -> None:
+    pool = BlockPool(4)
+    first, second = pool.allocate(), pool.allocate()
+    pool.store(first, HASH)
+    pool.store(second, HASH)
+    assert pool.take_events() == [BlocksStored(array("Q", [HASH]))]
+    assert pool.find_prefix([HASH], 1) == [first]
+    assert pool.cached == 1
+
+
+def test_the_content_is_gone_with_its_last_copy() -> None:
+    pool = BlockPool(2)
+    blocks = [pool.allocate(), pool.allocate()]
+    for block in blocks:
+        pool.store(block, HASH)
+    pool.release(blocks)
+    pool.take_events()
+    pool.allocate()
+    assert pool.take_events() == []
+    assert pool.find_prefix([HASH], 1) != []
+    pool.allocate()
+    assert pool.take_events() == [BlocksRemoved(array("Q", [HASH]))]
+    assert pool.find_prefix([HASH], 1) == []
+
+
+def test_clearing_forgets_every_copy() -> None:
+    pool = two_copies()
+    pool.clear()
+    assert (pool.cached, pool.available, pool.find_prefix([HASH], 1)) == (0, 4, [])
+    assert len({pool.allocate() for _ in range(4)}) == 4

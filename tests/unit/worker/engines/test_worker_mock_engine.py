@@ -21,13 +21,8 @@ from services.worker.engines import BUILT_IN, engine_names, find_engine
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.timing import MAX_LAG_S, StepPacer
 from services.worker.settings import WorkerSettings
-from tests.support.data.tiny_models import CONTEXT_LENGTH, build_tiny_model
+from tests.support.data.tiny_models import CONTEXT_LENGTH
 from tests.support.fakes.engines import RecordingSink, replay, request, until
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -55,7 +50,7 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
-async def test_the_card_says_what_the_model_and_the_settings_say(folder: Path) -> None:
+async def test_card_has_the_values_of_model_and_settings(folder: Path) -> None:
     engine = MockEngine.from_args(WorkerSettings(model=f"tiny={folder}", adapters=["polite"], total_blocks=100))
     config = await engine.start("w")
     assert config.model == "tiny"
@@ -96,7 +91,7 @@ async def test_interleaved_generations_do_not_disturb_each_other(make: Any) -> N
     assert len({tuple(tokens) for tokens in alone}) == 8
 
 
-async def test_abort_ends_at_once_frees_the_blocks_and_is_said_once(make: Any) -> None:
+async def test_abort_ends_once_and_frees_the_blocks(make: Any) -> None:
     async with make(speedup=1.0) as engine:
         sink = RecordingSink()
         context = GenerateContext("r")
@@ -218,7 +213,7 @@ async def test_cleanup_ends_what_still_runs(make: Any) -> None:
         assert sink.reason is FinishReason.CANCELLED
 
 
-async def test_a_missing_model_says_so(tmp_path: Path) -> None:
+async def test_missing_model_raises_an_error_that_names_it(tmp_path: Path) -> None:
     engine = MockEngine.from_args(WorkerSettings(model=f"tiny={tmp_path / 'nothing'}"))
     with pytest.raises(SluiceError) as refusal:
         await engine.start("w")

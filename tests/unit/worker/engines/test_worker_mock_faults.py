@@ -18,13 +18,7 @@ from services.worker.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.faults import CRASH_CODE, Faults
 from services.worker.settings import WorkerSettings
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import RecordingSink, request, until
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @asynccontextmanager
@@ -56,7 +50,7 @@ async def ended(sink: RecordingSink) -> FinishReason | None:
 @pytest.mark.parametrize(
     "text", ["crash=0", "crash=7", "hang", "slow=2.5", "drop_events", "double_events", "error_after=3", "refuse"]
 )
-def test_faults_are_told_as_they_are_asked_for_and_none_ends_them(text: str) -> None:
+def test_faults_are_reported_as_set_and_none_clears_them(text: str) -> None:
     faults = Faults().with_fault(text)
     assert str(faults) == text
     assert faults != Faults()
@@ -187,7 +181,7 @@ def test_a_profile_is_written(folder: Path) -> None:
     Path(path).unlink()
 
 
-async def test_its_own_metrics_count_steps(folder: Path) -> None:
+async def test_mock_metrics_count_steps(folder: Path) -> None:
     async with engine(folder) as made:
         await ended(submit(made, max_tokens=3, ignore_eos=True))
         text = made.metrics_text()

@@ -32,15 +32,9 @@ from services.worker.engines.mock.transfer import Transfer
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import request, until
 
 PROMPT = range(3, 60)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @asynccontextmanager

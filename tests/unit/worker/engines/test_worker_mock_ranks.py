@@ -40,7 +40,7 @@ async def ended(worker: Worker, name: str, rank: int | None, max_tokens: int = 2
     return deltas[-1].finish_reason, next(delta.cached_tokens or 0 for delta in deltas)
 
 
-async def test_every_rank_has_a_cache_of_its_own_and_tells_of_it(worker: Worker) -> None:
+async def test_every_rank_has_a_separate_cache_with_events(worker: Worker) -> None:
     heard: list[list[KvEvent]] = [[] for _ in range(RANKS)]
     for source, events in zip(worker.engine.kv_event_sources(), heard, strict=True):
         source.subscribe(events.extend)
@@ -76,7 +76,7 @@ async def test_a_drain_waits_for_every_rank(worker: Worker) -> None:
     assert [delta async for delta in delivery.deltas()][-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_an_engine_of_one_rank_is_not_told_which(tmp_path: Path) -> None:
+async def test_engine_with_one_rank_receives_no_rank(tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path / "tiny")
     alone = Worker(MockEngine.from_args(WorkerSettings(model=f"tiny={folder}", speedup=1e6, processing="none")), "w")
     config = await alone.start()

@@ -40,7 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MockVocabulary
     return folder, load_vocabulary(folder, "hf")
 
 
-def test_it_repeats_the_last_thing_said_and_goes_on_in_sentences(tekken: MockVocabulary) -> None:
+def test_answer_repeats_the_last_message_and_continues_in_sentences(tekken: MockVocabulary) -> None:
     said = "Why is the sky blue, and the sea?"
     prompt = [1, 3, *tekken.encode("An earlier and much longer question of the user's own."), 4]
     prompt += [3, *tekken.encode(said), 4]
@@ -54,7 +54,7 @@ def test_it_repeats_the_last_thing_said_and_goes_on_in_sentences(tekken: MockVoc
     assert answer.stop_token_id == answer.token_ids[-1] == tekken.eos_ids[0]
 
 
-def test_it_finds_what_the_user_said_in_a_chatml_prompt(tiny: tuple[Path, MockVocabulary]) -> None:
+def test_answer_to_a_chatml_prompt_repeats_the_user_message(tiny: tuple[Path, MockVocabulary]) -> None:
     _, vocabulary = tiny
     begin, end = 1, 2
     prompt = [begin, *vocabulary.encode("system\nYou are terse and very, very helpful."), end, *vocabulary.encode("\n")]
@@ -128,7 +128,7 @@ def test_min_tokens_come_before_the_end(teller: TextGenerator) -> None:
     assert answer.reason is FinishReason.STOP
 
 
-def test_the_requests_own_eos_is_used(teller: TextGenerator) -> None:
+def test_answer_ends_with_the_requests_eos(teller: TextGenerator) -> None:
     assert teller.answer(request(eos_token_ids=(TURN, EOS)), ENOUGH).stop_token_id == TURN
 
 

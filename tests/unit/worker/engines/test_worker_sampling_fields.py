@@ -64,7 +64,7 @@ def ours(fields: Mapping[str, str]) -> set[str]:
     return {name for name, by in fields.items() if by not in NOT_OURS and by != ENGINE_OPTIONS}
 
 
-def test_what_vllm_is_told_is_what_the_table_says() -> None:
+def test_vllm_sampling_fields_match_the_table() -> None:
     assert to_vllm().keys() == ours(vllm_fields.FIELDS)
     options: dict[str, Any] = dict.fromkeys(vllm.OPTIONS, 1)
     assert to_vllm(**options).keys() == ours(vllm_fields.FIELDS) | vllm.OPTIONS
@@ -83,7 +83,7 @@ def test_every_constraint_of_vllm_can_be_asked_for() -> None:
     assert told == ours(vllm_fields.GUIDED_FIELDS) | {"whitespace_pattern"}
 
 
-def test_what_sglang_is_told_is_what_the_table_says() -> None:
+def test_sglang_sampling_fields_match_the_table() -> None:
     told = {name for kind, grammar in GRAMMARS.items() for name in to_sglang(StructuredOutput(kind, grammar))}
     assert told == ours(sglang_fields.FIELDS)
     options: dict[str, Any] = dict.fromkeys(sglang.SAMPLING_OPTIONS, 1)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -20,10 +24,14 @@ from services.worker.contract.generation import (
     StructuredOutput,
 )
 from services.worker.engines import find_engine
+from services.worker.engines.sglang import card as sglang
+from services.worker.engines.sglang import metrics
 from services.worker.engines.sglang.card import CAPABILITIES
 from services.worker.engines.sglang.handoff import FAKE_BOOTSTRAP_HOST, BootstrapInfo, bootstrap_for, unpack
+from services.worker.engines.sglang.metrics import SchedulerMetrics
 from services.worker.engines.sglang.options import Flags, command_line
 from services.worker.engines.sglang.sampling import Facts, choice_grammar, engine_request, stop_ids
+from services.worker.engines.vllm import card as vllm
 from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import request
 
@@ -71,7 +79,7 @@ def test_every_sampling_field_arrives() -> None:
     assert "sampling_seed" not in params(sampling=sampling)
 
 
-def test_defaults_of_the_model_hold_where_the_request_says_nothing() -> None:
+def test_unset_options_take_the_models_defaults() -> None:
     facts = replace(FACTS, defaults={"temperature": 0.7, "top_k": 20})
     assert params(facts)["temperature"] == 0.7
     found = params(facts, sampling=SamplingParams(temperature=0.0, top_k=0))
@@ -183,7 +191,7 @@ def test_the_workers_settings_become_flags() -> None:
     assert "--enable-metrics" not in argv or settings().metrics_listen
 
 
-def test_with_a_gpu_sglang_measures_what_nobody_asked_for() -> None:
+def test_unset_sizes_on_a_gpu_are_left_to_sglang() -> None:
     argv = command_line(settings(), "/models/m", FLAGS, gpu=True)
     assert "--device" not in argv
     assert "--max-total-tokens" not in argv
@@ -253,7 +261,7 @@ def test_a_malformed_handoff_is_refused(handoff: bytes) -> None:
     assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
 
 
-def test_who_meets_where() -> None:
+def test_bootstrap_info_by_role_has_the_expected_host() -> None:
     assert bootstrap_for(prefilling(), Role.AGGREGATED, "h", 1) is None
     given = Disaggregation(Role.PREFILL, bootstrap_host="p", bootstrap_port=5, bootstrap_room=9)
     assert bootstrap_for(prefilling(disaggregation=given), Role.PREFILL, "h", 1) == BootstrapInfo(
@@ -278,3 +286,63 @@ def test_the_engine_is_there_without_sglang() -> None:
     assert engine.CAPABILITIES == CAPABILITIES
     assert {Capability.ALLOWED_TOKEN_IDS, Capability.BAD_WORDS} == SAMPLING - CAPABILITIES
     engine.from_args(settings())
+
+
+Answers = list[str | Exception]
+
+
+async def read(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is told after each of the answers."""
+    scheduler_metrics, told, left = SchedulerMetrics(), [], iter(answers)
+
+    def answer() -> str:
+        found = next(left)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def wait(seconds: float) -> None:
+        told.append(scheduler_metrics.text)
+        if len(told) == len(answers):
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(metrics, "_read", answer)
+    monkeypatch.setattr(metrics.asyncio, "sleep", wait)
+    with pytest.raises(asyncio.CancelledError):
+        await scheduler_metrics.run()
+    return told
+
+
+async def test_files_that_cannot_be_read_leave_the_last_text(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: Answers = ["one", FileNotFoundError("gone"), ValueError("no JSON"), "two"]
+    with caplog.at_level(logging.WARNING):
+        assert await read(answers, monkeypatch) == ["one", "one", "one", "two"]
+    assert len([record for record in caplog.records if record.name == metrics.__name__]) == 1
+
+
+async def test_a_new_trouble_is_logged_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert await read([OSError(), "one", OSError()], monkeypatch) == ["", "one", "one"]
+    assert len([record for record in caplog.records if record.name == metrics.__name__]) == 2
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_vllm_claims_salts_with_and_without_a_prefix_cache(caches: bool) -> None:
+    config = MagicMock()
+    config.cache_config.enable_prefix_caching = caches
+    config.model_config.runner_type = "generate"
+    config.parallel_config.data_parallel_size = 1
+    found = vllm.capabilities(config, has_events=caches)
+    assert Capability.CACHE_SALT in found
+    assert (Capability.CLEAR_CACHE in found) is caches
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_sglang_claims_salts_with_and_without_a_prefix_cache(caches: bool) -> None:
+    values: dict[str, Any] = {"disable_radix_cache": not caches, "dp_size": 1, "disaggregation_mode": "null"}
+    manager = SimpleNamespace(is_generation=True, config_value=lambda name: values.get(name))
+    found = sglang.capabilities(SimpleNamespace(tokenizer_manager=manager))
+    assert Capability.CACHE_SALT in found
+    assert (Capability.KV_EVENTS in found) is caches

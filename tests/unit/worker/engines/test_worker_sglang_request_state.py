@@ -45,7 +45,7 @@ def test_tokens_then_the_end() -> None:
     assert (sink.usage.prompt_tokens, sink.usage.completion_tokens, sink.usage.cached_tokens) == (4, 3, 2)
 
 
-def test_the_id_that_ended_it_is_told() -> None:
+def test_stop_token_id_is_reported() -> None:
     sink = flown(chunk([5, 9], 2, STOPPED))
     assert (sink.reason, sink.stop_token_id) == (FinishReason.STOP, 9)
     assert flown(chunk([5], 1, {"type": "stop", "matched": "text"})).stop_token_id == 5
@@ -121,7 +121,7 @@ def test_the_first_token_of_a_prompt_has_none() -> None:
     assert (chosen.token_id, chosen.logprob, chosen.rank) == (3, 0.0, 0)
 
 
-def test_what_cannot_be_is_as_unlikely_as_json_can_say() -> None:
+def test_impossible_logprob_is_the_smallest_json_number() -> None:
     found = positions([(-math.inf, 3, None)], [[(-math.inf, 4, None)]], 1)[0]
     assert (found.chosen.logprob, found.top[0].logprob) == (LOWEST_LOGPROB, LOWEST_LOGPROB)
 

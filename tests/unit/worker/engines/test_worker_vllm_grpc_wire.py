@@ -79,7 +79,7 @@ def test_a_seed_of_64_bits_is_refused() -> None:
         wire.write_request(request(sampling=SamplingParams(seed=1 << 40)), FACTS, None)
 
 
-def test_a_handoff_travels_in_their_own_field() -> None:
+def test_handoff_is_sent_in_kv_transfer_params() -> None:
     asked = request(disaggregation=Disaggregation(Role.DECODE))
     message = wire.write_request(asked, FACTS, Handoff(77, {"remote_port": 1}))
     assert list(message.tokenized.input_ids) == [*range(10), 77]
@@ -135,7 +135,7 @@ def test_log_probabilities_are_ranked_by_their_place() -> None:
     ]
 
 
-def test_events_are_the_engines_own() -> None:
+def test_kv_events_are_decoded_from_the_engines_format() -> None:
     block = common_pb2.KvBlock(block_hash=-1, token_ids=[1, 2], block_size=2)
     image = common_pb2.KvBlockExtraKey(multimodal=common_pb2.KvMultimodalKey(identifier="i", offset=1))
     other = common_pb2.KvBlock(block_hash=5, token_ids=[3, 4], block_size=2, extra_keys=[image])
@@ -176,7 +176,7 @@ def settings(*argv: str) -> WorkerSettings:
     return WorkerSettings.load(["--engine", "vllm-grpc", "--model", "tiny=/models/tiny", *argv])
 
 
-def test_a_server_of_its_own_gets_vllms_flags() -> None:
+def test_started_server_receives_vllm_flags() -> None:
     options = read_server_options(
         settings("--block-size", "32", "--engine-args", "start_s=30,enforce_eager=true", "--", "--dtype", "float32"),
         "/models/tiny",

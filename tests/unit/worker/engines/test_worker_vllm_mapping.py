@@ -41,7 +41,7 @@ def mapped(facts: Facts = FACTS, **fields: Any) -> dict[str, Any]:
     return sampling_arguments(request(**fields), facts)
 
 
-def test_what_nobody_asked_for_is_left_to_the_engine() -> None:
+def test_unset_options_are_left_to_the_engine() -> None:
     assert mapped() == {"max_tokens": 90, "min_tokens": 0, "stop_token_ids": [], "ignore_eos": False}
 
 
@@ -245,7 +245,7 @@ def settings(*argv: str) -> WorkerSettings:
     return WorkerSettings.load(["--engine", "vllm", "--model", "tiny=/models/tiny", *argv])
 
 
-def test_settings_that_somebody_gave_become_flags_and_the_engines_own_follow() -> None:
+def test_explicit_settings_become_flags_before_engine_arguments() -> None:
     line = command_line(
         settings(
             *("--block-size", "32", "--engine-args", "enforce_eager=true,swap-space=0", "--max-sequences", "8"),

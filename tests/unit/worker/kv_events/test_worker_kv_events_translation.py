@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import SluiceError
 from services.common.hashing import block_hashes
+from services.gateway.admission.tenants import salted
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from services.worker.kv_events.translation import Translator
+from services.worker.kv_events.wire import decode
 
 KNOWN = [14643705804678351452, 4945711292740353085, 12583592247330656132]
 """Of tokens 1..12 in blocks of 4."""
@@ -99,7 +103,7 @@ def test_blocks_after_an_unknown_one_are_counted_and_left_out() -> None:
     assert (mirror.on(), translator.orphans) == (set(), 2)
 
 
-def test_what_is_more_than_tokens_is_never_told() -> None:
+def test_blocks_with_extra_inputs_are_never_reported() -> None:
     mirror = translate(
         stored([1, 2, 3], list(range(1, 13)), opaque_from=1),
         stored([4], [13, 14, 15, 16], parent=3),
@@ -271,3 +275,39 @@ def test_removed_events_merge_by_tier() -> None:
     assert translator.apply([EngineRemoved([2]), EngineRemoved([1])]) == [
         BlocksRemoved(array("Q", [KNOWN[1], KNOWN[0]]))
     ]
+
+
+BLOCK = 4
+IDS = list(range(1, 17))
+SALT = salted("acme", "mine")
+
+
+def salted_events(first: int, parent: int | None, **fields: Any) -> dict[str, Any]:
+    """An engine's event about two blocks, from number `first` on."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [100 + first, 101 + first],
+        "parent_block_hash": parent,
+        "token_ids": IDS[first * BLOCK : (first + 2) * BLOCK],
+        "block_size": BLOCK,
+        **fields,
+    }
+
+
+@pytest.mark.parametrize("lora", ["", "tone"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_events_of_salted_prompts_have_the_hashes_of_the_gateway(engine: str, lora: str) -> None:
+    adapter: dict[str, Any] = {"lora_name": lora} if lora else {}
+    names = [lora] if lora else []
+    if engine == "vllm":  # the salt is among the keys of the first block of a sequence only
+        begun = salted_events(0, None, extra_keys=[[*names, SALT], names or None], **adapter)
+        continued = salted_events(2, 101, extra_keys=[names or None, names or None], **adapter)
+    else:
+        begun = salted_events(0, None, cache_salt=SALT, **adapter)
+        continued = salted_events(2, 101, cache_salt=SALT, **adapter)
+    translator = Translator(BLOCK, counts_copies=engine == "vllm")
+    batch = decode(msgspec.msgpack.encode([1.0, [begun, continued], 0]))
+    (event,) = translator.apply(batch.events)
+    assert isinstance(event, BlocksStored)
+    assert event.hashes == block_hashes(array("I", IDS), BLOCK, lora, SALT)
+    assert not set(event.hashes) & set(block_hashes(array("I", IDS), BLOCK, lora, salted("acme", "")))

@@ -30,7 +30,7 @@ def encode(*events: object, rank: int | None = 0) -> bytes:
 
 
 @pytest.mark.parametrize("payload", [MAPS, ARRAYS], ids=["maps", "arrays"])
-def test_both_encodings_say_the_same(payload: bytes) -> None:
+def test_both_encodings_decode_to_the_same_events(payload: bytes) -> None:
     batch = decode(payload)
     assert (batch.time, batch.rank) == (1.5, 0)
     stored, removed, cleared = batch.events
@@ -97,7 +97,7 @@ def test_media_are_tiers(medium: str | None, tier: CacheTier) -> None:
     ]
 
 
-def test_what_is_not_the_engines_own_cache_is_left_out() -> None:
+def test_events_of_remote_caches_and_unknown_kinds_are_omitted() -> None:
     remote = {"type": "BlockRemoved", "block_hashes": [1], "locality": "REMOTE"}
     assert decode(encode(remote, {"type": "SomethingNew", "x": 1}, ["SomethingNew", 4])).events == []
 

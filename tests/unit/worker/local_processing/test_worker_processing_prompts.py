@@ -76,7 +76,7 @@ async def test_nothing_is_computed_on_the_event_loop(gated: Gated) -> None:
     assert threading.get_ident() not in gated.threads
 
 
-async def test_a_prompt_over_the_bound_is_refused_by_its_field() -> None:
+async def test_prompt_above_the_limit_raises_an_error_that_names_its_field() -> None:
     maker = PromptMaker(tiny_hf(), PromptBounds(max_prompt_bytes=100))
     for request, param in ((text("x" * 101), "prompt"), (chat(chat_template="x" * 200), "messages")):
         with pytest.raises(SluiceError) as raised:
@@ -181,7 +181,7 @@ async def made_of(request: GenerateRequest, context_length: int = 4096) -> Gener
     return completed(request, await maker.make(request), FACTS, context_length)
 
 
-async def test_unset_options_are_as_the_models_files_say() -> None:
+async def test_unset_options_take_the_defaults_of_the_models_files() -> None:
     request = await made_of(text("a b c"))
     assert request.sampling == SamplingParams(temperature=0.6, top_k=20)
     assert request.stop == Stop(max_tokens=50, stop_token_ids=frozenset({7}), eos_token_ids=(2,))
@@ -211,7 +211,7 @@ async def test_the_text_knows_its_prompt_and_the_chats_tools() -> None:
     assert (options.eos_token_ids, options.stop_token_ids) == (frozenset({2}), frozenset({7}))
 
 
-async def test_what_the_caller_says_of_the_text_stands() -> None:
+async def test_explicit_text_options_take_precedence() -> None:
     said = StreamOptions("tiny", prompt_tail=(1, 2), tools_json=b"[]", eos_token_ids=frozenset({9}), min_tokens=4)
     request = await made_of(replace(chat(tools=TOOLS), text_out=said))
     options = request.text_out

@@ -284,7 +284,7 @@ async def test_the_engines_end_is_the_callers(desk: BatchDetokenizer) -> None:
         assert one.stops == []
 
 
-async def test_a_tool_call_is_told_as_such_and_the_engine_stopped_by_itself(desk: BatchDetokenizer) -> None:
+async def test_tool_call_is_parsed_and_ends_with_the_engine(desk: BatchDetokenizer) -> None:
     one = ask(desk, tool_parser="hermes", tools_json=TOOLS)
     one.begin()
     one.engine.push(ids(CALL))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +15,11 @@ from grpc._cython import cygrpc
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Load
 from services.worker.kv_events.event_log import KvEventLog
+from services.worker.registration import address
 from services.worker.registration import attachment as attach
+from services.worker.registration.address import default_worker_id
 from services.worker.registration.attachment import Attachment
+from services.worker.registration.container import container_name
 from sluice.v1 import router_pb2
 
 
@@ -101,7 +107,7 @@ async def nothing() -> None:
     return None
 
 
-async def test_a_goodbye_that_nobody_hears_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_detach_without_a_router_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attach, "LEAVE_S", 0.05)
     call: Any = DeafCall()
     attachment = Attachment(call, router_pb2.Registration(), [], lambda: [Load()], lambda: None)
@@ -110,3 +116,86 @@ async def test_a_goodbye_that_nobody_hears_is_no_error(monkeypatch: pytest.Monke
         await attachment.run()
     assert call.written[-1].leave.reason == "shutdown"
     assert call.cancelled
+
+
+Reply = Callable[[bytes], bytes]
+LOCAL = b"\x011\x010\x010\x03127\x07in-addr\x04arpa\0"
+
+
+def named(*labels: str) -> Reply:
+    """The answer of a name server that has this name for every address."""
+
+    def reply(query: bytes) -> bytes:
+        name = b"".join(bytes([len(label)]) + label.encode() for label in labels) + b"\0"
+        header = query[:2] + struct.pack(">5H", 0x8180, 1, 1, 0, 0)
+        return header + query[12:] + b"\xc0\x0c" + struct.pack(">HHIH", 12, 1, 600, len(name)) + name
+
+    return reply
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Reply], tuple[str, int]]]:
+    monkeypatch.setattr(socket, "gethostname", lambda: "3f2a9c8b7d6e")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.0.1")
+    open_sockets: list[socket.socket] = []
+
+    def begin(reply: Reply) -> tuple[str, int]:
+        listening = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        listening.bind(("127.0.0.1", 0))
+        open_sockets.append(listening)
+
+        def answer() -> None:
+            query, caller = listening.recvfrom(512)
+            assert query[12:] == LOCAL + struct.pack(">2H", 12, 1)
+            listening.sendto(reply(query), caller)
+
+        threading.Thread(target=answer, daemon=True).start()
+        place: tuple[str, int] = listening.getsockname()
+        return place
+
+    yield begin
+    for one in open_sockets:
+        one.close()
+
+
+def test_name_of_the_container_comes_from_the_networks_name_server(
+    server: Callable[[Reply], tuple[str, int]],
+) -> None:
+    assert container_name(server(named("sluice-worker-1", "sluice_default"))) == "sluice-worker-1"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda query: b"",
+        lambda query: query,
+        lambda query: named("other")(b"\0\0" + query[2:]) if query[:2] != b"\0\0" else b"",
+        lambda query: query[:2] + struct.pack(">5H", 0x8183, 1, 0, 0, 0) + query[12:],
+        lambda query: named("sluice-worker-1")(query)[:-20],
+        lambda query: named("\x1b[31m")(query),
+    ],
+)
+def test_answer_without_a_usable_name_leaves_the_name_empty(
+    reply: Reply, server: Callable[[Reply], tuple[str, int]]
+) -> None:
+    assert container_name(server(reply)) == ""
+
+
+def test_absent_name_server_leaves_the_name_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as closed:
+        closed.bind(("127.0.0.1", 0))
+        place = closed.getsockname()
+    assert container_name(place) == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "worker_id"),
+    [
+        ("3f2a9c8b7d6e", "sluice-worker-2", "sluice-worker-2-50051"),
+        ("3f2a9c8b7d6e", "", "3f2a9c8b7d6e-50051"),
+        ("gpu-node-7", "never-asked", "gpu-node-7-50051"),
+    ],
+)
+def test_default_worker_id_is_readable(host: str, name: str, worker_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address.socket, "gethostname", lambda: host)
+    assert default_worker_id(50051, lambda: name) == worker_id

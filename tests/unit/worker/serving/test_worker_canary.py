@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,18 +18,14 @@ from services.worker.contract.engine import Embedded, EngineConfig, GenerateCont
 from services.worker.contract.generation import FinishReason, GenerateRequest, Role, Usage
 from services.worker.engines.mock import MockEngine
 from services.worker.generation.response_sink import StreamResponseSink
+from services.worker.serving.admission_gate import AdmissionGate
 from services.worker.serving.canary import UNHEALTHY, Canary
+from services.worker.serving.status import WorkerStatus
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import CONFIG, ScriptedEngine, request, until
 
 TRY_S = 0.2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @asynccontextmanager
@@ -197,3 +194,13 @@ async def test_an_engine_that_only_embeds_is_asked_for_a_vector() -> None:
     engine.failing = True
     assert not await canary.try_once()
     await worker.cleanup()
+
+
+def test_who_is_refused_again_and_again_is_not_kept() -> None:
+    gate = AdmissionGate(WorkerStatus(), 0)
+    refused = SluiceError(ErrorKind.UNAVAILABLE, "The worker sleeps.")
+    gate.close(refused)
+    for _ in range(50):
+        with pytest.raises(SluiceError, match="sleeps"):
+            gate.check()
+    assert len(list(traceback.walk_tb(refused.__traceback__))) < 5

@@ -147,7 +147,7 @@ def test_what_can_never_work_is_refused_whatever_the_engine(fields: dict[str, An
         (Role.DECODE, Role.PREFILL, {"local_prefill"}, False),
     ],
 )
-def test_a_worker_plays_its_own_part(mine: Role, asked: Role | None, capabilities: set[str], fits: bool) -> None:
+def test_request_for_another_role_fails(mine: Role, asked: Role | None, capabilities: set[str], fits: bool) -> None:
     config = replace(BARE, role=mine, capabilities=frozenset(capabilities))
     wanted = request(disaggregation=None if asked is None else Disaggregation(asked))
     if fits:

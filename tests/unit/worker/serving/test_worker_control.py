@@ -23,13 +23,7 @@ from services.worker.serving.control import ASLEEP, Controls
 from services.worker.serving.embedding import embed
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import CONFIG, ScriptedEngine, request
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @asynccontextmanager
@@ -50,7 +44,7 @@ async def served(worker: Worker, name: str = "r", **fields: Any) -> list[int]:
         return [token_id async for delta in delivery.deltas() for token_id in delta.token_ids]
 
 
-async def test_adapters_come_and_go_and_the_card_says_so(folder: Path) -> None:
+async def test_loaded_and_unloaded_adapters_update_the_card(folder: Path) -> None:
     async with mock(folder) as (worker, controls):
         changes: list[tuple[str, ...]] = []
         worker.on_card = lambda: changes.append(worker.config.adapters)
@@ -147,7 +141,7 @@ async def test_what_an_engine_does_not_have_is_refused() -> None:
     assert await Controls(worker, lambda: True).run("resync", {}) == {}
 
 
-async def test_the_request_over_the_limit_is_overloaded(folder: Path) -> None:
+async def test_request_above_the_limit_is_overloaded(folder: Path) -> None:
     async with mock(folder, max_live=2, fault=["hang"]) as (worker, _):
         worker.submit(request("a"), StreamResponseSink())
         worker.submit(request("b"), StreamResponseSink())
@@ -243,7 +237,7 @@ def test_blocks_that_do_not_fit_into_memory_are_refused() -> None:
             check_memory(10**12)
 
 
-async def test_phases_are_told_while_it_starts() -> None:
+async def test_startup_phases_are_reported() -> None:
     seen: list[tuple[str, float | None]] = []
 
     class Loading(ScriptedEngine):

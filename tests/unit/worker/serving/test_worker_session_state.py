@@ -58,7 +58,7 @@ async def test_rows_of_several_requests_share_a_message() -> None:
     assert session.take() is None
 
 
-async def test_an_id_that_is_none_ends_its_own_slot_only() -> None:
+async def test_invalid_id_ends_only_its_slot() -> None:
     worker, session = await opened(ScriptedEngine([Delta((5,)), Delta((-1,)), Delta((6,))]))
     session.start(3, request("a"))
     await settle(worker)
@@ -67,7 +67,7 @@ async def test_an_id_that_is_none_ends_its_own_slot_only() -> None:
     assert page.extras[-1][1].error is not None
 
 
-async def test_a_bad_request_ends_its_own_slot_only() -> None:
+async def test_invalid_request_ends_only_its_slot() -> None:
     worker, session = await opened(ScriptedEngine(ANSWER))
     session.start(1, request("a", prompt=()))
     session.start(2, request("b"))
@@ -95,7 +95,7 @@ async def test_a_slot_used_twice_ends_once_with_an_error() -> None:
     assert worker.live_requests == 0
 
 
-async def test_cancel_ignores_slots_nobody_uses() -> None:
+async def test_cancel_of_unused_slots_is_ignored() -> None:
     worker, session = await opened(ScriptedEngine(hold=True))
     session.start(1, request("a"))
     await asyncio.sleep(0)
@@ -105,7 +105,7 @@ async def test_cancel_ignores_slots_nobody_uses() -> None:
     assert ends == [FinishReason.CANCELLED]
 
 
-async def test_closing_aborts_everything_and_says_nothing_more() -> None:
+async def test_close_aborts_all_requests_and_sends_nothing() -> None:
     engine = ScriptedEngine(hold=True)
     worker, session = await opened(engine)
     for slot in range(3):

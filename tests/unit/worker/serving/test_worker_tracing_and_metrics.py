@@ -21,16 +21,10 @@ from services.worker.generation.tracing import LINK
 from services.worker.serving.engine_metrics import EngineMetrics
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import ScriptedEngine, request
 
 EARLIER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PARENT = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -61,7 +55,7 @@ def named(spans: Sequence[ReadableSpan]) -> list[ReadableSpan]:
     return [span for span in spans if span.name == "engine.generate"]
 
 
-async def test_a_generation_has_a_span_that_says_how_it_went(folder: Path, spans: InMemorySpanExporter) -> None:
+async def test_generation_span_has_the_outcome(folder: Path, spans: InMemorySpanExporter) -> None:
     worker = await mock(folder)
     asked = request(max_tokens=20, ignore_eos=True, logprobs=1)
     await run(worker, asked, {"traceparent": PARENT, LINK: EARLIER})
@@ -130,7 +124,7 @@ taken 9
 """
 
 
-def test_the_engines_metrics_appear_under_their_own_names_once() -> None:
+def test_engine_metrics_appear_once_under_their_names() -> None:
     registry = CollectorRegistry()
     Counter("taken", "ours", registry=registry).inc()
     bridge = EngineMetrics(lambda: TEXT, registry)
