@@ -19,7 +19,7 @@ def packed(*values: int) -> bytes:
 
 
 def test_tokens_with_one_replica_pass_untouched() -> None:
-    desk = StreamTable(posts=1)
+    desk = StreamTable(posts=1, workers=1)
     (first, _), (second, _) = desk.connect(), desk.connect()
     desk.tokens([(first, [11]), (second, [12])])
     assert desk.posts[0].fed == [(packed(first.slot, second.slot), packed(1, 1), packed(11, 12))]

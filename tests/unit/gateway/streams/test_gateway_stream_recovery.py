@@ -260,5 +260,5 @@ def test_usage_and_bookings_after_a_move() -> None:
     desk.stream_manager.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=5))
     assert outcomes == [("res-1", 1, 3), ("res-2", 0, 2)]
     assert desk.computed == ["res-1", "res-2"]
-    assert (stream.prompt_tokens, stream.cached_tokens) == (1, 1)
+    assert (stream.prompt_tokens, stream.cached_tokens) == (4, 1)
     assert cast(Finish, sink.ends[0]).migrations == 1
