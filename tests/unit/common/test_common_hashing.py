@@ -12,6 +12,7 @@ from services.common import packing
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import BASE_SEED, block_hashes, chain, local_hash, seed_for
 from services.common.packing import pack_u32, pack_u64, unpack_u32, unpack_u64
+from tests.support.oracles.errors import raises_error
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 
@@ -122,8 +123,7 @@ def test_ids_out_of_range_do_not_wrap(value: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_truncated_field_is_named(length: int) -> None:
-    with pytest.raises(SluiceError, match="prompt has") as refused:
+    with raises_error(match="prompt has", kind=ErrorKind.INVALID_ARGUMENT, param="prompt"):
         unpack_u32(b"x" * length, "prompt")
-    assert (refused.value.kind, refused.value.param) == (ErrorKind.INVALID_ARGUMENT, "prompt")
     with pytest.raises(SluiceError):
         unpack_u64(b"x" * 4)

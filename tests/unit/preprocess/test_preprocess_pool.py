@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.models import ModelSpec
 from services.preprocess.limits import Limits
 from services.preprocess.service import PreprocessService
@@ -17,6 +17,7 @@ from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2
 from tests.support.data.loaded_tokenizers import tiny_folder
+from tests.support.oracles.errors import raises_error
 
 BIG = 1000
 
@@ -74,9 +75,8 @@ async def test_a_panic_of_native_code_is_an_error_as_any_other(pool: ComputePool
         raise Panic("index out of bounds")
 
     for size in (0, BIG):
-        with pytest.raises(SluiceError, match="cannot be tokenized") as caught:
+        with raises_error(match="cannot be tokenized", kind=ErrorKind.INTERNAL):
             await pool.run(fail, size)
-        assert caught.value.kind is ErrorKind.INTERNAL
     assert pool.taken == 0
 
 
@@ -84,9 +84,8 @@ async def test_more_than_may_wait_are_shed_and_small_ones_still_served(pool: Com
     gate = Gate()
     running = [asyncio.create_task(pool.run(gate, BIG)) for _ in range(2)]
     await entered(gate)
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.OVERLOADED) as caught:
         await pool.run(gate, BIG)
-    assert caught.value.kind is ErrorKind.OVERLOADED
     assert caught.value.retry_after_ms > 0
     assert await pool.run(lambda: "small", 1) == "small"
     gate.open.set()
@@ -112,9 +111,8 @@ async def test_a_caller_that_left_frees_its_place_in_the_queue(pool: ComputePool
 async def test_job_above_its_time_limit_is_abandoned_and_keeps_its_thread_until_it_ends() -> None:
     pool = ComputePool(threads=1, max_waiting=1, inline_bytes=0, limit_s=0.05)
     gate = Gate()
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.DEADLINE_EXCEEDED):
         await pool.run(gate, BIG)
-    assert caught.value.kind is ErrorKind.DEADLINE_EXCEEDED
     assert pool.taken == 1
     gate.open.set()
     for _ in range(1000):

@@ -16,6 +16,7 @@ from services.common.discovery.tokenizer_store import IncomingTokenizer, Tokeniz
 from services.common.discovery.worker_watch import ServedModel, WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import fingerprint
+from tests.support.oracles.errors import raises_error
 from tests.support.waiting import until
 
 OLD, NEW = "0" * 64, "1" * 64
@@ -150,9 +151,8 @@ async def test_models_that_fail_to_load_take_no_slot_and_raise_the_reason(
         watch._served[model] = served(OLD, model)
     watch.on_change()
     async with asyncio.timeout(20):
-        with pytest.raises(SluiceError, match="'x' is not loaded: It is broken") as caught:
+        with raises_error(match="'x' is not loaded: It is broken", kind=ErrorKind.UNAVAILABLE, code="model_loading"):
             await delivery.wait_for("x", 10)
-        assert (caught.value.kind, caught.value.code) == (ErrorKind.UNAVAILABLE, "model_loading")
         for model in "ab":
             watch._served[model] = served(OLD, model)
         watch.on_change()
@@ -261,9 +261,8 @@ def test_content_that_does_not_match_is_refused_and_leaves_nothing(store: Tokeni
     wanted = print_of(FILES, tmp_path / "original")
     incoming = store.receive(wanted)
     send(incoming, {**FILES, "config.json": b'{"a": 2}'})
-    with pytest.raises(SluiceError, match="does not match its fingerprint") as caught:
+    with raises_error(match="does not match its fingerprint", kind=ErrorKind.INVALID_ARGUMENT, code="bad_tokenizer"):
         incoming.keep()
-    assert (caught.value.kind, caught.value.code) == (ErrorKind.INVALID_ARGUMENT, "bad_tokenizer")
     incoming.drop()
     assert store.find(wanted) is None
     assert not list((tmp_path / "cache/tokenizers").iterdir())
@@ -329,6 +328,5 @@ def test_what_others_left_behind_is_removed_when_it_is_old(store: TokenizerStore
 
 def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SluiceError, match="cannot be stored") as caught:
+    with raises_error(match="cannot be stored", kind=ErrorKind.FAILED_PRECONDITION):
         TokenizerStore(tmp_path / "file" / "cache").receive("0" * 64)
-    assert caught.value.kind is ErrorKind.FAILED_PRECONDITION

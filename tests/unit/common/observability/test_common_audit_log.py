@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.observability import audit
 from services.common.observability.audit import AuditEntry, AuditLog, AuditSettings
 from services.common.tasks import TaskOwner
+from tests.support.oracles.errors import raises_error
 
 
 def settings(path: Path | str, **more: Any) -> AuditSettings:
@@ -177,9 +178,8 @@ def test_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_place_where_nothing_can_be_written_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SluiceError) as refused:
+    with raises_error(kind=ErrorKind.FAILED_PRECONDITION) as refused:
         AuditLog(settings(tmp_path / "none" / "audit.jsonl"))
-    assert refused.value.kind is ErrorKind.FAILED_PRECONDITION
     assert "cannot be written: No such file or directory." in refused.value.message
 
 

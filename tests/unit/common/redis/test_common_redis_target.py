@@ -6,6 +6,7 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.redis.target import Credentials, Target, Topology, parse
+from tests.support.oracles.errors import raises_error
 
 HERE = (("127.0.0.1", 6379),)
 
@@ -60,6 +61,5 @@ def test_what_is_no_redis_url_is_refused_in_a_sentence(url: str) -> None:
 
 
 def test_the_sentence_names_the_setting() -> None:
-    with pytest.raises(SluiceError, match=r"limits-redis-url is not a Redis URL: .*redis\+sentinel") as refused:
+    with raises_error(match=r"limits-redis-url is not a Redis URL: .*redis\+sentinel", param="limits-redis-url"):
         parse("http://host", None, "limits-redis-url")
-    assert refused.value.param == "limits-redis-url"

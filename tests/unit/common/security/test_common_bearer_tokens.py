@@ -28,6 +28,7 @@ from services.common.settings import ServiceSettings
 from services.worker.settings import WorkerSettings
 from sluice.v1 import postprocess_pb2, preprocess_pb2, router_pb2, worker_pb2
 from tests.support.data.tokens import accept, replace
+from tests.support.oracles.errors import raises_error
 
 NONE = SecretStr("")
 METHOD = "/sluice.v1.Router/ListWorkers"
@@ -87,9 +88,8 @@ def test_empty_token_file_prevents_the_start(tmp_path: Path, content: str | None
     if content is not None:
         path.write_text(content)
     for read in (lambda: accepted_tokens(NONE, path), lambda: shown(peer_file=path), lambda: shown(router_file=path)):
-        with pytest.raises(SluiceError) as caught:
+        with raises_error(kind=ErrorKind.FAILED_PRECONDITION) as caught:
             read()
-        assert caught.value.kind is ErrorKind.FAILED_PRECONDITION
         assert str(path) in caught.value.message
 
 
@@ -126,9 +126,8 @@ def test_a_token_that_is_not_for_one_service_is_refused_without_being_repeated(t
     path = tmp_path / "shown"
     path.write_text(f"fine router\n{line}\n")
     for read in (lambda: shown(peer_file=path), lambda: shown(f"fine router\n{line}")):
-        with pytest.raises(SluiceError, match="Line 2 of the peer token") as refused:
+        with raises_error(match="Line 2 of the peer token", kind=ErrorKind.FAILED_PRECONDITION) as refused:
             read()
-        assert refused.value.kind is ErrorKind.FAILED_PRECONDITION
         assert "hush" not in refused.value.message
 
 

@@ -24,6 +24,7 @@ from services.gateway.http.middleware import scopes as scoped
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.settings import GatewaySettings
 from services.worker.serving import canary
+from tests.support.oracles.errors import raises_error
 
 
 def test_a_key_gets_in_and_others_do_not() -> None:
@@ -253,9 +254,8 @@ def test_the_header_of_endpoint_pickers_needs_a_scope_only_where_it_is_read() ->
 def test_a_refusal_names_scope_field_and_key_and_is_counted() -> None:
     counted: list[str] = []
     permit = Permit(ApiKey("0" * 12, "k", ""), "", None, None, counted.append)
-    with pytest.raises(SluiceError) as refused:
+    with raises_error(http_status=403, code="scope_missing", param="priority") as refused:
         scoped.check_body(permit, {"model": "m", "priority": 3})
-    assert (refused.value.http_status, refused.value.code, refused.value.param) == (403, "scope_missing", "priority")
     assert "'priority'" in refused.value.message
     assert f"sluice keys set {'0' * 12} --scope" in refused.value.message
     with pytest.raises(SluiceError) as refused:

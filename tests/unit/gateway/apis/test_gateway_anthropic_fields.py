@@ -15,6 +15,7 @@ from services.gateway.apis.anthropic.translate import EngineCapabilities, Transl
 from services.gateway.apis.anthropic.validation import check
 from services.gateway.core.request import ChatPrompt
 from tests.support.data.bodies import BUDGETS
+from tests.support.oracles.errors import raises_error
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -93,9 +94,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
     ],
 )
 def test_what_is_wrong_is_named_as_anthropic_names_it(body: dict[str, Any], field: str) -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(param=field) as caught:
         request_of(MessagesRequest, {**BODY, **body})
-    assert caught.value.param == field
     assert field in caught.value.message
 
 

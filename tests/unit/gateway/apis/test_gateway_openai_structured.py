@@ -18,6 +18,7 @@ from services.gateway.apis.openai.translate import chat_request, completion_requ
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import GenerationRequest, StructuredOutput
 from tests.support.data.bodies import BUDGETS
+from tests.support.oracles.errors import raises_error
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
@@ -154,9 +155,8 @@ def test_text_is_no_constraint() -> None:
     ],
 )
 def test_mistakes_name_their_field(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=param) as caught:
         chat(**fields)
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, param)
     assert "\n" not in caught.value.message
 
 
@@ -196,9 +196,8 @@ def test_schemas_that_are_some(schema: Any) -> None:
     ],
 )
 def test_invalid_schema_raises_an_error_with_its_path(schema: Any, place: str) -> None:
-    with pytest.raises(SluiceError, match=place.replace("$", r"\$")) as caught:
+    with raises_error(match=place.replace("$", r"\$"), param="response_format"):
         check_schema(schema, "response_format")
-    assert caught.value.param == "response_format"
 
 
 def test_schemas_nested_too_deep_are_refused() -> None:
@@ -297,13 +296,11 @@ def test_definitions_move_to_the_top_and_clashes_are_not_forced() -> None:
 
 
 def test_a_constraint_and_a_demanded_call_exclude_each_other() -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(param="response_format"):
         chat(forces=True, tools=[tool("f")], tool_choice="required", response_format={"type": "json_object"})
-    assert caught.value.param == "response_format"
 
 
 @pytest.mark.parametrize("parameters", [5, [1], "x", {"$defs": 1}, {"type": "str"}, {"$defs": {"a": {"items": 3}}}])
 def test_parameters_of_a_demanded_call_that_are_no_schema(parameters: Any) -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(param="tools[1].function.parameters"):
         chat(forces=True, tools=[tool("g"), tool("f", parameters)], tool_choice="required")
-    assert caught.value.param == "tools[1].function.parameters"

@@ -17,6 +17,7 @@ from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.tools import read_tools
 from services.gateway.apis.responses.translate import TranslatedRequest, translate
 from tests.support.data.bodies import BUDGETS
+from tests.support.oracles.errors import raises_error
 
 MESSAGE = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -30,9 +31,8 @@ def request_of(kind: type[BaseModel], body: dict[str, Any]) -> TranslatedRequest
 
 
 def refused(**body: Any) -> SluiceError:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT) as caught:
         request_of(ResponsesRequest, {"model": "m", "input": "hi", **body})
-    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
     assert caught.value.param in caught.value.message
     return caught.value
 

@@ -33,6 +33,7 @@ from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient, al
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.data.bodies import BUDGETS
+from tests.support.oracles.errors import raises_error
 
 
 class Stub:
@@ -110,25 +111,22 @@ async def test_a_broken_call_is_made_elsewhere() -> None:
 
 async def test_invalid_input_is_not_retried_on_another_worker() -> None:
     workers = Workers({"a": Stub(grpc.StatusCode.INVALID_ARGUMENT), "b": Stub(grpc.StatusCode.INVALID_ARGUMENT)})
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
         await workers.embed(7)
-    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
     assert sum(len(stub.asked) for stub in workers.stubs.values()) == 1
 
 
 async def test_failure_on_all_workers_raises_the_last_error() -> None:
     workers = Workers({"a": Stub(*[grpc.StatusCode.UNAVAILABLE] * 9), "b": Stub(*[grpc.StatusCode.UNAVAILABLE] * 9)})
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(retryable=True):
         await workers.embed(7)
-    assert caught.value.retryable
     assert all(len(stub.asked) == 1 for stub in workers.stubs.values())
 
 
 async def test_model_without_embedding_workers_raises_an_error_that_names_model() -> None:
     workers = Workers({"a": Stub()}, without=("a",))
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="model"):
         await workers.embed(7)
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "model")
 
 
 async def test_jobs_end_together() -> None:
@@ -148,18 +146,16 @@ def test_workers_that_can_do_it_all() -> None:
     assert able([both, one, none], ()) == [both, one, none]
     assert able([both, one, none], [("logprobs", "logprobs")]) == [both, one]
     assert able([both, one, none], [("logprobs", "logprobs"), ("guided_json", "response_format")]) == [both]
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(param="response_format", code="unsupported_parameter"):
         able([one, none], [("logprobs", "logprobs"), ("guided_json", "response_format")])
-    assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
 
 
 async def test_the_time_that_a_request_has_is_that_of_its_vectors_too() -> None:
     workers = Workers({"a": Stub(grpc.StatusCode.DEADLINE_EXCEEDED)})
     deadlines.begin(0.001)
     await asyncio.sleep(0.01)
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.DEADLINE_EXCEEDED, code="request_timeout"):
         await workers.embed(7)
-    assert (caught.value.kind, caught.value.code) == (ErrorKind.DEADLINE_EXCEEDED, "request_timeout")
     deadlines.begin(2.0)
     assert await workers.embed(7) == [7]
     assert all(timeout <= 2 for timeout in workers.stubs["a"].timeouts)

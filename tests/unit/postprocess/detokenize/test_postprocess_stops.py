@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.postprocess.detokenize.stops import StopScanner, StopStrings, compile_stops
+from tests.support.oracles.errors import raises_error
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=6)
 PARTS = st.lists(st.text("abcd", max_size=5), max_size=12)
@@ -98,6 +99,5 @@ def test_short_stop_strings_are_shared_and_long_ones_are_not() -> None:
     [([""], "is empty"), (["a"] * 3, "too many; send at most 2"), (["abcd", "e"], "send at most 4")],
 )
 def test_bad_stop_strings_are_refused(stops: list[str], sentence: str) -> None:
-    with pytest.raises(SluiceError, match=sentence) as caught:
+    with raises_error(match=sentence, kind=ErrorKind.INVALID_ARGUMENT, param="stop"):
         compile_stops(stops, max_strings=2, max_chars=4)
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "stop")

@@ -24,6 +24,7 @@ from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, chosen, load
 from tests.support.data.vocabularies import tekken
+from tests.support.oracles.errors import raises_error
 from tests.support.oracles.parsing import TOOLS
 
 BOTH = Registry(engines=ENGINES)
@@ -69,9 +70,8 @@ def test_prefix_selects_the_engine_of_a_parser() -> None:
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest(names: ParserNames, sentence: str) -> None:
-    with pytest.raises(SluiceError, match=re.escape(sentence)) as caught:
+    with raises_error(match=re.escape(sentence), kind=ErrorKind.INVALID_ARGUMENT):
         BOTH.check(names)
-    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
 
 
 def test_an_engine_that_does_not_run_here_is_named_with_its_flag() -> None:
@@ -150,9 +150,8 @@ async def test_unusable_pair_raises_an_error_that_names_it() -> None:
     host._set_facts(not_usable, {"error": "the tokenizer lacks a token."})
     assert host.facts(usable) == Facts(True, False)
     assert await host.prepare(usable) == Facts(True, False)
-    with pytest.raises(SluiceError, match="the tokenizer lacks a token") as caught:
+    with raises_error(match="the tokenizer lacks a token", kind=ErrorKind.FAILED_PRECONDITION):
         await host.prepare(not_usable)
-    assert caught.value.kind is ErrorKind.FAILED_PRECONDITION
     with pytest.raises(SluiceError, match="similar names: hermes"):
         await host.prepare(Pair("/m", "hermez", ""))
     await host.close()
@@ -192,9 +191,8 @@ async def test_an_interpreter_that_is_none_is_a_sentence(tmp_path: Path) -> None
 async def test_template_arguments_must_be_an_object() -> None:
     stream_factory, vocabulary = StreamFactory(Limits()), tekken().vocabulary
     for text in (b"[]", b"{"):
-        with pytest.raises(SluiceError) as caught:
+        with raises_error(param="chat_template_kwargs"):
             stream_factory.plan(StreamOptions("m", tool_parser="hermes", template_kwargs_json=text), vocabulary, "r")
-        assert caught.value.param == "chat_template_kwargs"
 
 
 def preferred(*flags: str, engine: str = "") -> Sequence[str]:
@@ -246,8 +244,7 @@ async def test_missing_package_of_a_later_engine_is_an_error_and_no_silent_fallb
     stream_factory = StreamFactory(Limits(), CustomParsers(later={"vllm": ""}))
     await stream_factory.start()
     try:
-        with pytest.raises(SluiceError, match=r"install sluice-llm\[vllm\]") as caught:
+        with raises_error(match=r"install sluice-llm\[vllm\]", code="missing_extra"):
             await stream_factory.prepare_for(loaded)
-        assert caught.value.code == "missing_extra"
     finally:
         await stream_factory.close()

@@ -19,6 +19,7 @@ from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.data.vocabularies import byte_level
+from tests.support.oracles.errors import raises_error
 
 SPECS = [ModelSpec("m", "anywhere")]
 
@@ -63,18 +64,16 @@ async def test_load_above_the_time_limit_raises_for_every_caller() -> None:
         return byte_level().vocabulary
 
     library = VocabularyRegistry(SPECS, 0.01, loader)
-    with pytest.raises(SluiceError, match="did not load") as caught:
+    with raises_error(match="did not load", kind=ErrorKind.DEADLINE_EXCEEDED):
         await library.get("m")
-    assert caught.value.kind is ErrorKind.DEADLINE_EXCEEDED
     gate.set()
     await library.close()
 
 
 async def test_an_unknown_model_is_answered_with_those_that_are_known() -> None:
     library = VocabularyRegistry([ModelSpec("b", "x"), ModelSpec("a", "y")], 30)
-    with pytest.raises(SluiceError, match="available: a, b") as caught:
+    with raises_error(match="available: a, b", kind=ErrorKind.NOT_FOUND, code="model_not_found"):
         await library.get("c")
-    assert (caught.value.kind, caught.value.code) == (ErrorKind.NOT_FOUND, "model_not_found")
 
 
 def test_a_rounded_up_vocabulary_has_ids_without_text(tmp_path: Path) -> None:
@@ -93,9 +92,8 @@ def test_custom_tokenizer_has_the_text_of_its_files(tmp_path: Path) -> None:
 
 def test_broken_and_missing_tokenizers_are_sentences(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(SluiceError, match="tokenizer of m cannot be read") as caught:
+    with raises_error(match="tokenizer of m cannot be read", kind=ErrorKind.INVALID_ARGUMENT):
         load(ModelSpec("m", str(tmp_path)))
-    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
     (tmp_path / "tokenizer.json").unlink()
     for processor in ("", "hf", "mistral"):
         with pytest.raises(SluiceError, match="contains no"):
@@ -195,9 +193,10 @@ def test_a_table_that_the_library_contradicts_is_refused(spec: ModelSpec, monkey
 
 def test_without_the_extra_the_answer_names_it(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(SluiceError, match=r"mistral-common\[sentencepiece\]") as caught:
+    with raises_error(
+        match=r"mistral-common\[sentencepiece\]", kind=ErrorKind.FAILED_PRECONDITION, code="extra_missing"
+    ):
         load(spec)
-    assert (caught.value.kind, caught.value.code) == (ErrorKind.FAILED_PRECONDITION, "extra_missing")
 
 
 @pytest.mark.parametrize("name", ["tekken_240718", "tekken_240911"])

@@ -17,6 +17,7 @@ from services.preprocess.engines import process as engine_process
 from services.preprocess.engines.process import EngineProcess
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
+from tests.support.oracles.errors import raises_error
 from tests.support.repository import ROOT
 
 
@@ -51,9 +52,8 @@ def test_calls_return_the_results_of_the_tokenizer(ready: EngineProcess) -> None
     [("fail", r"rejected this request: this will not do\."), ("memory", "too much memory")],
 )
 def test_what_the_tokenizer_raises_is_a_typed_error(ready: EngineProcess, text: str, sentence: str) -> None:
-    with pytest.raises(SluiceError, match=sentence) as caught:
+    with raises_error(match=sentence, kind=ErrorKind.INVALID_ARGUMENT, param="messages"):
         ready.call("encode_chat", chat(text))
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "messages")
     assert ready.call("encode_chat", chat("next")) == list(b"next")
 
 
@@ -141,9 +141,8 @@ def test_calls_that_travel_with_one_that_hangs_or_kills_are_answered(text: str, 
 )
 def test_process_that_fails_to_start_raises_the_reason(mode: str, kind: ErrorKind, sentence: str) -> None:
     made = process(mode, start_s=1.5 if mode == "hangs" else 60)
-    with pytest.raises(SluiceError, match=sentence) as caught:
+    with raises_error(match=sentence, kind=kind):
         made.facts()
-    assert caught.value.kind is kind
     made.close()
     with pytest.raises(SluiceError, match="stopping"):
         made.call("render", chat("x"))
@@ -163,9 +162,8 @@ def test_what_waits_is_bounded() -> None:
         stuck = [pool.submit(made.call, "encode_chat", chat("hang")) for _ in range(3)]
         while made.outstanding < 3:
             time.sleep(0.01)
-        with pytest.raises(SluiceError) as caught:
+        with raises_error(kind=ErrorKind.OVERLOADED):
             made.call("render", chat("x"))
-        assert caught.value.kind is ErrorKind.OVERLOADED
         made.close()
         for future in stuck:
             with pytest.raises(SluiceError, match="has ended"):
@@ -210,9 +208,8 @@ def test_a_process_for_clients_templates_that_did_not_start_is_started_by_the_ne
 ) -> None:
     mode.write_text("dies")  # a machine without memory to spare, for a moment
     for _ in range(2):
-        with pytest.raises(SluiceError) as caught:
+        with raises_error(kind=ErrorKind.UNAVAILABLE):
             tokenizer.encode_chat(WITH_TEMPLATE)
-        assert caught.value.kind is ErrorKind.UNAVAILABLE
     mode.write_text("ready")
     assert tokenizer.encode_chat(WITH_TEMPLATE) == [98]
     assert tokenizer.encode_chat(PLAIN) == [97]
@@ -221,7 +218,6 @@ def test_a_process_for_clients_templates_that_did_not_start_is_started_by_the_ne
 def test_a_request_that_still_holds_a_tokenizer_that_was_closed_starts_no_process(tokenizer: EngineTokenizer) -> None:
     tokenizer.close()
     for chat in (PLAIN, WITH_TEMPLATE):
-        with pytest.raises(SluiceError) as caught:
+        with raises_error(kind=ErrorKind.UNAVAILABLE):
             tokenizer.encode_chat(chat)
-        assert caught.value.kind is ErrorKind.UNAVAILABLE
     assert tokenizer._foreign is None

@@ -14,6 +14,7 @@ from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import CHATML, CONTEXT_LENGTH, build_tiny_model
+from tests.support.oracles.errors import raises_error
 
 USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "Grüße <b>"}}
@@ -118,9 +119,8 @@ def test_a_template_that_trims_leaves_no_trailing_space_in_an_open_message(folde
 
 def test_an_open_message_that_the_template_leaves_out_is_refused(folder: Path) -> None:
     rewrite(folder, "tokenizer_config.json", chat_template="{{ messages[0].content }}")
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(param="continue_final_message"):
         load(folder).render(ChatRequest([USER, {"role": "assistant", "content": "x"}], continue_final_message=True))
-    assert caught.value.param == "continue_final_message"
 
 
 def test_a_clients_template_replaces_the_models() -> None:
@@ -167,9 +167,8 @@ def test_without_a_template_chats_are_refused_and_text_is_not(folder: Path) -> N
     hf = load(folder)
     assert not hf.facts.has_chat_template
     assert hf.facts.template_fingerprint == ""
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, code="no_chat_template"):
         hf.encode_chat(ChatRequest([USER]))
-    assert (caught.value.kind, caught.value.code) == (ErrorKind.INVALID_ARGUMENT, "no_chat_template")
     assert hf.encode_text("hello")
     assert hf.render(ChatRequest([USER], chat_template="{{ messages[0].role }}")) == "user"
 

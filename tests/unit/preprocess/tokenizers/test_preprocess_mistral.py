@@ -18,6 +18,7 @@ from services.preprocess.encoders.mistral_plain import PlainEncoder
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.data.loaded_tokenizers import tekken
+from tests.support.oracles.errors import raises_error
 
 USER = {"role": "user", "content": "What is the weather?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
@@ -191,9 +192,8 @@ REFUSED: list[tuple[ChatRequest, str, str]] = [
 
 @pytest.mark.parametrize(("chat", "param", "sentence"), REFUSED)
 def test_what_the_model_cannot_take_is_one_sentence(chat: ChatRequest, param: str, sentence: str) -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=param) as caught:
         tekken().encode_chat(chat)
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, param)
     assert sentence in caught.value.message
     assert "\n" not in caught.value.message
     assert caught.value.message.endswith(".")
@@ -202,12 +202,10 @@ def test_what_the_model_cannot_take_is_one_sentence(chat: ChatRequest, param: st
 def test_runs_that_break_mistral_commons_encoder_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     slow = MistralTokenizer(resolve("mistral-common:tekken_240718"), EncoderOptions(fast_backend=False))
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": " " * 1_000_000}]
-    with pytest.raises(SluiceError, match="whitespace that is too long") as caught:
+    with raises_error(match="whitespace that is too long", kind=ErrorKind.INVALID_ARGUMENT, param="messages"):
         slow.encode_chat(ChatRequest(messages))
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "messages")
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(param="prompt"):
         slow.encode_text(" " * 1_000_000)
-    assert caught.value.param == "prompt"
     assert "panicked" not in capfd.readouterr().err
     assert slow.encode_chat(ChatRequest([USER]))
 

@@ -15,6 +15,7 @@ from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
+from tests.support.oracles.errors import raises_error
 from tests.support.repository import ROOT
 
 SPECS = [ModelSpec("b", "B"), ModelSpec("a", "A")]
@@ -106,9 +107,8 @@ async def test_a_failed_load_is_an_error_and_tried_again() -> None:
 async def test_a_caller_waits_only_so_long_for_a_load() -> None:
     loader = Loader()
     registry = ModelRegistry(SPECS, loader, wait_s=0.01)
-    with pytest.raises(SluiceError, match="still loading") as caught:
+    with raises_error(match="still loading", kind=ErrorKind.UNAVAILABLE):
         await registry.get("a")
-    assert caught.value.kind is ErrorKind.UNAVAILABLE
     loader.go.set()
     await registry.preload()
     assert await registry.get("a") is tiny_hf()
@@ -169,9 +169,8 @@ def test_files_that_cannot_be_loaded_are_one_sentence(
     tmp_path: Path, processor: str, content: str, kind: ErrorKind
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=kind) as caught:
         load_tokenizer(ModelSpec("m", str(tmp_path), processor), limits())
-    assert caught.value.kind is kind
     assert "\n" not in caught.value.message
 
 
@@ -182,9 +181,8 @@ def test_a_broken_tekken_file_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_not_found() -> None:
-    with pytest.raises(SluiceError, match="does not exist") as caught:
+    with raises_error(match="does not exist", kind=ErrorKind.NOT_FOUND):
         load_tokenizer(ModelSpec("m", "./nowhere"), limits())
-    assert caught.value.kind is ErrorKind.NOT_FOUND
 
 
 def test_a_chat_template_can_come_from_a_file(tmp_path: Path) -> None:
@@ -196,9 +194,8 @@ def test_a_chat_template_can_come_from_a_file(tmp_path: Path) -> None:
     assert loaded.facts.template_fingerprint != load_tokenizer(spec, limits()).facts.template_fingerprint
     with pytest.raises(SluiceError, match="does not support chat templates"):
         load_tokenizer(ModelSpec.parse("mistral-common:tekken_240911"), limits(), template_file=file)
-    with pytest.raises(SluiceError, match="cannot be loaded") as caught:
+    with raises_error(match="cannot be loaded", kind=ErrorKind.FAILED_PRECONDITION):
         load_tokenizer(spec, limits(), template_file=tmp_path / "none.jinja")
-    assert caught.value.kind is ErrorKind.FAILED_PRECONDITION
 
 
 DOCUMENT = ROOT / "docs" / "preprocessing.md"
@@ -225,9 +222,8 @@ def test_it_makes_prompts_and_text(own: TokenizerProtocol) -> None:
 
 
 def test_its_refusals_name_the_field(own: TokenizerProtocol) -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(param="messages[0].content"):
         own.encode_chat(ChatRequest([{"role": "user", "content": []}]))
-    assert caught.value.param == "messages[0].content"
 
 
 @pytest.mark.parametrize("name", ["no_such_module:Class", "byte_tokenizer:NoSuchClass"])

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.packing import pack_u32
 from services.router.scheduling.openai_body import ChatBody, TextBody, TokenBody, read_body
+from tests.support.oracles.errors import raises_error
 
 MESSAGES = [{"role": "user", "content": "hé\ud800"}]
 
@@ -83,7 +84,6 @@ def test_a_completion_has_one_prompt_of_text_or_tokens(prompt: Any, expected: Te
     ],
 )
 def test_nonsense_is_refused_in_a_sentence(body: bytes) -> None:
-    with pytest.raises(SluiceError) as refused:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="prompt.openai_body") as refused:
         read_body(body)
-    assert (refused.value.kind, refused.value.param) == (ErrorKind.INVALID_ARGUMENT, "prompt.openai_body")
     assert refused.value.message.endswith(".")

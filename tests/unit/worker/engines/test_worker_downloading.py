@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.engines.shared.arguments import check_names, parse_engine_args, read_options
 from services.worker.engines.shared.download import DOWNLOADING, download
+from tests.support.oracles.errors import raises_error
 
 Told = list[tuple[str, float | None]]
 
@@ -73,9 +74,8 @@ async def test_what_is_no_hub_id_is_not_fetched(source: str, monkeypatch: pytest
 
 async def test_download_of_an_unknown_model_raises_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", Hub(Path(), OSError("no route")))
-    with pytest.raises(SluiceError, match="neither a local folder nor available from the hub") as refused:
+    with raises_error(match="neither a local folder nor available from the hub", kind=ErrorKind.NOT_FOUND):
         await download("nobody/model", lambda phase, share: None)
-    assert refused.value.kind is ErrorKind.NOT_FOUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,8 @@ class Options:
 
 
 def refusal(text: str) -> str:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT) as caught:
         read_options(text, Options, "example")
-    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
     return caught.value.message
 
 

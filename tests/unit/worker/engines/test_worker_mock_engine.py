@@ -23,6 +23,7 @@ from services.worker.engines.mock.timing import MAX_LAG_S, StepPacer
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import CONTEXT_LENGTH
 from tests.support.fakes.engines import RecordingSink, replay, request, until
+from tests.support.oracles.errors import raises_error
 
 
 @pytest.fixture
@@ -192,9 +193,8 @@ async def test_a_full_queue_is_overloaded(make: Any) -> None:
     async with make(speedup=1.0, max_sequences=1, max_waiting=1) as engine:
         for name in "ab":
             engine.submit(request(name, ignore_eos=True), GenerateContext(name), RecordingSink())
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(kind=ErrorKind.OVERLOADED):
             engine.submit(request("c"), GenerateContext("c"), RecordingSink())
-        assert refusal.value.kind is ErrorKind.OVERLOADED
 
 
 async def test_cleanup_twice_and_without_a_start(folder: Path) -> None:
@@ -215,9 +215,8 @@ async def test_cleanup_ends_what_still_runs(make: Any) -> None:
 
 async def test_missing_model_raises_an_error_that_names_it(tmp_path: Path) -> None:
     engine = MockEngine.from_args(WorkerSettings(model=f"tiny={tmp_path / 'nothing'}"))
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=ErrorKind.NOT_FOUND):
         await engine.start("w")
-    assert refusal.value.kind is ErrorKind.NOT_FOUND
 
 
 async def test_short_steps_do_not_let_the_clock_run_ahead() -> None:
@@ -251,6 +250,5 @@ def test_engines_resolve_by_name_path_and_not_at_all(monkeypatch: pytest.MonkeyP
         "services.worker.contract.engine:Nothing",
         "asyncio:Event",
     ):
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
             find_engine(name)
-        assert refusal.value.kind is ErrorKind.INVALID_ARGUMENT

@@ -19,6 +19,7 @@ from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.faults import CRASH_CODE, Faults
 from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import RecordingSink, request, until
+from tests.support.oracles.errors import raises_error
 
 
 @asynccontextmanager
@@ -65,9 +66,8 @@ def test_faults_add_up() -> None:
 
 @pytest.mark.parametrize("text", ["earthquake", "slow", "slow=fast", "slow=-1", "error_after=0", "slow=nan", ""])
 def test_what_is_no_fault_is_refused(text: str) -> None:
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
         Faults().with_fault(text)
-    assert refusal.value.kind is ErrorKind.INVALID_ARGUMENT
 
 
 async def test_hang_stops_everything_until_none(folder: Path) -> None:
@@ -105,10 +105,8 @@ async def test_errors_come_after_so_many_tokens(folder: Path) -> None:
 
 async def test_refuse_is_retryable_elsewhere(folder: Path) -> None:
     async with engine(folder, fault=["refuse"]) as refusing:
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, retryable=True):
             submit(refusing)
-        assert refusal.value.kind is ErrorKind.ENGINE_SHUTDOWN
-        assert refusal.value.retryable
         await inject(refusing, "none")
         await ended(submit(refusing))
 

@@ -23,6 +23,7 @@ from services.worker.engines.mock.probabilities import logprobs_at, prompt_logpr
 from services.worker.engines.mock.text import TextGenerator
 from services.worker.engines.mock.timing import TableTiming, decode_ms, prefill_ms
 from tests.support.fakes.engines import EOS, WordVocabulary, request
+from tests.support.oracles.errors import raises_error
 
 VOCABULARY = 1_000
 
@@ -74,9 +75,8 @@ def test_embeddings_are_cut_and_made_unit_vectors_again() -> None:
     assert len(cut) == 8
     assert math.isclose(sum(value * value for value in cut), 1.0, rel_tol=1e-5)
     assert math.isclose(cut[0] / cut[1], whole[0] / whole[1], rel_tol=1e-4)
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(param="dimensions"):
         vector([1], dimensions=33)
-    assert refusal.value.param == "dimensions"
 
 
 def test_the_published_fit_is_the_one_modelled() -> None:
@@ -241,10 +241,8 @@ def test_a_choice_is_one_of_them_and_all_come_up() -> None:
     ids=str,
 )
 def test_what_cannot_be_followed_is_refused_in_bounded_time(guided: StructuredOutput, said: str) -> None:
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="response_format") as refusal:
         guided_text(guided, Random(0))
-    assert refusal.value.kind is ErrorKind.INVALID_ARGUMENT
-    assert refusal.value.param == "response_format"
     assert said in refusal.value.message
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.hashing import block_hashes
 from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.blocks import BlockPool
@@ -18,6 +18,7 @@ from services.worker.engines.mock.sequence import Sequence, State
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, decode_ms, prefill_ms
 from tests.support.fakes.engines import replay, request
+from tests.support.oracles.errors import raises_error
 
 BLOCK = 4
 
@@ -210,9 +211,8 @@ def test_a_full_queue_refuses_as_overloaded() -> None:
     run = Run(sequences=1, waiting=2)
     for name in "abc":
         run.submit(name, [1], tokens=5)
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=ErrorKind.OVERLOADED) as refusal:
         run.submit("d", [1], tokens=5)
-    assert refusal.value.kind is ErrorKind.OVERLOADED
     assert refusal.value.retry_after_ms > 0
 
 

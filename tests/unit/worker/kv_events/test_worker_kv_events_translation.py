@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import SluiceError
 from services.common.hashing import block_hashes
 from services.gateway.admission.tenants import salted
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
 from services.worker.kv_events.translation import Translator
 from services.worker.kv_events.wire import decode
+from tests.support.oracles.errors import raises_error
 
 KNOWN = [14643705804678351452, 4945711292740353085, 12583592247330656132]
 """Of tokens 1..12 in blocks of 4."""
@@ -149,9 +149,8 @@ def test_smaller_engine_blocks_make_one_of_ours_together() -> None:
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_sizes_that_do_not_go_together_are_refused_by_name(size: int) -> None:
-    with pytest.raises(SluiceError, match=f"block size is {size} and the configured one is 4") as refused:
+    with raises_error(match=f"block size is {size} and the configured one is 4", param="block_size"):
         translate(stored([1], [1] * size, size=size))
-    assert refused.value.param == "block_size"
 
 
 def test_after_a_loss_nothing_is_claimed_until_it_is_proven_again() -> None:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.preprocess.validation import parse_chat
 from services.worker.local_processing.body import read_body
 from tests.support.data.chat_matrix import chats
+from tests.support.oracles.errors import raises_error
 
 USER = {"role": "user", "content": "Hello"}
 
@@ -68,9 +69,8 @@ def test_what_decides_the_prompt_is_read_and_the_rest_is_not() -> None:
     ],
 )
 def test_a_body_that_is_none_is_refused_by_its_field(document: bytes, param: str) -> None:
-    with pytest.raises(SluiceError) as raised:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=param):
         read_body(document)
-    assert (raised.value.kind, raised.value.param) == (ErrorKind.INVALID_ARGUMENT, param)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,11 @@ def test_a_body_that_is_none_is_refused_by_its_field(document: bytes, param: str
     ],
 )
 def test_every_field_has_its_type(field: str, value: object) -> None:
-    with pytest.raises(SluiceError) as raised:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=field):
         read_body(json.dumps({"messages": [USER], field: value}).encode())
-    assert (raised.value.kind, raised.value.param) == (ErrorKind.INVALID_ARGUMENT, field)
 
 
 @given(document=st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_any_bytes_are_a_chat_or_a_typed_error(document: bytes) -> None:
-    with pytest.raises(SluiceError) as raised:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
         read_body(document)
-    assert raised.value.kind is ErrorKind.INVALID_ARGUMENT

@@ -23,6 +23,7 @@ from services.worker.local_processing.prompts import PromptMaker
 from services.worker.processing_options import PromptBounds
 from tests.support.data.loaded_tokenizers import tiny_hf
 from tests.support.fakes.engines import until
+from tests.support.oracles.errors import raises_error
 
 MESSAGES = [{"role": "user", "content": "What is the weather?"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -79,9 +80,8 @@ async def test_nothing_is_computed_on_the_event_loop(gated: Gated) -> None:
 async def test_prompt_above_the_limit_raises_an_error_that_names_its_field() -> None:
     maker = PromptMaker(tiny_hf(), PromptBounds(max_prompt_bytes=100))
     for request, param in ((text("x" * 101), "prompt"), (chat(chat_template="x" * 200), "messages")):
-        with pytest.raises(SluiceError) as raised:
+        with raises_error(kind=ErrorKind.TOO_LARGE, param=param):
             await maker.make(request)
-        assert (raised.value.kind, raised.value.param) == (ErrorKind.TOO_LARGE, param)
     assert maker.held_bytes == 0
 
 
@@ -89,9 +89,8 @@ async def test_what_waits_is_bounded_in_bytes_and_given_back(gated: Gated) -> No
     maker = PromptMaker(gated, PromptBounds(max_held_bytes=1_000, threads=1))
     waiting = [asyncio.create_task(maker.make(text("x" * 300, str(number)))) for number in range(3)]
     await until(lambda: maker.held_bytes == 900)
-    with pytest.raises(SluiceError) as raised:
+    with raises_error(kind=ErrorKind.OVERLOADED):
         await maker.make(text("x" * 300))
-    assert raised.value.kind is ErrorKind.OVERLOADED
     waiting[2].cancel()
     await asyncio.wait([waiting[2]])
     assert maker.held_bytes == 600
@@ -105,18 +104,16 @@ async def test_what_waits_is_bounded_in_number(gated: Gated) -> None:
     maker = PromptMaker(gated, PromptBounds(threads=1, max_waiting=1))
     waiting = [asyncio.create_task(maker.make(text("x"))) for _ in range(2)]
     await until(lambda: maker.held_bytes == 2)
-    with pytest.raises(SluiceError) as raised:
+    with raises_error(kind=ErrorKind.OVERLOADED):
         await maker.make(text("x"))
-    assert raised.value.kind is ErrorKind.OVERLOADED
     gated.leave.set()
     await asyncio.gather(*waiting)
 
 
 async def test_a_prompt_that_takes_too_long_is_a_typed_error(gated: Gated) -> None:
     maker = PromptMaker(gated, PromptBounds(limit_s=0.05))
-    with pytest.raises(SluiceError) as raised:
+    with raises_error(kind=ErrorKind.DEADLINE_EXCEEDED):
         await maker.make(text("x"))
-    assert raised.value.kind is ErrorKind.DEADLINE_EXCEEDED
     assert maker.held_bytes == 0
 
 

@@ -37,6 +37,7 @@ from services.worker.local_processing import batch_detokenizer as texts_module
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.loading import load_texts
 from tests.support.data.loaded_tokenizers import tiny_folder, tiny_hf
+from tests.support.oracles.errors import raises_error
 
 TOOLS = b'[{"type": "function", "function": {"name": "get_weather"}}]'
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -312,17 +313,15 @@ async def test_wrong_options_are_refused_before_the_engine_hears_of_it(
     desk: BatchDetokenizer, options: dict[str, Any], param: str
 ) -> None:
     one = ask(desk, **options)
-    with pytest.raises(SluiceError) as raised:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=param):
         one.begin()
-    assert (raised.value.kind, raised.value.param) == (ErrorKind.INVALID_ARGUMENT, param)
     assert len(desk) == 0
 
 
 async def test_a_text_of_another_model_is_refused(desk: BatchDetokenizer) -> None:
     request = GenerateRequest("r", "tiny", array("I", [5]), text_out=StreamOptions("other"))
-    with pytest.raises(SluiceError) as raised:
+    with raises_error(param="postprocess.model"):
         Asked(desk, request, ObservedStream()).begin()
-    assert raised.value.param == "postprocess.model"
 
 
 async def test_a_request_that_is_forgotten_hears_nothing_more(desk: BatchDetokenizer) -> None:

@@ -21,6 +21,7 @@ from services.worker.contract.generation import (
 from services.worker.contract.required_capabilities import demands
 from services.worker.generation.validation import validate, validate_embedding
 from tests.support.fakes.engines import CONFIG, request
+from tests.support.oracles.errors import raises_error
 
 BARE = replace(CONFIG, capabilities=frozenset({"token_ids"}), adapters=("polite",))
 USES: list[tuple[Capability, str, dict[str, Any]]] = [
@@ -67,11 +68,8 @@ NO_USE: list[dict[str, Any]] = [
 @pytest.mark.parametrize(("capability", "param", "fields"), USES, ids=lambda value: str(value)[:40])
 def test_an_option_needs_its_capability(capability: Capability, param: str, fields: dict[str, Any]) -> None:
     asked = request(**fields)
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=ErrorKind.FAILED_PRECONDITION, param=param, code="unsupported_by_engine") as refusal:
         validate(asked, BARE)
-    assert refusal.value.kind is ErrorKind.FAILED_PRECONDITION
-    assert refusal.value.param == param
-    assert refusal.value.code == "unsupported_by_engine"
     assert capability in refusal.value.message
     validate(asked, replace(BARE, capabilities=BARE.capabilities | {capability}))
 
@@ -100,9 +98,8 @@ def test_a_value_that_changes_nothing_is_no_use(fields: dict[str, Any]) -> None:
 def test_what_is_accepted_without_effect_is_not_refused() -> None:
     asked = request(sampling=SamplingParams(temperature=0.7, top_p=0.9))
     validate(asked, replace(BARE, accepted=frozenset({"temperature", "top_p"})))
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(param="top_p"):
         validate(asked, replace(BARE, accepted=frozenset({"temperature"})))
-    assert refusal.value.param == "top_p"
 
 
 @pytest.mark.parametrize(
@@ -126,9 +123,8 @@ def test_what_is_accepted_without_effect_is_not_refused() -> None:
 )
 def test_what_can_never_work_is_refused_whatever_the_engine(fields: dict[str, Any], param: str) -> None:
     able = replace(BARE, capabilities=frozenset(Capability))
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=param):
         validate(request(**fields), able)
-    assert (refusal.value.kind, refusal.value.param) == (ErrorKind.INVALID_ARGUMENT, param)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +149,8 @@ def test_request_for_another_role_fails(mine: Role, asked: Role | None, capabili
     if fits:
         validate(wanted, config)
         return
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(code="wrong_role", param="disaggregation"):
         validate(wanted, config)
-    assert (refusal.value.code, refusal.value.param) == ("wrong_role", "disaggregation")
 
 
 def embedding(inputs: list[list[int]], config: Any, model: str = "tiny", lora: str = "", dimensions: int = 0) -> None:
@@ -173,12 +168,9 @@ def test_embeddings_are_checked_like_prompts() -> None:
         ([[1] * 65], able, ErrorKind.INVALID_ARGUMENT, "input"),
         ([[1]] * 2_049, able, ErrorKind.INVALID_ARGUMENT, "input"),
     ]:
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(kind=kind, param=param):
             embedding(inputs, config)
-        assert (refusal.value.kind, refusal.value.param) == (kind, param)
-    with pytest.raises(SluiceError) as unknown:
+    with raises_error(kind=ErrorKind.NOT_FOUND):
         embedding([[1]], able, lora="rude")
-    assert unknown.value.kind is ErrorKind.NOT_FOUND
-    with pytest.raises(SluiceError) as unable:
+    with raises_error(kind=ErrorKind.FAILED_PRECONDITION):
         embedding([[1]], able, lora="polite")
-    assert unable.value.kind is ErrorKind.FAILED_PRECONDITION

@@ -24,6 +24,7 @@ from services.worker.serving.embedding import embed
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import CONFIG, ScriptedEngine, request
+from tests.support.oracles.errors import raises_error
 
 
 @asynccontextmanager
@@ -55,9 +56,8 @@ async def test_loaded_and_unloaded_adapters_update_the_card(folder: Path) -> Non
         await controls.run("load_lora", {"name": "rude"})
         await controls.run("unload_lora", {"name": "polite"})
         assert changes == [("polite",), ("polite", "rude"), ("rude",)]
-        with pytest.raises(SluiceError) as gone:
+        with raises_error(kind=ErrorKind.NOT_FOUND):
             await served(worker, lora="polite")
-        assert gone.value.kind is ErrorKind.NOT_FOUND
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,8 @@ async def test_an_action_that_is_refused_changes_nothing(
     folder: Path, action: str, arguments: dict[str, str], kind: ErrorKind
 ) -> None:
     async with mock(folder) as (worker, controls):
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(kind=kind):
             await controls.run(action, arguments)
-        assert refusal.value.kind is kind
         assert worker.config.adapters == ()
         assert await served(worker)
 
@@ -94,9 +93,8 @@ async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) ->
         assert delivery.delivered == 300
         assert said == [ASLEEP]
         assert worker.load()[0].cached_blocks == 0
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(code="asleep", retryable=True):
             await served(worker)
-        assert (refusal.value.code, refusal.value.retryable) == ("asleep", True)
         with pytest.raises(SluiceError):
             await embed(worker, "tiny", [array("I", [1])], 0, "")
         await controls.run("wake", {})
@@ -123,9 +121,8 @@ async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypa
     monkeypatch.setattr(control, "QUIET_S", 0.01)
     async with mock(folder, fault=["hang"]) as (worker, controls):
         worker.submit(request(), StreamResponseSink())
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(kind=ErrorKind.FAILED_PRECONDITION):
             await controls.run("sleep", {})
-        assert refusal.value.kind is ErrorKind.FAILED_PRECONDITION
         assert worker.phases.name == ""
 
 
@@ -133,9 +130,8 @@ async def test_what_an_engine_does_not_have_is_refused() -> None:
     worker = Worker(ScriptedEngine(), "w")
     await worker.start()
     for action in ("sleep", "wake", "clear_cache", "load_lora", "unload_lora", "start_profile", "inject_fault"):
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(kind=ErrorKind.FAILED_PRECONDITION):
             await Controls(worker, lambda: False).run(action, {"name": "x"})
-        assert refusal.value.kind is ErrorKind.FAILED_PRECONDITION
     with pytest.raises(SluiceError, match="not registered"):
         await Controls(worker, lambda: False).run("resync", {})
     assert await Controls(worker, lambda: True).run("resync", {}) == {}
@@ -145,9 +141,8 @@ async def test_request_above_the_limit_is_overloaded(folder: Path) -> None:
     async with mock(folder, max_live=2, fault=["hang"]) as (worker, _):
         worker.submit(request("a"), StreamResponseSink())
         worker.submit(request("b"), StreamResponseSink())
-        with pytest.raises(SluiceError) as refusal:
+        with raises_error(kind=ErrorKind.OVERLOADED):
             worker.submit(request("c"), StreamResponseSink())
-        assert refusal.value.kind is ErrorKind.OVERLOADED
         worker.abort("a")
         worker.submit(request("c"), StreamResponseSink())
 
@@ -179,9 +174,8 @@ async def test_a_drain_waits_for_embeddings_and_the_limit_counts_them() -> None:
     inputs = [array("I", [1])]
     first = asyncio.create_task(embed(worker, "tiny", inputs, 0, ""))
     await asyncio.sleep(0)
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=ErrorKind.OVERLOADED):
         await embed(worker, "tiny", inputs, 0, "")
-    assert refusal.value.kind is ErrorKind.OVERLOADED
     draining = asyncio.create_task(worker.drain(20))
     await asyncio.sleep(0.01)
     assert not draining.done()
@@ -202,9 +196,8 @@ async def test_an_engine_that_embeds_wrongly_is_found_out(vectors: Sequence[byte
 
     worker = Worker(Wrong(), "w")
     await worker.start()
-    with pytest.raises(SluiceError) as error:
+    with raises_error(kind=ErrorKind.INTERNAL):
         await embed(worker, "tiny", [array("I", [1])], 0, "")
-    assert error.value.kind is ErrorKind.INTERNAL
 
 
 @pytest.mark.parametrize(

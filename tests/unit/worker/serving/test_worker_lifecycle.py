@@ -27,6 +27,7 @@ from services.worker.serving.outbox import Outbox
 from services.worker.serving.session import SessionResponseSink
 from services.worker.serving.worker import Worker
 from tests.support.fakes.engines import RecordingSink, ScriptedEngine, request
+from tests.support.oracles.errors import raises_error
 
 STOP = Delta((7,), FinishReason.STOP, Usage(4, 1, 0), stop_token_id=7)
 
@@ -75,9 +76,8 @@ async def test_what_cannot_run_is_refused_before_the_engine_sees_it(
 ) -> None:
     engine = ScriptedEngine()
     worker = await started(engine)
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=kind, param=param) as refusal:
         worker.submit(asked, StreamResponseSink())
-    assert (refusal.value.kind, refusal.value.param) == (kind, param)
     assert refusal.value.message.endswith(".")
     assert worker.live_requests == 0
     assert engine.closed == []
@@ -98,9 +98,8 @@ async def test_a_request_streams_and_ends_once() -> None:
 async def test_two_live_requests_cannot_share_an_id() -> None:
     worker = await started(ScriptedEngine(hold=True))
     worker.submit(request("same"), StreamResponseSink())
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(code="duplicate_request_id"):
         worker.submit(request("same"), StreamResponseSink())
-    assert refusal.value.code == "duplicate_request_id"
     assert worker.live_requests == 1
     await worker.drain(0)
     await worker.cleanup()
@@ -219,24 +218,20 @@ async def test_an_engine_that_refuses_leaves_nothing_behind() -> None:
             raise RuntimeError("secret detail")
 
     worker = await started(Broken())
-    with pytest.raises(SluiceError) as refusal:
+    with raises_error(kind=ErrorKind.INTERNAL) as refusal:
         worker.submit(request(), StreamResponseSink())
-    assert refusal.value.kind is ErrorKind.INTERNAL
     assert "secret" not in refusal.value.message
     assert worker.live_requests == 0
 
 
 async def test_before_the_start_and_after_the_drain_requests_are_refused() -> None:
     worker = Worker(ScriptedEngine([STOP]), "w")
-    with pytest.raises(SluiceError) as early:
+    with raises_error(kind=ErrorKind.UNAVAILABLE):
         worker.submit(request(), StreamResponseSink())
-    assert early.value.kind is ErrorKind.UNAVAILABLE
     await worker.start()
     await worker.drain(1)
-    with pytest.raises(SluiceError) as late:
+    with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, retryable=True):
         worker.submit(request(), StreamResponseSink())
-    assert late.value.kind is ErrorKind.ENGINE_SHUTDOWN
-    assert late.value.retryable
 
 
 async def test_drain_waits_for_what_runs() -> None:
