@@ -65,23 +65,17 @@ async def test_a_key_that_floods_does_not_delay_the_others() -> None:
     await crowd.close()
 
 
-async def test_weights_share_the_turns() -> None:
+@pytest.mark.parametrize(
+    ("weight", "cost", "ratio"),
+    [pytest.param(3, 1.0, 3, id="weight"), pytest.param(1, 0.25, 4, id="short prompts")],
+)
+async def test_turns_of_two_keys_are_shared_by_weight_and_cost(weight: int, cost: float, ratio: float) -> None:
     crowd = Crowd(FairQueue(1, 200, 60))
-    await crowd.come(key("heavy", weight=3), 60)
-    await crowd.come(key("light"), 60)
+    await crowd.come(key("more", weight=weight), 60, cost=cost)
+    await crowd.come(key("less"), 60)
     await crowd.leave(40)
     turns = Counter(crowd.order[1:])
-    assert 2.5 < turns["heavy"] / turns["light"] < 3.5
-    await crowd.close()
-
-
-async def test_long_prompts_take_more_of_a_share() -> None:
-    crowd = Crowd(FairQueue(1, 200, 60))
-    await crowd.come(key("long"), 40, cost=4.0)
-    await crowd.come(key("short"), 60)
-    await crowd.leave(40)
-    turns = Counter(crowd.order[1:])
-    assert 3 < turns["short"] / turns["long"] < 5
+    assert ratio - 1 < turns["more"] / turns["less"] < ratio + 1
     await crowd.close()
 
 

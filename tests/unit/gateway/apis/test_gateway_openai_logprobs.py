@@ -103,15 +103,6 @@ async def test_without_alternatives_nothing_is_asked() -> None:
     assert pieces.asked == []
 
 
-async def test_what_comes_before_the_beginning_waits_for_it() -> None:
-    assembler, choice = make(Pieces())
-    assembler.tokens([b"x"], [0])
-    assembler.text("x")
-    assert choice.heard == []
-    assembler.begin(array("I", [7]), [1])
-    assert choice.kinds == ["begin", "shown", "text"]
-
-
 async def test_everything_waits_while_alternatives_are_asked_for() -> None:
     pieces = Pieces()
     assembler, choice = make(pieces)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from starlette.types import Message
 
-from services.common.errors import SluiceError, unavailable
+from services.common.errors import unavailable
 from services.gateway.apis.openai.choices import CollectedChoices, StreamedChoice, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat
 from services.gateway.apis.openai.detailed_choices import DetailedStreamedChoice, DetailOptions
@@ -63,6 +63,12 @@ def serve(stream: EventStream, client: Client) -> asyncio.Task[None]:
     return asyncio.create_task(stream({"type": "http"}, client.receive, client.send))
 
 
+def served(**options: Any) -> tuple[StreamedChoices, Client, asyncio.Task[None]]:
+    choices, stream = make(**options)
+    client = Client()
+    return choices, client, serve(stream, client)
+
+
 async def settle_round() -> None:
     await asyncio.sleep(0.12)  # longer than the longest pause between rounds
 
@@ -71,9 +77,7 @@ STOP = Finish(FinishReason.STOP, completion_tokens=2)
 
 
 async def test_chunks_of_a_chat_in_order() -> None:
-    choices, stream = make(usage=True)
-    client = Client()
-    serving = serve(stream, client)
+    choices, client, serving = served(usage=True)
     choices.sinks[0].text("Hel")
     await settle_round()
     choices.sinks[0].text('lo "ü"\n')
@@ -95,9 +99,7 @@ async def test_chunks_of_a_chat_in_order() -> None:
 
 
 async def test_text_that_waits_becomes_one_event() -> None:
-    choices, stream = make()
-    client = Client()
-    serving = serve(stream, client)
+    choices, client, serving = served()
     for piece in ("a", "b", "c"):
         choices.sinks[0].text(piece)
     choices.sinks[0].finish(STOP)
@@ -106,9 +108,7 @@ async def test_text_that_waits_becomes_one_event() -> None:
 
 
 async def test_choices_keep_apart() -> None:
-    choices, stream = make(2)
-    client = Client()
-    serving = serve(stream, client)
+    choices, _, serving = served(number=2)
     choices.sinks[1].text("second")
     await settle_round()
     choices.sinks[0].text("first")
@@ -129,9 +129,7 @@ async def test_choices_keep_apart() -> None:
 
 
 async def test_failure_before_the_first_text_is_an_http_error() -> None:
-    choices, stream = make()
-    client = Client()
-    serving = serve(stream, client)
+    choices, client, serving = served()
     choices.sinks[0].fail(unavailable("nobody there"))
     await asyncio.wait_for(serving, 30)
     assert client.status == 503
@@ -139,9 +137,7 @@ async def test_failure_before_the_first_text_is_an_http_error() -> None:
 
 
 async def test_failure_in_the_middle_is_an_event_and_the_end() -> None:
-    choices, stream = make()
-    client = Client()
-    serving = serve(stream, client)
+    choices, client, serving = served()
     choices.sinks[0].text("so far")
     await settle()
     choices.sinks[0].fail(unavailable("worker lost"))
@@ -152,9 +148,7 @@ async def test_failure_in_the_middle_is_an_event_and_the_end() -> None:
 
 
 async def test_slow_client_receives_everything_without_blocking_the_source() -> None:
-    choices, stream = make(max_unsent=10_000)
-    client = Client()
-    serving = serve(stream, client)
+    choices, client, serving = served(max_unsent=10_000)
     choices.sinks[0].text("a")
     await settle()
     client.reads.clear()
@@ -172,10 +166,8 @@ async def test_slow_client_receives_everything_without_blocking_the_source() -> 
 
 async def test_a_client_that_never_reads_is_cut() -> None:
     cancelled = []
-    choices, stream = make(max_unsent=100)
+    choices, client, serving = served(max_unsent=100)
     choices.cancel = lambda: cancelled.append(True)  # type: ignore[method-assign]
-    client = Client()
-    serving = serve(stream, client)
     choices.sinks[0].text("a")
     await settle()
     client.reads.clear()
@@ -231,9 +223,7 @@ async def test_a_stream_that_fails_to_write_is_cut_and_disturbs_no_other() -> No
 
 
 async def test_a_stream_that_fails_at_its_first_text_is_cut_without_a_word_to_who_brought_it() -> None:
-    choices, stream = make(2)
-    client = Client()
-    serving = serve(stream, client)
+    choices, _, serving = served(number=2)
     choices.sinks[0].text("a")
     await settle()
 
@@ -247,10 +237,8 @@ async def test_a_stream_that_fails_at_its_first_text_is_cut_without_a_word_to_wh
 
 async def test_a_client_that_leaves_cancels() -> None:
     cancelled = []
-    choices, stream = make()
+    choices, client, serving = served()
     choices.cancel = lambda: cancelled.append(True)  # type: ignore[method-assign]
-    client = Client()
-    serving = serve(stream, client)
     choices.sinks[0].text("a")
     await settle()
     client.left.set()
@@ -285,16 +273,8 @@ def test_chunks_are_valid_json_whatever_the_text() -> None:
         assert closing["choices"][0]["stop_reason"] == '"x'
 
 
-def test_error_kind_without_a_status_is_500() -> None:
-    from services.common.errors import ErrorKind
-
-    assert SluiceError(ErrorKind.INTERNAL_UNKNOWN, "x").http_status == 500
-
-
 async def test_reasoning_text_and_calls_keep_their_order_and_wait_together() -> None:
-    choices, stream = make(usage=True)
-    client = Client()
-    serving = serve(stream, client)
+    choices, client, serving = served(usage=True)
     sink = choices.sinks[0]
     for piece in ("hm ", '"ü"'):
         sink.reasoning(piece)
@@ -335,9 +315,7 @@ async def test_reasoning_text_and_calls_keep_their_order_and_wait_together() -> 
 
 
 async def test_arguments_go_out_as_they_come() -> None:
-    choices, stream = make()
-    client = Client()
-    serving = serve(stream, client)
+    choices, client, serving = served()
     sink = choices.sinks[0]
     sink.tool_call(0, "call_a", "f", "")
     await settle_round()

@@ -40,25 +40,21 @@ async def none_of(job: Callable[[], Any]) -> None:
     assert found.total() < TIMES, found
 
 
-async def test_refused_by_a_full_line() -> None:
-    gate, _, _ = make(FairQueue(1, 0, 60))
+async def leave() -> None:
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "timeout_s", "gone"),
+    [
+        pytest.param(0, 60, never, id="full queue"),
+        pytest.param(10, 0.001, never, id="timeout"),
+        pytest.param(10, 60, leave, id="client gone"),
+    ],
+)
+async def test_request_refused_by_the_queue_leaves_no_cycle(waiting: int, timeout_s: float, gone: Any) -> None:
+    gate, _, _ = make(FairQueue(1, waiting, timeout_s))
     await gate.enter(ANONYMOUS, 1.0, inf, never)
-    await none_of(lambda: gate.enter(ANONYMOUS, 1.0, inf, never))
-
-
-async def test_refused_after_a_wait_in_line() -> None:
-    gate, _, _ = make(FairQueue(1, 10, 0.001))
-    await gate.enter(ANONYMOUS, 1.0, inf, never)
-    await none_of(lambda: gate.enter(ANONYMOUS, 1.0, inf, never))
-
-
-async def test_left_while_it_waited_in_line() -> None:
-    gate, _, _ = make(FairQueue(1, 10, 60))
-    await gate.enter(ANONYMOUS, 1.0, inf, never)
-
-    async def gone() -> None:
-        await asyncio.sleep(0)
-
     await none_of(lambda: gate.enter(ANONYMOUS, 1.0, inf, gone))
 
 

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
-import pytest
 from starlette.requests import Request
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.packing import pack_u32
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.clients.worker_link import WorkerLink
@@ -29,7 +28,7 @@ from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.capabilities import able
 from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient, all_or_none
+from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.data.bodies import BUDGETS
@@ -127,18 +126,6 @@ async def test_model_without_embedding_workers_raises_an_error_that_names_model(
     workers = Workers({"a": Stub()}, without=("a",))
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="model"):
         await workers.embed(7)
-
-
-async def test_jobs_end_together() -> None:
-    async def broken() -> int:
-        raise SluiceError(ErrorKind.UNAVAILABLE, "Gone.")
-
-    async def fine() -> int:
-        return 1
-
-    assert await all_or_none([fine(), fine()]) == [1, 1]
-    with pytest.raises(SluiceError, match="Gone"):
-        await all_or_none([fine(), broken()])
 
 
 def test_workers_that_can_do_it_all() -> None:

@@ -36,15 +36,6 @@ def index_of(*slots: WorkerRank, capacity: int = 1000) -> BlockIndex:
     return index
 
 
-def test_longest_prefix_by_rank() -> None:
-    index = index_of(A, B)
-    index.apply(A, 1, stored(1, 1, 2, 3))
-    index.apply(B, 1, stored(1, 1))
-    assert index.match([1, 2, 3, 4]) == {A: Overlap(3), B: Overlap(1)}
-    assert index.match([9, 1, 2]) == {}
-    assert index.match([]) == {}
-
-
 def test_duplicates_gaps_and_stale_epochs_change_nothing() -> None:
     index = index_of(A)
     assert index.apply(A, 1, stored(1, 1)) is ApplyResult.APPLIED

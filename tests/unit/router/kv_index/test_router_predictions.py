@@ -67,17 +67,6 @@ def test_only_what_is_not_known_is_predicted(expected: Expected) -> None:
     assert expected.overlap(A, range(10, 20), observed=3) == Overlap(3), "what it stood on is gone"
 
 
-def test_branches_stand_on_each_other(expected: Expected) -> None:
-    expected.send(A, [1, 2, 3, 4])
-    expected.send(A, [1, 2, 3, 14, 15])
-    expected.send(A, [1, 2, 3, 14, 25])
-    assert expected.held.blocks(A) == 7
-    assert expected.overlap(A, [1, 2, 3, 14, 25]).predicted == 5
-    assert expected.overlap(A, [1, 2, 3, 14, 35]).predicted == 4
-    expected.send(A, [1, 2, 3, 4])
-    assert expected.held.blocks(A) == 7
-
-
 def test_a_bridge_ends_soon_after_the_prompt_is_computed(expected: Expected) -> None:
     request_id = expected.send(A, [1, 2, 3])
     expected.send(A, [1, 2, 3, 4])

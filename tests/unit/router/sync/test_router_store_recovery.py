@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,7 @@ from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
+from tests.support.waiting import settle
 
 MODEL = "m"
 A = WorkerRank("a", 0)
@@ -48,11 +51,15 @@ class HeldStore(MemoryStore):
     def index(self, model: str) -> BlockIndex | None:  # type: ignore[override]
         return None
 
-    def hold(self, what: str) -> None:
-        """From now on the answers to this question wait for `answering`."""
+    @asynccontextmanager
+    async def during(self, what: str, *jobs: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+        """Runs jobs as far as they ask the store this, then the body, then the rest of them."""
         self.held = what
-        self.asked.clear()
-        self.answering.clear()
+        running = asyncio.gather(*jobs)
+        await self.asked.wait()
+        yield
+        self.answering.set()
+        await running
 
     async def _wait(self, what: str) -> None:
         if what == self.held:
@@ -89,11 +96,6 @@ async def registered(store: MemoryStore) -> list[str]:
     return [each.worker_id for each in (await MemoryStore.load(store, MODEL)).workers]
 
 
-async def turns(number: int = 50) -> None:
-    for _ in range(number):
-        await asyncio.sleep(0)
-
-
 # The load book
 
 
@@ -101,11 +103,8 @@ async def test_two_who_settle_at_once_tell_everything_once() -> None:
     store = HeldStore()
     bookkeeper = ReservationManager(store, StoreHealth(store), Random(1))
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})  # the store is away: booked here
-    store.hold("book")
-    settling = [asyncio.create_task(bookkeeper.replay()) for _ in range(2)]  # one tends, the other finds it back again
-    await store.asked.wait()
-    store.answering.set()
-    await asyncio.gather(*settling)
+    async with store.during("book", bookkeeper.replay(), bookkeeper.replay()):
+        pass
     assert (await store.pulse(MODEL)).loads[A].requests == 1
     await store.free(MODEL, ["r"])
     assert (await store.pulse(MODEL)).loads == {}
@@ -115,12 +114,8 @@ async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_an
     store = HeldStore()
     bookkeeper = ReservationManager(store, StoreHealth(store), Random(1))
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})
-    store.hold("book")
-    settling = asyncio.create_task(bookkeeper.replay())
-    await store.asked.wait()
-    assert await bookkeeper.mark_prefill_complete(MODEL, ["r"]) == 0
-    store.answering.set()
-    await settling
+    async with store.during("book", bookkeeper.replay()):
+        assert await bookkeeper.mark_prefill_complete(MODEL, ["r"]) == 0
     load = (await store.pulse(MODEL)).loads[A]
     assert (load.prefill, load.decode, load.requests) == (0, 7, 1)
 
@@ -177,12 +172,8 @@ async def test_a_pair_that_another_replica_freed_is_not_booked_when_the_store_re
         await router._reservations.select(MODEL, [OFFER], replace(TERMS, request_id=request_id), {})
     over = Outcome(reservation_id(MODEL, "r", paired=True), 0, 5)
     if settling:
-        store.hold("book")
-        recovering = asyncio.create_task(router._recover())
-        await store.asked.wait()
-        await router.lifecycle.free([], [over])  # as all replicas hear it
-        store.answering.set()
-        await recovering
+        async with store.during("book", router._recover()):
+            await router.lifecycle.free([], [over])  # as on every replica
     else:
         await router.lifecycle.free([], [over])
         await router._recover()
@@ -198,13 +189,9 @@ async def test_a_worker_that_goes_while_others_are_registered_again_stays_gone()
     router = Router(store, random=Random(1))
     await router.worker_manager.attach(worker("stays"))
     gone, _ = await router.worker_manager.attach(worker("goes"))
-    store.hold("register")
-    recovering = asyncio.create_task(router._recover())
-    await store.asked.wait()
-    router.worker_manager.detach(gone)
-    await turns()
-    store.answering.set()
-    await recovering
+    async with store.during("register", router._recover()):
+        router.worker_manager.detach(gone)
+        await settle(50)
     assert await registered(store) == ["stays"]
     await router.close()
 
@@ -214,14 +201,10 @@ async def test_worker_lost_during_a_notification_is_notified_too() -> None:
     router = Router(store, random=Random(1))
     pair = [(await router.worker_manager.attach(worker(name)))[0] for name in ("first", "second")]
     router.worker_manager.detach(pair[0])
-    await turns()
-    store.hold("remove")
-    recovering = asyncio.create_task(router._recover())
-    await store.asked.wait()
-    router.worker_manager.detach(pair[1])
-    await turns()
-    store.answering.set()
-    await recovering
+    await settle(50)
+    async with store.during("remove", router._recover()):
+        router.worker_manager.detach(pair[1])
+        await settle(50)
     assert await registered(store) == []
     await router.close()
 
@@ -231,13 +214,9 @@ async def test_worker_lost_during_reconciliation_is_notified_too() -> None:
     router = Router(store, random=Random(1))
     gone, _ = await router.worker_manager.attach(worker())
     await router._reservations.select(MODEL, [OFFER], TERMS, {})
-    store.hold("book")
-    recovering = asyncio.create_task(router._recover())
-    await store.asked.wait()
-    router.worker_manager.detach(gone)
-    await turns()
-    store.answering.set()
-    await recovering
+    async with store.during("book", router._recover()):
+        router.worker_manager.detach(gone)
+        await settle(50)
     assert await registered(store) == []
     await router.close()
 
@@ -292,12 +271,8 @@ async def test_a_worker_that_a_second_look_at_the_store_found_is_no_orphan() -> 
 async def test_an_orphan_that_is_given_up_while_the_store_brings_it_back_stays() -> None:
     store, view, registry = await lost_its_store()
     await store.register(worker(), "s", 60_000)
-    store.hold("blocks")
-    rebuilding = asyncio.create_task(view.rebuild(store))
-    await store.asked.wait()
-    view.drop_orphans(0)
-    store.answering.set()
-    await rebuilding
+    async with store.during("blocks", view.rebuild(store)):
+        view.drop_orphans(0)
     assert registry.get(MODEL, "w") is not None
 
 
@@ -334,6 +309,6 @@ class Halfway(MemoryStore):
 async def test_a_store_that_answers_nothing_but_pings_is_not_asked_without_a_pause() -> None:
     router = Router(store := Halfway(), random=Random(1))
     router.start()
-    await turns(5_000)
+    await settle(5_000)
     assert 1 <= store.pings < 100
     await router.close()

@@ -71,16 +71,6 @@ async def test_the_context_is_the_models_unless_set(folder: Path, setting: int, 
     await engine.cleanup()
 
 
-async def test_one_generation_ends_with_one_terminal_last(make: Any) -> None:
-    async with make() as engine:
-        deltas = await collect(engine, request(max_tokens=20, ignore_eos=True))
-    assert [bool(delta.finish_reason) for delta in deltas] == [False] * (len(deltas) - 1) + [True]
-    assert len(tokens_of(deltas)) == 20
-    assert deltas[0].cached_tokens == 0
-    assert deltas[-1].usage is not None
-    assert deltas[-1].usage.completion_tokens == 20
-
-
 async def test_interleaved_generations_do_not_disturb_each_other(make: Any) -> None:
     prompts = [[0, 20 + index, 1] for index in range(8)]
     async with make(max_sequences=3) as engine:
@@ -134,17 +124,6 @@ async def test_drain_waits_for_running_requests(make: Any) -> None:
         assert sink.reason is FinishReason.LENGTH
 
 
-async def test_a_repeated_prompt_reports_its_cached_tokens(make: Any) -> None:
-    prompt = list(range(3, 103))
-    async with make(block_size=16) as engine:
-        first = await collect(engine, request("a", prompt, max_tokens=2))
-        second = await collect(engine, request("b", prompt, max_tokens=2))
-    assert first[0].cached_tokens == 0
-    assert second[0].cached_tokens == 96
-    assert second[-1].usage is not None
-    assert second[-1].usage.cached_tokens == 96
-
-
 async def test_events_and_a_cleared_cache_replay_to_the_truth(make: Any) -> None:
     heard: list[KvEvent] = []
     prompt = array("I", range(3, 103))
@@ -187,14 +166,6 @@ async def test_the_context_bounds_max_tokens(make: Any) -> None:
         deltas = await collect(engine, request(prompt=range(3, 53), ignore_eos=True, max_tokens=1000))
     assert len(tokens_of(deltas)) == 14
     assert deltas[-1].finish_reason is FinishReason.LENGTH
-
-
-async def test_a_full_queue_is_overloaded(make: Any) -> None:
-    async with make(speedup=1.0, max_sequences=1, max_waiting=1) as engine:
-        for name in "ab":
-            engine.submit(request(name, ignore_eos=True), GenerateContext(name), RecordingSink())
-        with raises_error(kind=ErrorKind.OVERLOADED):
-            engine.submit(request("c"), GenerateContext("c"), RecordingSink())
 
 
 async def test_cleanup_twice_and_without_a_start(folder: Path) -> None:

@@ -98,19 +98,13 @@ def test_natural_ends_are_finite_and_come_once(seed: int) -> None:
     assert BOS not in answer.token_ids
 
 
-@pytest.mark.parametrize("limit", [1, 5, 29])
-def test_max_tokens_cuts_short(teller: TextGenerator, limit: int) -> None:
-    answer = teller.answer(request(), limit)
-    assert len(answer.token_ids) == limit
-    assert answer.reason is FinishReason.LENGTH
-    assert answer.stop_token_id is None
-
-
 def test_room_for_exactly_the_answer_ends_naturally(teller: TextGenerator) -> None:
     whole = teller.answer(request(), ENOUGH)
     length = len(whole.token_ids)
     assert teller.answer(request(), length) == whole
-    assert teller.answer(request(), length - 1).reason is FinishReason.LENGTH
+    for limit in (1, 5, length - 1):
+        cut = teller.answer(request(), limit)
+        assert (len(cut.token_ids), cut.reason, cut.stop_token_id) == (limit, FinishReason.LENGTH, None)
 
 
 @pytest.mark.parametrize("limit", [1, 100, 900])
@@ -132,10 +126,11 @@ def test_answer_ends_with_the_requests_eos(teller: TextGenerator) -> None:
     assert teller.answer(request(eos_token_ids=(TURN, EOS)), ENOUGH).stop_token_id == TURN
 
 
-def test_a_stop_id_ends_the_answer_and_is_its_last_token(teller: TextGenerator) -> None:
-    whole = teller.answer(request(), ENOUGH).token_ids
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_id_ends_the_answer_and_is_its_last_token(teller: TextGenerator, ignore_eos: bool) -> None:
+    whole = teller.answer(request(ignore_eos=ignore_eos), 50).token_ids
     stop = whole[10]
-    answer = teller.answer(request(stop_token_ids=frozenset({stop, EOS})), ENOUGH)
+    answer = teller.answer(request(ignore_eos=ignore_eos, stop_token_ids=frozenset({stop, EOS})), ENOUGH)
     assert answer.token_ids == whole[: whole.index(stop) + 1]
     assert (answer.reason, answer.stop_token_id) == (FinishReason.STOP, stop)
 
@@ -146,12 +141,6 @@ def test_a_stop_id_counts_only_after_min_tokens(teller: TextGenerator) -> None:
     answer = teller.answer(request(min_tokens=20, stop_token_ids=frozenset({stop})), ENOUGH)
     assert len(answer.token_ids) == whole.index(stop, 20) + 1
     assert stop in whole[:20]
-
-
-def test_stop_ids_count_even_when_eos_is_ignored(teller: TextGenerator) -> None:
-    stop = teller.answer(request(), ENOUGH).token_ids[10]
-    answer = teller.answer(request(ignore_eos=True, stop_token_ids=frozenset({stop})), ENOUGH)
-    assert answer.stop_token_id == stop
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -149,21 +149,21 @@ def test_an_engine_that_does_not_answer_is_a_loss_once() -> None:
     assert (heard.held, heard.sequencer.losses, heard.sequencer.replay_from) == (hashes({2, 3}), 1, None)
 
 
-def test_without_a_replay_a_gap_is_a_loss() -> None:
-    publisher, heard = Publisher(), ObservedStream(can_replay=False)
-    heard.sequencer.live(*publisher.step(1))
+@pytest.mark.parametrize(
+    ("can_replay", "disturb"),
+    [
+        pytest.param(False, lambda sequencer: None, id="a gap without a replay"),
+        pytest.param(True, lambda sequencer: sequencer.unreadable(1), id="an unreadable batch"),
+        pytest.param(False, lambda sequencer: sequencer.interrupted(), id="an interrupted stream"),
+    ],
+)
+def test_batch_missed_without_a_replay_is_a_loss(can_replay: bool, disturb: Callable[[EventSequencer], None]) -> None:
+    publisher, observed = Publisher(), ObservedStream(can_replay=can_replay)
+    observed.sequencer.live(*publisher.step(1))
     publisher.step(2)
-    heard.sequencer.live(*publisher.step(3))
-    assert (heard.held, heard.sequencer.losses) == (hashes({3}), 1)
-
-
-def test_a_batch_that_cannot_be_read_is_a_loss() -> None:
-    publisher, heard = Publisher(), ObservedStream()
-    heard.sequencer.live(*publisher.step(1))
-    publisher.step(2)
-    heard.sequencer.unreadable(1)
-    heard.sequencer.live(*publisher.step(3))
-    assert (heard.held, heard.sequencer.losses) == (hashes({3}), 1)
+    disturb(observed.sequencer)
+    observed.sequencer.live(*publisher.step(3))
+    assert (observed.held, observed.sequencer.losses) == (hashes({3}), 1)
 
 
 def test_an_unknown_parent_asks_for_the_whole_story_once() -> None:
@@ -200,15 +200,6 @@ def test_who_joins_late_without_a_replay_takes_the_first_batch_as_it_comes() -> 
     heard.sequencer.live(*publisher.step(2))
     heard.sequencer.live(*publisher.step(3))
     assert (heard.held, heard.sequencer.losses) == (hashes({2, 3}), 0)
-
-
-def test_an_interrupted_stream_claims_nothing_of_before() -> None:
-    publisher, heard = Publisher(), ObservedStream(can_replay=False)
-    heard.sequencer.live(*publisher.step(1))
-    heard.sequencer.interrupted()
-    publisher.step(2)
-    heard.sequencer.live(*publisher.step(3))
-    assert (heard.held, heard.sequencer.losses) == (hashes({3}), 1)
 
 
 def test_a_snapshot_replaces_everything() -> None:

@@ -58,13 +58,6 @@ def translate(*events: EngineEvent, translator: Translator | None = None, counts
     return mirror
 
 
-def test_hashes_are_the_agreed_ones() -> None:
-    whole = translate(stored([1, 2, 3], list(range(1, 13))))
-    assert whole.on() == set(KNOWN)
-    pieces = translate(stored([1], [1, 2, 3, 4]), stored([2, 3], list(range(5, 13)), parent=1))
-    assert pieces.on() == set(KNOWN)
-
-
 def test_adapter_and_salt_shift_the_seed_of_the_whole_sequence() -> None:
     mirror = translate(
         stored([1], [1, 2, 3, 4], lora="my-lora", salt="tenant-a"), stored([2], [5, 6, 7, 8], 1, lora="my-lora")
@@ -125,26 +118,6 @@ def test_only_the_group_that_forgets_nothing_counts() -> None:
     )
     assert mirror.on() == {KNOWN[0]}
     assert translate(stored([1], [1, 2, 3, 4], **sliding)).on() == set()
-
-
-@pytest.mark.parametrize("size", [4, 8, 12])
-def test_larger_engine_blocks_are_several_of_ours(size: int) -> None:
-    tokens = list(range(size * 3))
-    hashes = [1, 2, 3]
-    mirror = translate(stored(hashes, tokens, size=size), EngineRemoved([3]))
-    assert mirror.on() == set(block_hashes(tokens[: size * 2], 4))
-
-
-def test_smaller_engine_blocks_make_one_of_ours_together() -> None:
-    translator = Translator(4, counts_copies=True)
-    mirror = translate(stored([1, 2, 3], [1, 2, 3, 4, 5, 6], size=2), translator=translator)
-    assert mirror.on() == {KNOWN[0]}
-    mirror.hear(translator.apply([stored([4], [7, 8], parent=3, size=2)]))
-    assert mirror.on() == set(KNOWN[:2])
-    mirror.hear(translator.apply([EngineRemoved([1])]))
-    assert mirror.on() == {KNOWN[1]}
-    mirror.hear(translator.apply([stored([1], [1, 2], size=2)]))
-    assert mirror.on() == set(KNOWN[:2])
 
 
 @pytest.mark.parametrize("size", [3, 6])
