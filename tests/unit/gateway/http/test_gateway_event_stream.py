@@ -108,7 +108,7 @@ async def test_text_that_waits_becomes_one_event() -> None:
 
 
 async def test_choices_keep_apart() -> None:
-    choices, _, serving = served(number=2)
+    choices, client, serving = served(number=2)
     choices.sinks[1].text("second")
     await settle_round()
     choices.sinks[0].text("first")

@@ -27,34 +27,25 @@ from services.worker.contract.generation import (
     SamplingParams,
 )
 from services.worker.contract.handoff import MAGIC, seal, unseal
-from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.transfer import Transfer
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
-from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import request, until
 from tests.support.oracles.errors import raises_error
+from tests.support.servers.mock_workers import generate, mock_worker
 
 PROMPT = range(3, 60)
 
 
 @asynccontextmanager
 async def worker(folder: Path, role: str, **fields: Any) -> AsyncIterator[Worker]:
-    settings = WorkerSettings(model=f"tiny={folder}", role=role, **{"speedup": 1e6, **fields})
-    made = Worker(MockEngine.from_args(settings), role, strict=True)
-    await made.start()
-    try:
+    async with mock_worker(folder, role=role, **fields) as made:
         yield made
-    finally:
         await made.drain(5)
-        await made.cleanup()
 
 
 async def run(worker: Worker, asked: GenerateRequest) -> tuple[list[int], Delta]:
-    delivery = StreamResponseSink()
-    worker.submit(asked, delivery)
-    async with asyncio.timeout(20):
-        deltas = [delta async for delta in delivery.deltas()]
+    deltas = await generate(worker, asked)
     return [token_id for delta in deltas for token_id in delta.token_ids], deltas[-1]
 
 

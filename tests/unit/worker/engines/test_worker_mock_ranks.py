@@ -10,33 +10,25 @@ import pytest
 
 from services.worker.contract.cache_events import KvEvent
 from services.worker.contract.generation import FinishReason
-from services.worker.engines.mock import MockEngine
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
-from services.worker.settings import WorkerSettings
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import replay, request
+from tests.support.servers.mock_workers import generate, mock_worker
 
 RANKS = 3
 PROMPT = [7 + number % 50 for number in range(64)]
 
 
 @pytest.fixture
-async def worker(tmp_path: Path) -> AsyncIterator[Worker]:
-    folder = build_tiny_model(tmp_path / "tiny")
-    settings = WorkerSettings(model=f"tiny={folder}", speedup=1e6, data_parallel_size=RANKS, processing="none")
-    started = Worker(MockEngine.from_args(settings), "w")
-    await started.start()
-    yield started
-    await started.cleanup()
+async def worker(folder: Path) -> AsyncIterator[Worker]:
+    async with mock_worker(folder, data_parallel_size=RANKS, processing="none") as started:
+        yield started
 
 
 async def ended(worker: Worker, name: str, rank: int | None, max_tokens: int = 2) -> tuple[FinishReason | None, int]:
-    """How it ended, and how much of its prompt was cached."""
-    delivery = StreamResponseSink()
-    worker.submit(request(name, PROMPT, data_parallel_rank=rank, max_tokens=max_tokens, ignore_eos=True), delivery)
-    async with asyncio.timeout(30):
-        deltas = [delta async for delta in delivery.deltas()]
+    """Returns the finish reason and the cached tokens of the prompt."""
+    asked = request(name, PROMPT, data_parallel_rank=rank, max_tokens=max_tokens, ignore_eos=True)
+    deltas = await generate(worker, asked)
     return deltas[-1].finish_reason, next(delta.cached_tokens or 0 for delta in deltas)
 
 
@@ -76,10 +68,7 @@ async def test_a_drain_waits_for_every_rank(worker: Worker) -> None:
     assert [delta async for delta in delivery.deltas()][-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_engine_with_one_rank_receives_no_rank(tmp_path: Path) -> None:
-    folder = build_tiny_model(tmp_path / "tiny")
-    alone = Worker(MockEngine.from_args(WorkerSettings(model=f"tiny={folder}", speedup=1e6, processing="none")), "w")
-    config = await alone.start()
-    assert "data_parallel_rank" not in config.capabilities
-    assert (await ended(alone, "named", 0))[0] is FinishReason.LENGTH
-    await alone.cleanup()
+async def test_engine_with_one_rank_receives_no_rank(folder: Path) -> None:
+    async with mock_worker(folder, processing="none") as alone:
+        assert "data_parallel_rank" not in alone.config.capabilities
+        assert (await ended(alone, "named", 0))[0] is FinishReason.LENGTH

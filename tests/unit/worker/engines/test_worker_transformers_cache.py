@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes, seed_for
-from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored
 from services.worker.engines.transformers.block_hasher import BlockHasher, forget_hashes, record_changes
 from services.worker.engines.transformers.step import CacheChanges
+from tests.support.fakes.engines import replay
 
 
 class RequestHistory:
@@ -43,17 +44,6 @@ class RequestHistory:
         for block_id in evicted:
             self.hash_to_block.pop(self.block_to_hash.pop(block_id))
         return evicted
-
-
-def replay(events: list[KvEvent], present: set[int]) -> None:
-    for event in events:
-        if isinstance(event, BlocksStored):
-            assert present.isdisjoint(event.hashes)
-            present.update(event.hashes)
-        else:
-            assert isinstance(event, BlocksRemoved)
-            assert present.issuperset(event.hashes)
-            present.difference_update(event.hashes)
 
 
 def test_blocks_have_the_names_that_all_services_agree_on() -> None:

@@ -16,51 +16,45 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, Role, Usage
-from services.worker.engines.mock import MockEngine
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.admission_gate import AdmissionGate
 from services.worker.serving.canary import UNHEALTHY, Canary
 from services.worker.serving.status import WorkerStatus
 from services.worker.serving.worker import Worker
-from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import CONFIG, ScriptedEngine, request, until
 from tests.support.oracles.errors import raises_error
+from tests.support.servers.mock_workers import mock_worker
 
 TRY_S = 0.2
 
 
 @asynccontextmanager
 async def watched(folder: Path, failures: int = 2, **fields: Any) -> AsyncIterator[tuple[Worker, Canary, list[str]]]:
-    settings = WorkerSettings(model=f"tiny={folder}", **{"speedup": 1e6, **fields})
-    worker = Worker(MockEngine.from_args(settings), "w", strict=True)
-    said: list[str] = []
-    worker.gate.on_serving = said.append
-    await worker.start()
-    try:
-        yield worker, Canary(worker, TRY_S, TRY_S, failures), said
-    finally:
-        await worker.cleanup()
+    async with mock_worker(folder, **fields) as worker:
+        states: list[str] = []
+        worker.gate.on_serving = states.append
+        yield worker, Canary(worker, TRY_S, TRY_S, failures), states
 
 
 @pytest.mark.parametrize("role", ["aggregated", "prefill", "decode"])
 async def test_a_sound_engine_passes_whatever_its_role(folder: Path, role: str) -> None:
-    async with watched(folder, role=role) as (worker, canary, said):
+    async with watched(folder, role=role) as (worker, canary, states):
         canary._timeout_s = 20.0
         assert await canary.try_once()
-        assert not said
+        assert not states
         assert worker.load()[0].used_blocks == 0
         assert worker.load()[0].cached_blocks == 0
         assert worker.live_requests == 0
 
 
 async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> None:
-    async with watched(folder, fault=["hang"]) as (worker, canary, said):
+    async with watched(folder, fault=["hang"]) as (worker, canary, states):
         delivery = StreamResponseSink()
         worker.submit(request(), delivery)
         assert not await canary.try_once()
-        assert said == []  # once is no proof
+        assert states == []  # once is no proof
         assert not await canary.try_once()
-        assert said == [UNHEALTHY]
+        assert states == [UNHEALTHY]
         assert worker.phases.name == UNHEALTHY
         async with asyncio.timeout(30):
             terminal = [delta async for delta in delivery.deltas()][-1]
@@ -71,11 +65,11 @@ async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> Non
         with raises_error(code="engine_unhealthy"):
             worker.submit(request("next"), StreamResponseSink())
         assert not await canary.try_once()
-        assert said == [UNHEALTHY]  # said once
+        assert states == [UNHEALTHY]  # states once
         await worker.engine.control("inject_fault", {"fault": "none"})
         canary._timeout_s = 20.0
         assert await canary.try_once()
-        assert said == [UNHEALTHY, ""]
+        assert states == [UNHEALTHY, ""]
         assert worker.phases.name == ""
         worker.submit(request("again"), StreamResponseSink())
         await worker.drain(10)
@@ -83,9 +77,9 @@ async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> Non
 
 @pytest.mark.parametrize("fault", ["refuse", "error_after=1"])
 async def test_failures_count_like_a_hang(folder: Path, fault: str) -> None:
-    async with watched(folder, failures=1, fault=[fault]) as (_, canary, said):
+    async with watched(folder, failures=1, fault=[fault]) as (_, canary, states):
         assert not await canary.try_once()
-        assert said == [UNHEALTHY]
+        assert states == [UNHEALTHY]
 
 
 class Full(ScriptedEngine):
@@ -141,12 +135,12 @@ async def test_requests_that_only_end_are_no_sign_of_life(act: Callable[[Worker,
 
 
 async def test_it_tries_only_after_a_quiet_while_and_goes_on_by_itself(folder: Path) -> None:
-    async with watched(folder) as (worker, canary, said):
+    async with watched(folder) as (worker, canary, states):
         running = asyncio.create_task(canary.run())
         await worker.engine.control("inject_fault", {"fault": "hang"})
-        await until(lambda: said == [UNHEALTHY])
+        await until(lambda: states == [UNHEALTHY])
         await worker.engine.control("inject_fault", {"fault": "none"})
-        await until(lambda: said == [UNHEALTHY, ""])
+        await until(lambda: states == [UNHEALTHY, ""])
         assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

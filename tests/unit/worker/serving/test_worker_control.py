@@ -14,7 +14,6 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Embedded, EngineConfig
-from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.loading import check_memory
 from services.worker.engines.shared.memory import available_bytes
 from services.worker.generation.response_sink import StreamResponseSink
@@ -22,27 +21,20 @@ from services.worker.serving import control
 from services.worker.serving.control import ASLEEP, Controls
 from services.worker.serving.embedding import embed
 from services.worker.serving.worker import Worker
-from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import CONFIG, ScriptedEngine, request
 from tests.support.oracles.errors import raises_error
+from tests.support.servers.mock_workers import generate, mock_worker
 
 
 @asynccontextmanager
 async def mock(folder: Path, **fields: Any) -> AsyncIterator[tuple[Worker, Controls]]:
-    settings = WorkerSettings(model=f"tiny={folder}", **{"speedup": 1e6, **fields})
-    worker = Worker(MockEngine.from_args(settings), "w", strict=True, max_live=settings.max_live)
-    await worker.start()
-    try:
+    async with mock_worker(folder, **fields) as worker:
         yield worker, Controls(worker, lambda: True)
-    finally:
-        await worker.cleanup()
 
 
 async def served(worker: Worker, name: str = "r", **fields: Any) -> list[int]:
-    delivery = StreamResponseSink()
-    worker.submit(request(name, **fields), delivery)
-    async with asyncio.timeout(20):
-        return [token_id async for delta in delivery.deltas() for token_id in delta.token_ids]
+    deltas = await generate(worker, request(name, **fields))
+    return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
 async def test_loaded_and_unloaded_adapters_update_the_card(folder: Path) -> None:

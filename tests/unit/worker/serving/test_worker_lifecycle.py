@@ -28,6 +28,7 @@ from services.worker.serving.session import SessionResponseSink
 from services.worker.serving.worker import Worker
 from tests.support.fakes.engines import RecordingSink, ScriptedEngine, request
 from tests.support.oracles.errors import raises_error
+from tests.support.servers.mock_workers import generate, read
 
 STOP = Delta((7,), FinishReason.STOP, Usage(4, 1, 0), stop_token_id=7)
 
@@ -36,11 +37,6 @@ async def started(engine: ScriptedEngine, on_failure: Callable[[str, BaseExcepti
     worker = Worker(engine, "w", on_failure)
     await worker.start()
     return worker
-
-
-async def read(delivery: StreamResponseSink) -> list[Delta]:
-    async with asyncio.timeout(30):
-        return [delta async for delta in delivery.deltas()]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +81,7 @@ async def test_what_cannot_run_is_refused_before_the_engine_sees_it(
 
 async def test_a_request_streams_and_ends_once() -> None:
     worker = await started(ScriptedEngine([Delta((5, 6), cached_tokens=4), STOP]))
-    delivery = StreamResponseSink()
-    worker.submit(request(), delivery)
-    deltas = await read(delivery)
+    deltas = await generate(worker, request())
     assert [token_id for delta in deltas for token_id in delta.token_ids] == [5, 6, 7]
     assert deltas[0].cached_tokens == 4
     assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [FinishReason.STOP]
@@ -114,9 +108,7 @@ async def test_an_adapter_name_as_model_selects_the_adapter() -> None:
             super().submit(request, context, sink)
 
     worker = await started(Watching([STOP]))
-    delivery = StreamResponseSink()
-    worker.submit(request(model="polite"), delivery)
-    await read(delivery)
+    await generate(worker, request(model="polite"))
     assert seen[0].lora == "polite"
 
 
@@ -191,9 +183,7 @@ async def test_an_engine_that_fails_ends_the_request_with_a_typed_error(
     script: list[Delta | Exception], kind: ErrorKind
 ) -> None:
     worker = await started(ScriptedEngine(script))
-    delivery = StreamResponseSink()
-    worker.submit(request(), delivery)
-    terminal = (await read(delivery))[-1]
+    terminal = (await generate(worker, request()))[-1]
     assert terminal.finish_reason is FinishReason.ERROR
     assert terminal.error is not None
     assert terminal.error.kind is kind

@@ -22,6 +22,7 @@ from services.worker.serving.engine_metrics import EngineMetrics
 from services.worker.serving.worker import Worker
 from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import ScriptedEngine, request
+from tests.support.servers.mock_workers import generate
 
 EARLIER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PARENT = "00-1af7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"
@@ -39,10 +40,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 
 async def run(worker: Worker, asked: GenerateRequest, trace: dict[str, str] | None = None) -> Delta:
-    delivery = StreamResponseSink()
-    worker.submit(asked, delivery, trace)
-    async with asyncio.timeout(20):
-        return [delta async for delta in delivery.deltas()][-1]
+    return (await generate(worker, asked, trace))[-1]
 
 
 async def mock(folder: Path, role: str = "aggregated") -> Worker:
