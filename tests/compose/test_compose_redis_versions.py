@@ -20,7 +20,7 @@ from testcontainers.core.container import DockerContainer
 from services.router.store.base import Store
 from services.router.store.redis import RedisStore
 from tests.support.servers import compose_suite
-from tests.unit.router import test_router_store as contract
+from tests.unit.router.store import test_router_store as contract
 
 pytestmark = pytest.mark.compose
 

@@ -6,9 +6,9 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
+
 TOP_FOLDERS = "benchmarks|clients|deploy|docs|examples|protos|requirements|scripts|services|sluice/cli|sluice/v1|tests"
 
 _FENCED = re.compile(r"^( *)```[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)

@@ -17,10 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.repository import ROOT
+
 COPIED = ("services", "sluice", "tests", "pyproject.toml")
-UNIT = "tests/unit/postprocess/test_postprocess_"
-PARSERS, SWITCHBOARD = f"{UNIT}parsers.py", "tests/unit/gateway/test_gateway_switchboard.py"
+UNIT = "tests/unit/postprocess"
+PARSERS, STREAM_MANAGER = (
+    f"{UNIT}/parsers/test_postprocess_parsers.py",
+    "tests/unit/gateway/streams/test_gateway_stream_manager.py",
+)
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,14 @@ DEFECTS: dict[str, Defect] = {
         "services/postprocess/parsers/calls.py",
         "while self._buffer and self._step(events):\n            pass",
         "if self._buffer:\n            self._step(events)",
-        f"{UNIT}parsers_invariance.py::test_any_cut_of_any_answer_says_the_same[hermes]",
+        f"{UNIT}/parsers/test_postprocess_parsers_invariance.py::test_any_split_of_any_answer_parses_the_same[hermes]",
     ),
     "delta-reasoning": Defect(
         "more than one token in a delta corrupts reasoning",
         "services/postprocess/parsers/think.py",
         "        if self._state == _THINKING:\n            self._think(events)",
         "        elif self._state == _THINKING:\n            self._think(events)",
-        f"{UNIT}parsers_invariance.py::test_any_cut_of_any_answer_says_the_same[think]",
+        f"{UNIT}/parsers/test_postprocess_parsers_invariance.py::test_any_split_of_any_answer_parses_the_same[think]",
     ),
     "parallel": Defect(
         "parallel tool calls are dropped",
@@ -75,21 +79,21 @@ DEFECTS: dict[str, Defect] = {
         "            pass\n        return events",
         "            pass\n        late = self.__dict__.setdefault('late', [])\n        late += events\n"
         "        if self._index >= 0:\n            return []\n        self.late = []\n        return late",
-        f"{PARSERS}::test_arguments_are_told_before_they_are_complete",
+        f"{PARSERS}::test_arguments_are_streamed_before_they_are_complete",
     ),
     "emoji": Defect(
         "a character of several tokens comes out as replacement characters",
         "services/postprocess/detokenize/detokenizer.py",
         "text, used = utf_8_decode(data, self._table.errors)",
         'text, used = utf_8_decode(data, "replace", True)',
-        f"{UNIT}detokenizer.py::test_a_character_of_many_tokens_comes_out_whole",
+        f"{UNIT}/detokenize/test_postprocess_detokenizer.py::test_a_character_of_many_tokens_comes_out_whole",
     ),
     "stop": Defect(
         "a stop string found after detokenizing does not stop the engine",
         "services/gateway/streams/manager.py",
         "            self._stop(stream, worker, None)\n            self._metrics.finished",
         "            self._metrics.finished",
-        f"{SWITCHBOARD}::test_a_stop_string_stops_the_engine",
+        f"{STREAM_MANAGER}::test_a_stop_string_stops_the_engine",
     ),
     "thinking-off": Defect(
         "the reasoning parser runs although thinking was switched off",
@@ -103,7 +107,7 @@ DEFECTS: dict[str, Defect] = {
         "services/postprocess/streams/parser_selection.py",
         "if choice == NONE or options.guided:",
         "if options.guided:",
-        f"{UNIT}parsed.py::test_no_calls_where_none_are_wanted",
+        f"{UNIT}/streams/test_postprocess_parsed.py::test_no_calls_where_none_are_wanted",
     ),
     "guided": Defect(
         "guided output lands in reasoning",

@@ -18,8 +18,8 @@ from services.postprocess.settings import PostprocessSettings
 from services.preprocess.settings import PreprocessSettings
 from services.router.settings import RouterSettings
 from services.worker.settings import WorkerSettings
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = sorted(folder.name for folder in (KUBERNETES / "overlays").iterdir())
 SETTINGS: dict[str, type[ServiceSettings]] = {

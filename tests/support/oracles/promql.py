@@ -12,8 +12,8 @@ import pytest
 
 from services.common.observability.declarations import Declared
 from sluice import metrics
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 OBSERVABILITY = ROOT / "deploy" / "observability"
 RULES = OBSERVABILITY / "rules" / "sluice.yaml"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.net.ports import free_port
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 COMPOSE = ROOT / "deploy/compose"
 STANDINS = ROOT / "tests/compose/standins"
 TAG = "compose-test"

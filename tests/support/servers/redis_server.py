@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 from services.common.net.ports import free_port
+from tests.support.repository import ROOT
 
 NO_PERSISTENCE = ("--save", "", "--appendonly", "no")
-BUNDLED = Path(__file__).parents[3] / ".venv" / "opt" / "redis" / "bin" / "redis-server"
+BUNDLED = ROOT / ".venv" / "opt" / "redis" / "bin" / "redis-server"
 
 
 def redis_binary() -> str:

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from sluice.v1 import router_pb2, router_pb2_grpc
+from tests.support.repository import ROOT
 from tests.support.servers.router_cluster import until
 
 
@@ -48,7 +49,7 @@ class RouterChild:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
-            return subprocess.Popen(self._command, stdout=log, stderr=log, cwd=Path(__file__).parents[3])
+            return subprocess.Popen(self._command, stdout=log, stderr=log, cwd=ROOT)
 
     async def kill(self) -> None:
         """Ends it without a word."""

@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
         make(tmp_path / "file", Options())
 
 
-def test_up_gives_every_process_its_own_certificate(tmp_path: Path) -> None:
+def test_up_gives_every_process_a_separate_certificate(tmp_path: Path) -> None:
     make(tmp_path, Options())
     numbers = iter(range(20_000, 21_000))
     options = UpOptions(base_grpc_port=0, port=0, tls=tmp_path)
@@ -136,7 +136,7 @@ def test_up_gives_every_process_its_own_certificate(tmp_path: Path) -> None:
         assert one.tls == tmp_path
 
 
-def test_up_says_which_certificate_is_missing_or_wrong(tmp_path: Path) -> None:
+def test_up_names_the_missing_or_invalid_certificate(tmp_path: Path) -> None:
     with pytest.raises(BadFlag, match=r"gateway\.pem cannot be read.*Create the certificates with `sluice certs"):
         plan(UpOptions(tls=tmp_path), lambda: 0)
     make(tmp_path, Options())
@@ -145,7 +145,7 @@ def test_up_says_which_certificate_is_missing_or_wrong(tmp_path: Path) -> None:
         plan(UpOptions(tls=tmp_path), lambda: 0)
 
 
-def test_the_command_says_what_it_made_and_refuses_in_one_sentence(
+def test_certs_command_lists_new_files_and_errors_are_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*arguments: str) -> tuple[int, str, str]:

@@ -12,8 +12,9 @@ from services.common.errors import SluiceError
 from sluice.cli import conformance
 from sluice.cli.main import main
 from sluice.conformance import Report, Result, Rule, Verdict, junit, select
+from tests.support.repository import ROOT
 
-PAGE = Path(__file__).parents[3] / "docs" / "conformance.md"
+PAGE = ROOT / "docs" / "conformance.md"
 
 
 def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -85,7 +86,7 @@ def test_the_page_lists_the_rules_of_the_code() -> None:
     assert PAGE.read_text().endswith(conformance.markdown())
 
 
-def test_rules_have_names_of_their_own_and_say_what_they_prove() -> None:
+def test_rules_have_unique_names_and_descriptions() -> None:
     rules = select()
     assert len({rule.name for rule in rules}) == len(rules) > 70
     assert all(rule.proves.endswith(".") and rule.clause for rule in rules)

@@ -61,7 +61,7 @@ def test_differences_are_shown_side_by_side(
     assert "prompts differ." in shown
 
 
-def test_chats_of_ones_own_are_compared(
+def test_chats_of_a_file_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chats = tmp_path / "chats.jsonl"

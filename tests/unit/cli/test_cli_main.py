@@ -129,7 +129,7 @@ def test_ctrl_c_while_it_still_imports_is_an_exit_code(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_without_its_packages_it_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_packages_print_what_to_install(tmp_path: Path) -> None:
     ended = started_with("raise ModuleNotFoundError('no typer', name='typer')", tmp_path)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "sluice: This command needs the package typer: install sluice-llm[all].\n"

@@ -68,7 +68,7 @@ def test_gateway_comes_last_so_that_it_finds_the_others() -> None:
     assert [process.kind for process in plan(Options(), no_free_port)][-1] == "gateway"
 
 
-def test_services_are_told_where_the_others_are() -> None:
+def test_services_receive_the_addresses_of_the_others() -> None:
     suite = by_name(Options(base_grpc_port=40000, routers=3, redis="redis://h:1/0", preprocess=2, postprocess=2))
     routers = "127.0.0.1:40001,127.0.0.1:40004,127.0.0.1:40005"
     assert value(suite["gateway"], "--router") == routers
@@ -305,7 +305,7 @@ def test_no_port_is_used_twice(base: int, workers: int, routers: int, preprocess
     assert {process.name: process.port for process in processes}["worker-0"] == base + 10
 
 
-def test_a_gateway_port_inside_the_suites_own_range_is_refused() -> None:
+def test_gateway_port_inside_the_suites_range_is_refused() -> None:
     with pytest.raises(BadFlag, match="50052"):
         check(Options(port=50052))
 

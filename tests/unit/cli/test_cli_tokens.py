@@ -37,7 +37,7 @@ def works(folder: Path, caller: str, callee: str, secret: str) -> bool:
     return bool(named)
 
 
-def test_each_service_shows_each_other_that_it_calls_a_token_of_its_own(tmp_path: Path) -> None:
+def test_each_pair_of_services_has_a_separate_token(tmp_path: Path) -> None:
     (said,) = make(tmp_path / "made" / "here", Options())
     folder = tmp_path / "made" / "here"
     found = arrows(folder)

@@ -81,7 +81,7 @@ def test_it_fits(width: int, height: int, workers: int) -> None:
     assert any("lost" in line and "gone" in line for line in lines), "a worker in trouble comes first"
 
 
-def test_a_terminal_that_is_too_small_says_so_and_still_shows_the_summary() -> None:
+def test_small_terminal_shows_the_summary_and_a_hint() -> None:
     text = " ".join(shown(40, 6))
     assert "The terminal has 40×6" in text
     assert f"{MIN_SIZE[0]}×{MIN_SIZE[1]}" in text

@@ -17,13 +17,13 @@ from sluice_client._wire.sluice import v1 as generated
 from sluice_client.connection import Method
 
 from sluice.v1 import router_pb2, worker_pb2
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "clients/python"
 GENERATED = CLIENT / "src/sluice_client/_wire"
 
 
-def test_generated_code_is_what_the_contracts_say(tmp_path: Path) -> None:
+def test_generated_code_matches_the_protos(tmp_path: Path) -> None:
     fresh = tmp_path / "wire"
     subprocess.run([CLIENT / "generate.sh", fresh], check=True, capture_output=True, text=True)
     names = {str(path.relative_to(fresh)) for path in fresh.rglob("*.py")}

@@ -32,7 +32,7 @@ def test_known_answers() -> None:
         ("", "", 14643705804678351452),
     ],
 )
-def test_adapters_and_salts_have_names_of_their_own(lora: str, cache_salt: str, expected: int) -> None:
+def test_adapters_and_salts_change_the_hashes(lora: str, cache_salt: str, expected: int) -> None:
     assert list(block_hashes([1, 2, 3, 4], 4, lora, cache_salt)) == [expected]
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from services.common import budgets
 from services.common.budgets import Budget, BudgetPool
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
+from tests.support.oracles.errors import raises_error
 
 
 @pytest.fixture
@@ -23,14 +24,9 @@ def test_budget_amount_at_limit_passes(refused: list[str]) -> None:
     assert refused == []
 
 
-def test_budget_amount_over_limit_raises_and_counts(refused: list[str]) -> None:
-    with pytest.raises(SluiceError, match="--max-schema-nodes") as caught:
+def test_budget_amount_above_limit_raises_and_counts(refused: list[str]) -> None:
+    with raises_error(match="--max-schema-nodes", kind=ErrorKind.INVALID_ARGUMENT, param="tools", code=budgets.CODE):
         Budget("schema_nodes", 3, "--max-schema-nodes").check(4, "The nodes", param="tools")
-    assert (caught.value.kind, caught.value.param, caught.value.code) == (
-        ErrorKind.INVALID_ARGUMENT,
-        "tools",
-        budgets.CODE,
-    )
     assert refused == ["schema_nodes"]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
+from tests.support.oracles.errors import raises_error
 
 NAMES = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters="-_./"), min_size=1)
 
@@ -68,9 +69,8 @@ def test_bundled_tokenizer_is_found() -> None:
     ],
 )
 def test_missing_source_is_named(source: str, says: str) -> None:
-    with pytest.raises(SluiceError, match=says) as refused:
+    with raises_error(match=says, kind=ErrorKind.NOT_FOUND):
         models.resolve(source)
-    assert refused.value.kind is ErrorKind.NOT_FOUND
 
 
 def test_hub_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +131,5 @@ def test_read_json(tmp_path: Path) -> None:
     assert models.read_json(tmp_path, "missing.json") == {}
     assert models.read_json(tmp_path / "config.json", "config.json") == {}
     for name in ("broken.json", "list.json"):
-        with pytest.raises(SluiceError, match=name) as refused:
+        with raises_error(match=name, kind=ErrorKind.INVALID_ARGUMENT):
             models.read_json(tmp_path, name)
-        assert refused.value.kind is ErrorKind.INVALID_ARGUMENT

@@ -85,7 +85,7 @@ async def test_failure_while_closing_is_not_a_death() -> None:
     assert not stop.is_set()
 
 
-async def test_close_from_one_of_its_own_tasks_does_not_hang() -> None:
+async def test_close_from_an_owned_task_returns() -> None:
     owner = TaskOwner()
     closed = asyncio.Event()
 
@@ -101,7 +101,7 @@ async def test_close_from_one_of_its_own_tasks_does_not_hang() -> None:
         await closed.wait()
 
 
-async def test_a_cancellation_that_got_lost_is_said_again() -> None:
+async def test_lost_cancellation_is_repeated() -> None:
     heard = 0
 
     async def loses_the_first() -> None:

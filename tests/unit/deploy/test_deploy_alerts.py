@@ -40,7 +40,7 @@ def test_every_alert_is_tried_both_ways() -> None:
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: str(alert["alert"]))
-def test_alert_is_about_what_exists_and_says_what_to_do(alert: dict[str, Any]) -> None:
+def test_alert_uses_existing_metrics_and_links_to_its_runbook(alert: dict[str, Any]) -> None:
     assert faults(alert["expr"]) == []
     assert alert["labels"]["severity"] in ("page", "ticket", "info")
     assert set(alert["annotations"]) == {"summary", "action"}

@@ -29,7 +29,7 @@ def variables(dashboard: dict[str, Any]) -> dict[str, str]:
     return {one["name"]: one["definition"] for one in dashboard["templating"]["list"] if one["type"] == "query"}
 
 
-def test_the_files_are_what_the_specification_says() -> None:
+def test_dashboard_files_match_their_specification() -> None:
     found = importlib.util.spec_from_file_location("observability_dashboards", OBSERVABILITY / "dashboards.py")
     assert found is not None
     assert found.loader is not None

@@ -95,7 +95,7 @@ def before_stop_s(workload: Object) -> float:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_gateway_goes_on_until_nobody_sends_it_new_connections(overlay: str) -> None:
+def test_gateway_pod_stops_after_its_endpoint_is_removed(overlay: str) -> None:
     (gateway,) = [one for one in workloads(overlay) if name_of(one) == "gateway"]
     assert before_stop_s(gateway) >= 5
 

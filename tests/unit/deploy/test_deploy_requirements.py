@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
-REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements"
+from tests.support.repository import ROOT
+
+REQUIREMENTS = ROOT / "requirements"
 FILES = sorted(file.name for file in REQUIREMENTS.glob("*.txt") if file.name != "dev.txt")
 
 

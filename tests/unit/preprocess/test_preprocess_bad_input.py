@@ -25,6 +25,7 @@ from services.preprocess.tokenizers.mistral import MistralTokenizer
 from services.preprocess.validation import as_json, parse_chat
 from tests.support.data.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import TURN_END
+from tests.support.oracles.errors import raises_error
 
 USER = {"role": "user", "content": "hi"}
 GENEROUS_S = 60.0
@@ -104,9 +105,8 @@ def test_deep_chats_are_rendered_by_another_process_or_refused_in_one_sentence(w
 
 @pytest.mark.parametrize("parameters", [{"type": "nonsense"}, {"properties": 5}, {"required": "x"}, {"type": 7}])
 def test_schemas_that_are_none_are_refused_where_the_engine_refuses_them(parameters: dict[str, Any]) -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="tools"):
         tekken().encode_chat(ChatRequest([USER], tools=[tool(parameters)]))
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "tools")
     assert tiny_hf().encode_chat(ChatRequest([USER], tools=[tool(parameters)]))  # its template shows what it is given
 
 
@@ -197,7 +197,6 @@ def test_a_damaged_tokenizer_json_loads_or_is_one_sentence(tmp_path: Path, place
 def test_a_cut_tekken_file_is_one_sentence(keep: int, tmp_path: Path) -> None:
     file = tmp_path / "tekken.json"
     file.write_bytes(resolve(DEFAULT_SOURCE).read_bytes()[:keep])
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.FAILED_PRECONDITION) as caught:
         load_tokenizer(ModelSpec("m", str(tmp_path)), limits())
-    assert caught.value.kind is ErrorKind.FAILED_PRECONDITION
     assert "\n" not in caught.value.message

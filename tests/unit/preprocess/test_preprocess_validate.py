@@ -7,6 +7,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.validation import parse_chat
+from tests.support.oracles.errors import raises_error
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
@@ -54,10 +55,8 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("messages", "param"), BAD_MESSAGES)
 def test_a_bad_message_is_refused_naming_its_field(messages: Any, param: str) -> None:
     data = json.dumps(messages).encode() if messages is not None else b""
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=param) as caught:
         parse_chat(data)
-    assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
-    assert caught.value.param == param
     assert caught.value.message.endswith(".")
 
 
@@ -78,9 +77,8 @@ def test_an_image_is_refused_as_not_supported() -> None:
     ids=["cut", "nan", "no utf-8", "lone surrogate", "deep"],
 )
 def test_what_is_no_json_is_refused(data: bytes) -> None:
-    with pytest.raises(SluiceError, match="messages is not valid JSON") as caught:
+    with raises_error(match="messages is not valid JSON", param="messages"):
         parse_chat(data)
-    assert caught.value.param == "messages"
 
 
 BAD_PARTS: list[tuple[dict[str, Any], str]] = [
@@ -106,15 +104,13 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("parts", "param"), BAD_PARTS)
 def test_a_bad_part_is_refused_naming_its_field(parts: dict[str, Any], param: str) -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=param):
         parse_chat(json.dumps([USER]).encode(), **{name: json.dumps(part).encode() for name, part in parts.items()})
-    assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, param)
 
 
 def test_opening_a_new_turn_and_continuing_the_last_exclude_each_other() -> None:
-    with pytest.raises(SluiceError) as caught:
+    with raises_error(param="continue_final_message"):
         parse_chat(json.dumps([USER]).encode(), add_generation_prompt=True, continue_final_message=True)
-    assert caught.value.param == "continue_final_message"
 
 
 def test_a_good_chat_arrives_as_written() -> None:

@@ -14,8 +14,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from sluice import __version__
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).parents[3]
 NAME, FOREIGN = "sluice-llm", "sluice"
 SUFFIXES = {".cfg", ".ini", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
 NOT_OURS = {"__pycache__", "_wire", "build", "dist"}

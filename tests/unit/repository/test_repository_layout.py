@@ -1,10 +1,16 @@
+from __future__ import annotations
+
+import filecmp
+import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
+
 SERVICES = ["gateway", "preprocess", "router", "postprocess", "worker"]
 
 
@@ -23,7 +29,7 @@ def test_service_root_has_at_most_twelve_modules(service: str) -> None:
 def test_layers_of_every_service_are_stated_in_full() -> None:
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layered = {c["containers"][0]: c for c in linter["contracts"] if c["type"] == "layers" and "containers" in c}
-    assert {f"services.{service}" for service in [*SERVICES, "common"]} == layered.keys()
+    assert {f"services.{service}" for service in [*SERVICES, "common", "common.child_rpc"]} == layered.keys()
     assert all(contract["exhaustive"] for contract in layered.values())
 
 
@@ -42,3 +48,31 @@ def test_every_file_a_service_reads_is_packaged() -> None:
 def test_every_folder_of_code_is_a_package() -> None:
     folders = {path.parent for top in ("services", "sluice") for path in (ROOT / top).rglob("*.py")}
     assert [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+CLI = Path(sys.executable).with_name("sluice")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (sys.executable, "-m", "services.router", "--help"),
+        (sys.executable, "-m", "sluice.cli.main", "version"),
+        (str(CLI), "version"),
+    ],
+)
+def test_command_above_a_clone_called_sluice_runs(command: tuple[str, ...], tmp_path: Path) -> None:
+    clone = tmp_path / "sluice"  # as of `git clone …/sluice`: without an __init__.py of its own
+    (clone / "sluice").mkdir(parents=True)
+    (clone / "README.md").write_text("a clone")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_generated_code_matches_the_protos(tmp_path: Path) -> None:
+    subprocess.run([ROOT / "scripts/protos.sh", tmp_path], check=True, capture_output=True, text=True)
+    fresh = {path.name for path in (tmp_path / "sluice/v1").iterdir()}
+    kept = {path.name for path in (ROOT / "sluice/v1").iterdir() if path.is_file() and path.name != "py.typed"}
+    assert kept == fresh, "run `make protos`"
+    _, stale, unreadable = filecmp.cmpfiles(ROOT / "sluice/v1", tmp_path / "sluice/v1", fresh, shallow=False)
+    assert (stale, unreadable) == ([], []), "run `make protos`"

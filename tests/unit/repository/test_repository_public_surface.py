@@ -14,7 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests.support.repository import ROOT
+
 MODULES = ("sluice.engine", "sluice.parsers", "sluice.stages", "sluice.tokenizers")
 RECORD = Path(__file__).with_name("public_surface.txt")
 

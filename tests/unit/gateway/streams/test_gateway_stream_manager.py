@@ -1,0 +1,120 @@
+"""The token path: nothing is lost, doubled or leaked, whichever way streams end."""
+
+from __future__ import annotations
+
+from array import array
+from typing import cast
+
+from services.common.errors import SluiceError, unavailable
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.core.request import (
+    Finish,
+    FinishReason,
+)
+from tests.support.fakes.streams import StreamTable
+
+
+def packed(*values: int) -> bytes:
+    return array("I", values).tobytes()
+
+
+def test_tokens_with_one_replica_pass_untouched() -> None:
+    desk = StreamTable(posts=1, workers=1)
+    (first, _), (second, _) = desk.connect(), desk.connect()
+    desk.tokens([(first, [11]), (second, [12])])
+    assert desk.posts[0].fed == [(packed(first.slot, second.slot), packed(1, 1), packed(11, 12))]
+
+
+def test_tokens_are_split_between_replicas_and_unknown_slots_dropped() -> None:
+    desk = StreamTable()
+    first, _ = desk.connect(post=0)
+    second, _ = desk.connect(post=1)
+    third, _ = desk.connect(post=0)
+    columns = packed(first.slot, 999, second.slot, third.slot), packed(1, 2, 2, 1), packed(10, 90, 91, 20, 21, 30)
+    desk.stream_manager.on_tokens(cast(WorkerLink, desk.workers[0]), *columns)
+    assert desk.posts[0].fed == [(packed(first.slot, third.slot), packed(1, 1), packed(10, 30))]
+    assert desk.posts[1].fed == [(packed(second.slot), packed(2), packed(20, 21))]
+
+
+def test_a_stop_string_stops_the_engine() -> None:
+    desk = StreamTable(posts=1)
+    stream, sink = desk.connect()
+    desk.stream_manager.on_started(stream, 3)
+    desk.stream_manager.on_text(stream, "a")
+    finish = Finish(FinishReason.STOP, stop_string="END", completion_tokens=4)
+    desk.stream_manager.on_finished(stream, finish)
+    assert desk.workers[0].cancelled == [stream.slot]
+    assert sink.ends == [finish]
+    assert (stream.cached_tokens, stream.completion_tokens) == (3, 4)
+    assert (desk.computed, desk.freed) == (["res-1"], [("res-1", 3, 4)])
+
+
+def test_the_router_hears_how_a_request_ended_however_it_did() -> None:
+    desk = StreamTable(posts=1)
+    never_started, _ = desk.connect()
+    desk.stream_manager.cancel(never_started)
+    broken_off, _ = desk.connect()
+    desk.stream_manager.on_started(broken_off, 0)
+    desk.stream_manager.on_failed(broken_off, unavailable("x"))
+    finished, _ = desk.connect()
+    desk.stream_manager.on_started(finished, 2)
+    desk.stream_manager.on_ended(finished, FinishReason.LENGTH, None, 9)
+    desk.stream_manager.on_finished(finished, Finish(FinishReason.LENGTH, completion_tokens=8))
+    assert desk.freed == [("res-1", None, 0), ("res-2", 0, 0), ("res-3", 2, 8)]
+
+
+def test_an_engine_that_is_done_is_not_cancelled() -> None:
+    desk = StreamTable(posts=1)
+    stream, sink = desk.connect()
+    desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 9)
+    assert list(desk.posts[0].ends) == [stream.slot]
+    assert not sink.ends
+    desk.stream_manager.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=9))
+    assert len(sink.ends) == 1
+    assert desk.workers[0].cancelled == []
+
+
+def test_a_silent_stream_is_given_up_at_the_second_sweep() -> None:
+    desk = StreamTable(posts=1)
+    silent, silent_sink = desk.connect()
+    talking, talking_sink = desk.connect()
+    desk.stream_manager.sweep_stalled()
+    desk.stream_manager.on_text(talking, "x")
+    desk.stream_manager.sweep_stalled()
+    assert [type(end) for end in silent_sink.ends] == [SluiceError]
+    assert desk.workers[0].cancelled == [silent.slot]
+    assert not talking_sink.ends
+
+
+def test_tokens_that_a_parser_holds_back_for_long_are_no_silence_of_the_worker() -> None:
+    desk = StreamTable(posts=1)
+    stream, sink = desk.connect()
+    for token in range(4):
+        desk.stream_manager.sweep_stalled()
+        desk.tokens([(stream, [token])])
+    assert not sink.ends
+    desk.stream_manager.sweep_stalled()
+    desk.stream_manager.sweep_stalled()
+    assert [type(end) for end in sink.ends] == [SluiceError]
+
+
+def test_what_parsers_find_goes_to_the_sink_in_order() -> None:
+    desk = StreamTable(posts=1)
+    stream, sink = desk.connect()
+    desk.stream_manager.on_reasoning(stream, "hm")
+    assert stream.first_text_at
+    desk.stream_manager.on_text(stream, "a")
+    desk.stream_manager.on_tool_call(stream, 0, "id", "f", "{")
+    desk.stream_manager.on_tool_call(stream, 0, "", "", "}")
+    for reason in ("one", "two", "one"):
+        desk.stream_manager.on_degraded(stream, reason)
+    desk.stream_manager.on_finished(stream, Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4))
+    assert sink.pieces == ["(hm)", "a", "0:f:{", "0::}"]
+    assert sink.ends == [
+        Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4, degraded=("one", "two"))
+    ]
+    assert stream.reasoning_tokens == 4
+    desk.stream_manager.on_reasoning(stream, "late")
+    desk.stream_manager.on_tool_call(stream, 1, "id", "g", "")
+    desk.stream_manager.on_degraded(stream, "late")
+    assert len(sink.pieces) == 4

@@ -1,0 +1,205 @@
+"""Embedding through workers that can, with another one where a call breaks; requests choose workers by capability."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc
+from starlette.requests import Request
+
+from services.common.errors import ErrorKind
+from services.common.packing import pack_u32
+from services.gateway import context
+from services.gateway.apis.common.http import BodyReader
+from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.clients.worker_link import WorkerLink
+from services.gateway.context import RequestContext
+from services.gateway.core.deadlines import Deadline
+from services.gateway.core.request import (
+    GenerationRequest,
+    Route,
+    SamplingParams,
+    StopParams,
+    TextPrompt,
+    TokenizedPrompt,
+)
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement.selector import Placement
+from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.watchdog import WorkerWatchdog
+from services.gateway.workers.capabilities import able
+from services.gateway.workers.connections import ConnectionManager
+from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
+from sluice.v1 import common_pb2, worker_pb2
+from tests.support.data.bodies import BUDGETS
+from tests.support.oracles.errors import raises_error
+
+
+class Stub:
+    """Embeds a list of ids as its sum, or fails as told."""
+
+    def __init__(self, *failures: grpc.StatusCode) -> None:
+        self.failures = list(failures)
+        self.asked: list[worker_pb2.EmbedRequest] = []
+        self.timeouts: list[float] = []
+
+    async def Embed(self, message: worker_pb2.EmbedRequest, **how: Any) -> worker_pb2.EmbedResponse:
+        assert how["timeout"] > 0
+        self.timeouts.append(how["timeout"])
+        self.asked.append(message)
+        await asyncio.sleep(0)
+        if self.failures:
+            empty = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(self.failures.pop(0), empty, empty, "broken")
+        sums = [sum(memoryview(one.token_ids).cast("I")) for one in message.inputs]
+        return worker_pb2.EmbedResponse(
+            embeddings=[worker_pb2.Embedding(values=struct.pack("<f", total)) for total in sums],
+            usage=common_pb2.Usage(prompt_tokens=sum(len(one.token_ids) // 4 for one in message.inputs)),
+        )
+
+
+def entry(worker_id: str, *capabilities: str) -> WorkerEntry:
+    return WorkerEntry(worker_id, "127.0.0.1:1", 1, "m", 16, 64, 256, frozenset(capabilities), 0)
+
+
+class Workers:
+    """A catalogue and a fleet of stubs."""
+
+    def __init__(self, stubs: dict[str, Stub], without: tuple[str, ...] = ()) -> None:
+        self.stubs = stubs
+        self.links = {
+            name: SimpleNamespace(worker_id=name, peer=name, live=0, embedding=0, stub=stub)
+            for name, stub in stubs.items()
+        }
+        self.registry = WorkerRegistry(cast(Any, None), lambda worker: None, lambda worker_id: None)
+        self.registry.synced = True
+        for name in stubs:
+            self.registry.workers[name] = entry(name, *([] if name in without else ["embeddings"]))
+        self.client = EmbedClient(self.registry, cast(ConnectionManager, self), 5)
+
+    def least_busy(self, worker_ids: list[str]) -> WorkerLink | None:
+        links = [self.links[worker_id] for worker_id in worker_ids]
+        return cast(WorkerLink, min(links, key=lambda link: link.embedding)) if links else None
+
+    async def embed(self, *inputs: int) -> list[float]:
+        found = await self.client.embed("r", "m", [pack_u32([one]) for one in inputs], 0)
+        assert found.prompt_tokens == len(inputs)
+        return [struct.unpack("<f", vector)[0] for vector in found.vectors]
+
+
+async def test_many_inputs_are_several_calls_in_order() -> None:
+    workers = Workers({"a": Stub(), "b": Stub()})
+    inputs = list(range(3 * INPUTS_PER_CALL + 5))
+    assert await workers.embed(*inputs) == inputs
+    assert sum(len(stub.asked) for stub in workers.stubs.values()) == 4
+    assert all(stub.asked for stub in workers.stubs.values())
+    assert all(link.embedding == 0 for link in workers.links.values())
+
+
+async def test_only_workers_that_embed_are_asked() -> None:
+    workers = Workers({"a": Stub(), "b": Stub()}, without=("a",))
+    assert await workers.embed(1, 2) == [1, 2]
+    assert not workers.stubs["a"].asked
+
+
+async def test_a_broken_call_is_made_elsewhere() -> None:
+    workers = Workers({"a": Stub(grpc.StatusCode.UNAVAILABLE), "b": Stub()})
+    assert await workers.embed(7) == [7]
+    assert len(workers.stubs["b"].asked) == 1
+
+
+async def test_invalid_input_is_not_retried_on_another_worker() -> None:
+    workers = Workers({"a": Stub(grpc.StatusCode.INVALID_ARGUMENT), "b": Stub(grpc.StatusCode.INVALID_ARGUMENT)})
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
+        await workers.embed(7)
+    assert sum(len(stub.asked) for stub in workers.stubs.values()) == 1
+
+
+async def test_failure_on_all_workers_raises_the_last_error() -> None:
+    workers = Workers({"a": Stub(*[grpc.StatusCode.UNAVAILABLE] * 9), "b": Stub(*[grpc.StatusCode.UNAVAILABLE] * 9)})
+    with raises_error(retryable=True):
+        await workers.embed(7)
+    assert all(len(stub.asked) == 1 for stub in workers.stubs.values())
+
+
+async def test_model_without_embedding_workers_raises_an_error_that_names_model() -> None:
+    workers = Workers({"a": Stub()}, without=("a",))
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="model"):
+        await workers.embed(7)
+
+
+def test_workers_that_can_do_it_all() -> None:
+    both, one, none = entry("both", "logprobs", "guided_json"), entry("one", "logprobs"), entry("none")
+    assert able([both, one, none], ()) == [both, one, none]
+    assert able([both, one, none], [("logprobs", "logprobs")]) == [both, one]
+    assert able([both, one, none], [("logprobs", "logprobs"), ("guided_json", "response_format")]) == [both]
+    with raises_error(param="response_format", code="unsupported_parameter"):
+        able([one, none], [("logprobs", "logprobs"), ("guided_json", "response_format")])
+
+
+async def test_the_time_that_a_request_has_is_that_of_its_vectors_too() -> None:
+    workers = Workers({"a": Stub(grpc.StatusCode.DEADLINE_EXCEEDED)})
+    context.enter(RequestContext(deadline=Deadline.after(0.001)))
+    await asyncio.sleep(0.01)
+    with raises_error(kind=ErrorKind.DEADLINE_EXCEEDED, code="request_timeout"):
+        await workers.embed(7)
+    context.enter(RequestContext(deadline=Deadline.after(2.0)))
+    assert await workers.embed(7) == [7]
+    assert all(timeout <= 2 for timeout in workers.stubs["a"].timeouts)
+    assert all(link.embedding == 0 for link in workers.links.values())
+
+
+async def test_embedding_of_a_disconnected_client_is_cancelled() -> None:
+    begun, ended, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow:
+        async def embed(self, *how: Any) -> None:
+            begun.set()
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                ended.set()
+
+    class Preprocess:
+        async def tokenize(self, *how: Any) -> Any:
+            return SimpleNamespace(token_ids=pack_u32([1, 2]), context_limit=lambda worker_limit: 64)
+
+    registry = Workers({"a": Stub()}).registry
+    pipeline = SimpleNamespace(registry=registry, preprocess=Preprocess())
+    settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5, budgets=BUDGETS)
+    endpoints = EmbeddingEndpoints(
+        cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings), BodyReader(cast(Any, settings))
+    )
+    body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]
+
+    async def receive() -> Any:
+        if body:
+            return body.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": []}
+    async with asyncio.timeout(20):
+        answering = asyncio.create_task(endpoints.embeddings(Request(scope, receive)))
+        await begun.wait()
+        gone.set()
+        await ended.wait()
+        assert (await answering).status_code == 499
+
+
+async def test_a_worker_that_only_embedded_so_far_is_not_taken_for_silent_when_it_begins_to_generate() -> None:
+    board = StreamManager(10, lambda reservation: None, lambda *_: None, GatewayMetrics())
+    link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board, board.on_worker_lost)
+    link._connected.set()
+    link.embedding = 1  # vectors are under way all the time
+    link._active_at -= 1000
+    request = GenerationRequest("r", "m", TextPrompt("x"), 1, SamplingParams(), StopParams())
+    prompt = TokenizedPrompt(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
+    board.connect(request, 0, prompt, Placement(Route("w"), link), 10, cast(Any, None))
+    silent: list[bool] = []
+    WorkerWatchdog(lambda: [link], board.computing, 30.0, lambda: silent.append(True)).look()
+    assert not silent

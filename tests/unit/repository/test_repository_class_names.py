@@ -1,0 +1,74 @@
+"""One class name has one meaning in the whole repository."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+
+from tests.support.repository import ROOT
+
+SHARED = {
+    "Adapter Adapters": "a LoRA adapter and the loaded ones, in each in-process engine",
+    "Block": "a content block of a message; a block of an engine's cache",
+    "ChatTools": "a chat's tools as each API declares them",
+    "Child": "a child process, behind each of its transports",
+    "Constraint": "a constraint on the output, before and after compilation",
+    "Controls": "control actions, of a worker and of each engine",
+    "DisaggRules": "rules of disaggregated requests, in gateway and router",
+    "Engine": "the packages of parsers behind one protocol",
+    "EngineTokenizer": "a tokenizer implemented by an engine, and its protocol in the child process",
+    "Facts": "properties of a started engine, or of a model's parsers, that a mapping needs",
+    "Finish FinishReason Role": "the wire's values, in services that do not import each other",
+    "Limits Load": "limits and loads of what each service bounds",
+    "Manager": "SGLang's tokenizer manager, in worker and preprocess",
+    "MemoryStore RedisStore": "the implementations of a service's store",
+    "Options": "the options of a command or of an engine",
+    "PositionLogprobs TokenLogprob SamplingParams StructuredOutput": "parts of a generation, in gateway and worker",
+    "RequestState": "a request in flight, in each in-process engine",
+    "Score": "the router's score of a worker, as gateway and router hold it",
+    "Script": "a Lua script, and the router's with their common part",
+    "Server": "a server process or listener of the package",
+    "Sink": "receives a generation's output, in gateway and worker contract",
+    "StreamOptions": "`stream_options` of each API, and the message of that name",
+    "Tokenizer": "the class that each engine module of preprocess must define",
+    "TokenizedPrompt": "a tokenized prompt, in gateway and worker",
+    "Usage": "token counts: of the API's schema, of a response, of a generation",
+    "Worker": "a worker as the router registers it, as the gateway compares it, and the worker itself",
+    # Two meanings; to be renamed.
+    "Attempt": "an attempt at scheduling; a message request with its options",
+    "Caller": "an authenticated identity; the conformance kit's client",
+    "Candidate": "a rank that may run a request; the command line's view of a score",
+    "ChatBody": "a chat as preprocess reads it; the fields that route it",
+    "Choice": "a completed choice; a reservation's rank",
+    "Feed": "the live view's events; the store's changes",
+    "Kind": "of a content block; of a cache operation",
+    "Pair": "of prefill and decode worker; of parser names",
+    "Parser": "of a generation's text; of vLLM's arguments",
+    "Refused": "a request that is not admitted; a tokenizer that is rejected",
+    "Registry": "of workers; of parsers",
+    "Report": "of a worker's load; of a conformance run",
+    "Route": "the workers chosen for a generation; the result of a query",
+    "Row": "of the live view's table; of an engine step; of the list of errors",
+    "Scheduler": "of requests on workers; of sequences in the mock engine",
+    "ShownToken": "a token of an answer; a credential that is sent",
+    "State": "of the live view; of a sequence; of a finding",
+    "Step": "of the mock engine; of the Transformers engine",
+    "Stop": "stop conditions; the event that ends a process",
+    "Target": "a Redis; the worker under test",
+    "TextDelta": "the text of a custom stage; the text of a worker's answer",
+    "Verdict": "a routing decision; the outcome of a rule",
+}
+EVERY_SERVICE = {"Settings", "Metrics", "Service"}
+
+
+def test_class_names_in_services_and_sluice_are_unique_or_listed() -> None:
+    places = defaultdict(list)
+    for path in sorted(path for top in ("services", "sluice") for path in (ROOT / top).rglob("*.py")):
+        if "v1" not in path.parts:
+            classes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+            for node in classes:
+                places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    shared = {name for name, found in places.items() if len(found) > 1 and not name.startswith("_")} - EVERY_SERVICE
+    listed = {name for names in SHARED for name in names.split()}
+    assert not {name: places[name] for name in sorted(shared - listed)}, "rename one, or list the name with its reason"
+    assert not sorted(listed - shared), "remove what is no longer shared"

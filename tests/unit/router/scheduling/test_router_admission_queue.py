@@ -1,0 +1,316 @@
+"""Waiting in line: by priority, then by arrival, bounded, and nobody is forgotten or served after leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import suppress
+
+import pytest
+
+from services.common.errors import SluiceError
+from services.common.tasks import TaskOwner
+from services.router.reservations.table import AllBusy
+from services.router.scheduling import admission_queue as line_module
+from services.router.scheduling.admission_queue import LATEST_MS, SOONEST_MS, UNKNOWN_MS, AdmissionQueues, ServiceRate
+from tests.support.oracles.circles import circles_of
+from tests.support.waiting import settle
+
+M = "m"
+
+
+class Desk:
+    """`free` places; who gets one is written down. `held` says who has one already."""
+
+    def __init__(self) -> None:
+        self.free = 0
+        self.served: list[str] = []
+        self.held: set[str] = set()
+        self.asked: list[str] = []
+        self.abandoned: list[str] = []
+        self.gate: asyncio.Event | None = None
+
+    def attempt(self, name: str) -> Callable[..., object]:
+        async def attempt(*, place: bool = True) -> str:
+            self.asked.append(name)
+            if name in self.held:
+                return name
+            if not place or not self.free:
+                raise AllBusy
+            self.free -= 1
+            if self.gate is not None:
+                await self.gate.wait()
+            self.served.append(name)
+            return name
+
+        return attempt
+
+    async def abandon(self, name: str) -> None:
+        self.abandoned.append(name)
+        self.free += 1
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+@pytest.fixture
+async def queues(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AdmissionQueues[str]]:
+    monkeypatch.setattr(line_module, "POLL_S", 3600)  # what moves here was moved by what is tested
+    tasks = TaskOwner()
+    yield AdmissionQueues(tasks, 3, desk.abandon)
+    await tasks.close()
+
+
+def come(
+    queues: AdmissionQueues[str],
+    desk: Desk,
+    name: str,
+    priority: int = 0,
+    wait_ms: int = 60_000,
+    scope: Hashable = None,
+) -> asyncio.Task[tuple[str, int]]:
+    return asyncio.create_task(queues.admit(M, desk.attempt(name), priority, wait_ms, scope))  # type: ignore[arg-type]
+
+
+async def free(queues: AdmissionQueues[str], desk: Desk, places: int = 1) -> None:
+    desk.free += places
+    queues.ended(M, places)
+    await settle()
+
+
+async def test_who_finds_a_place_does_not_wait(queues: AdmissionQueues[str], desk: Desk) -> None:
+    desk.free = 1
+    assert await come(queues, desk, "a") == ("a", 0)
+    assert queues.length(M) == 0
+
+
+async def test_who_cannot_wait_is_refused_at_once(queues: AdmissionQueues[str], desk: Desk) -> None:
+    with pytest.raises(AllBusy) as refused:
+        await come(queues, desk, "a", wait_ms=0)
+    assert refused.value.retry_after_ms == UNKNOWN_MS
+
+
+async def test_priority_then_arrival(queues: AdmissionQueues[str], desk: Desk) -> None:
+    tasks = []
+    for name, priority in (("late", 5), ("first", 0), ("second", 0)):
+        tasks.append(come(queues, desk, name, priority))
+        await settle()
+    for served in (["first"], ["first", "second"], ["first", "second", "late"]):
+        await free(queues, desk)
+        assert desk.served == served
+    assert [name for name, _ in await asyncio.gather(*tasks)] == ["late", "first", "second"]
+    assert queues.length(M) == 0
+
+
+async def test_several_places_serve_several_in_one_go(queues: AdmissionQueues[str], desk: Desk) -> None:
+    tasks = [come(queues, desk, name) for name in "abc"]
+    await settle()
+    await free(queues, desk, 2)
+    assert desk.served == ["a", "b"]
+    assert not tasks[2].done()
+    await free(queues, desk)
+    assert desk.served == ["a", "b", "c"]
+
+
+async def test_request_without_a_wait_does_not_bypass_the_queue(queues: AdmissionQueues[str], desk: Desk) -> None:
+    waiting = come(queues, desk, "a")
+    await settle()
+    desk.free = 1  # and nobody has said so yet
+    passing = come(queues, desk, "b", wait_ms=0)
+    with pytest.raises(AllBusy):
+        await passing
+    assert (await waiting)[0] == "a"
+    assert desk.served == ["a"]
+
+
+async def test_who_can_run_elsewhere_is_not_held_up(queues: AdmissionQueues[str], desk: Desk) -> None:
+    async def elsewhere(*, place: bool = True) -> str:
+        if not place:
+            raise AllBusy
+        return "elsewhere"
+
+    waiting = come(queues, desk, "a", scope="x")
+    await settle()
+    assert (await queues.admit(M, elsewhere, 0, 0, "y"))[0] == "elsewhere"
+    assert not waiting.done()
+
+
+async def test_of_equal_scope_only_the_first_is_tried(queues: AdmissionQueues[str], desk: Desk) -> None:
+    tasks = [come(queues, desk, name) for name in "abc"]
+    await settle()
+    desk.asked.clear()
+    queues.ended(M, 0)
+    await settle()
+    assert desk.asked == ["a"]
+    assert not any(task.done() for task in tasks)
+
+
+async def test_a_repeated_request_is_answered_although_others_wait(queues: AdmissionQueues[str], desk: Desk) -> None:
+    waiting = come(queues, desk, "a")
+    await settle()
+    desk.held.add("granted")
+    assert await come(queues, desk, "granted", wait_ms=0) == ("granted", 0)
+    assert not waiting.done()
+
+
+async def test_the_line_is_bounded_and_a_better_priority_takes_the_last_place(
+    queues: AdmissionQueues[str], desk: Desk
+) -> None:
+    tasks = [come(queues, desk, name) for name in "abc"]
+    await settle()
+    with pytest.raises(AllBusy):
+        await come(queues, desk, "d")
+    urgent = come(queues, desk, "urgent", priority=-1)
+    with pytest.raises(AllBusy):
+        await tasks[2]
+    await free(queues, desk)
+    assert (await urgent)[0] == "urgent"
+    assert queues.length(M) == 2
+
+
+async def test_waiting_ends_at_its_deadline(queues: AdmissionQueues[str], desk: Desk) -> None:
+    with pytest.raises(AllBusy):
+        await asyncio.wait_for(come(queues, desk, "a", wait_ms=20), 20)
+    assert queues.length(M) == 0
+
+
+async def test_who_leaves_is_not_served(queues: AdmissionQueues[str], desk: Desk) -> None:
+    leaver, stayer = come(queues, desk, "a"), come(queues, desk, "b")
+    await settle()
+    leaver.cancel()
+    await settle()
+    assert queues.length(M) == 1
+    await free(queues, desk)
+    assert desk.served == ["b"]
+    assert (await stayer)[0] == "b"
+
+
+async def test_reservation_for_a_caller_that_left_goes_to_the_next(queues: AdmissionQueues[str], desk: Desk) -> None:
+    desk.gate = asyncio.Event()
+    leaver, stayer = come(queues, desk, "a"), come(queues, desk, "b")
+    await settle()
+    await free(queues, desk)
+    leaver.cancel()
+    await settle()
+    desk.gate.set()
+    assert (await asyncio.wait_for(stayer, 20))[0] == "b"
+    assert desk.abandoned == ["a"]
+
+
+async def test_who_cannot_wait_is_not_refused_for_a_line_that_has_just_ended(
+    queues: AdmissionQueues[str], desk: Desk
+) -> None:
+    waiting = come(queues, desk, "a")
+    await settle()
+    asking, gone = asyncio.Event(), asyncio.Event()
+
+    async def attempt(*, place: bool = True) -> str:
+        if place:
+            return "b"
+        asking.set()
+        await gone.wait()  # the store takes its time
+        raise AllBusy
+
+    passing = asyncio.create_task(queues.admit(M, attempt))
+    await asking.wait()
+    await free(queues, desk, 5)
+    assert (await waiting)[0] == "a"
+    assert queues.length(M) == 0
+    gone.set()
+    assert (await asyncio.wait_for(passing, 20))[0] == "b"
+
+
+async def test_reservation_for_a_caller_that_leaves_at_the_grant_is_released(
+    queues: AdmissionQueues[str], desk: Desk
+) -> None:
+    async def attempt(*, place: bool = True) -> str:
+        if not place or not desk.free:
+            raise AllBusy
+        asyncio.get_running_loop().call_soon(leaver.cancel)  # before the leaver hears of its place
+        return "a"
+
+    leaver = asyncio.create_task(queues.admit(M, attempt, 0, 60_000))
+    await settle()
+    await free(queues, desk)
+    with pytest.raises(asyncio.CancelledError):
+        await leaver
+    assert desk.abandoned == ["a"]
+
+
+async def test_an_error_is_for_the_one_who_made_it(queues: AdmissionQueues[str], desk: Desk) -> None:
+    async def broken(*, place: bool = True) -> str:
+        if not place:
+            raise AllBusy
+        raise ValueError("broken")
+
+    waiting = come(queues, desk, "a", scope="x")
+    await settle()
+    with pytest.raises(ValueError, match="broken"):
+        await queues.admit(M, broken, 0, 1000, "y")
+    await free(queues, desk)
+    assert (await waiting)[0] == "a"
+
+
+async def test_those_who_wait_hear_that_the_router_stops(desk: Desk) -> None:
+    tasks = TaskOwner()
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 3, desk.abandon)
+    waiting = come(queues, desk, "a")
+    await settle()
+    await tasks.close()
+    with pytest.raises(SluiceError, match="stopping"):
+        await asyncio.wait_for(waiting, 20)
+
+
+async def test_an_empty_line_leaves_no_task(desk: Desk) -> None:
+    tasks = TaskOwner()
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 3, desk.abandon)
+    waiting = come(queues, desk, "a")
+    await settle()
+    assert tasks.alive == 1
+    await free(queues, desk)
+    await waiting
+    await settle()
+    assert tasks.alive == 0
+
+
+def test_when_to_come_again_follows_the_pace_and_the_line() -> None:
+    now = 100.0
+    pace = ServiceRate(lambda: now)
+    pace.ended(1)
+    assert pace.wait_ms(0) == UNKNOWN_MS
+    now += 2
+    pace.ended(4)
+    assert (pace.wait_ms(0), pace.wait_ms(9)) == (500, 5_000)
+    pace.ended(0)
+    assert pace.wait_ms(0) == 500
+    assert pace.wait_ms(10**6) == LATEST_MS
+    for _ in range(100):
+        now += 0.001
+        pace.ended(1)
+    assert pace.wait_ms(0) == SOONEST_MS
+
+
+TIMES = 20
+
+
+async def refuse(*, place: bool = True) -> int:
+    raise AllBusy
+
+
+async def nobody(found: int) -> None:
+    pass
+
+
+async def test_refused_after_a_wait_in_line() -> None:
+    tasks = TaskOwner()
+    queues: AdmissionQueues[int] = AdmissionQueues(tasks, 100, nobody)
+
+    async def wait() -> None:
+        with suppress(AllBusy):
+            await queues.admit("m", refuse, max_wait_ms=20)
+
+    found = await circles_of(wait, TIMES)
+    assert found.total() < TIMES, found
+    await tasks.close()

@@ -1,0 +1,257 @@
+"""Pairs of a prefill and a decode worker: who is chosen, what is booked, and what happens while there is none."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from services.common.errors import ErrorKind
+from services.common.hashing import block_hashes
+from services.common.packing import pack_u64
+from services.router.kv_index.index import Overlap
+from services.router.reservations.cost import CostModel, Load
+from services.router.router import RouterConfig
+from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
+from services.router.scheduling.queries import Route
+from services.router.scheduling.thresholds import Thresholds
+from services.router.workers.worker import Role, Worker, WorkerRank
+from tests.support.oracles.errors import raises_error
+from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
+
+NEVER_S = 3600.0
+
+
+def prefill(name: str) -> Worker:
+    return worker(name, role=Role.PREFILL)
+
+
+def decode(name: str, alone: bool = False) -> Worker:
+    return worker(name, role=Role.DECODE, capabilities=("local_prefill",) if alone else ())
+
+
+def disagg(**rules: object) -> Cluster:
+    return Cluster(RouterConfig(disagg=DisaggRules(**rules)))  # type: ignore[arg-type]
+
+
+def pair(route: Route) -> tuple[str | None, str]:
+    return route.prefill_worker and route.prefill_worker.worker_id, route.worker.worker_id
+
+
+async def test_four_growing_prompts_go_to_one_prefill_worker() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))
+        chosen = []
+        for number, blocks in enumerate(("ABC", "ABCDEF", "ABCDEFGHI", "ABCDEFGHIJKL")):
+            route = await cluster.ask(prompt(blocks), request_id=f"r{number}")
+            assert route.prefill_worker is not None
+            assert route.overlap == Overlap(3 * number)
+            chosen.append(pair(route))
+            hashes = pack_u64(block_hashes(tokens(blocks), BLOCK))
+            await cluster.cache("m", WorkerRank(route.prefill_worker.worker_id, route.prefill_rank), hashes)
+            await cluster.router.mark_prefill_complete([route.reservation_id])
+        prefills, decodes = {p for p, _ in chosen}, {d for _, d in chosen}
+        assert len(prefills) == 1
+        assert prefills <= {"p1", "p2"}
+        assert decodes == {"d1", "d2"}
+
+
+async def test_each_part_is_reserved_on_its_worker_and_released_at_its_end() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p"), decode("d"))
+        route = await cluster.ask(prompt("ABCD"), request_id="r", expected_output_tokens=2 * BLOCK)
+        assert await cluster.loads() == {"p": Load(4, 0, 1), "d": Load(0, 6, 1)}
+        assert await cluster.router.mark_prefill_complete([route.reservation_id]) == 0
+        assert await cluster.loads() == {"p": Load(), "d": Load(0, 6, 1)}
+        assert await cluster.router.free([route.reservation_id]) == 0
+        assert await cluster.loads() == {"p": Load(), "d": Load()}
+        assert await cluster.router.free([route.reservation_id]) == 1
+
+
+async def test_freeing_alone_gives_both_halves_back() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p"), decode("d"))
+        route = await cluster.ask(prompt("ABCD"), request_id="r")
+        assert await cluster.router.free([route.reservation_id]) == 0
+        assert await cluster.loads() == {"p": Load(), "d": Load()}
+
+
+async def test_a_repeated_request_gets_the_same_pair() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))
+        first = await cluster.ask(prompt("ABCD"), request_id="r")
+        for _ in range(10):
+            again = await cluster.ask(prompt("ABCD"), request_id="r")
+            assert (pair(again), again.reservation_id) == (pair(first), first.reservation_id)
+        assert sum(load.requests for load in (await cluster.loads()).values()) == 2
+
+
+async def test_decode_workers_are_chosen_by_decode_load_and_prefill_workers_by_prefill_load() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))
+        long = await cluster.ask(prompt("ABCDEFGH"), request_id="long")
+        short = await cluster.ask(prompt("XY"), request_id="short")
+        assert long.prefill_worker != short.prefill_worker
+        assert long.worker != short.worker
+        await cluster.router.mark_prefill_complete([long.reservation_id])
+        third = await cluster.ask(prompt("UVW"), request_id="third")
+        assert (third.prefill_worker, third.worker) == (long.prefill_worker, short.worker)
+
+
+async def test_prefill_workers_that_come_later_are_found() -> None:
+    async with disagg() as cluster:
+        await cluster.add(decode("d", alone=True))
+        assert pair(await cluster.ask(prompt("A"))) == (None, "d")
+        await cluster.add(prefill("p"))
+        assert pair(await cluster.ask(prompt("A"))) == ("p", "d")
+        await cluster.lose(cluster.attachments["m", "p"])
+        assert pair(await cluster.ask(prompt("A"))) == (None, "d")
+
+
+@pytest.mark.parametrize("enforce", [False, True])
+async def test_not_waiting_answers_at_once(enforce: bool) -> None:
+    async with disagg(wait_for_prefill=False, enforce=enforce, prefill_wait_s=NEVER_S) as cluster:
+        await cluster.add(decode("d", alone=True))
+        route = await asyncio.wait_for(cluster.ask(prompt("A")), 20)
+        assert (pair(route), route.prefill_skipped) == ((None, "d"), "")
+
+
+@pytest.mark.parametrize("enforce", [False, True])
+async def test_waiting_ends_when_a_prefill_worker_comes(enforce: bool) -> None:
+    async with disagg(wait_for_prefill=True, enforce=enforce, prefill_wait_s=NEVER_S) as cluster:
+        await cluster.add(decode("d", alone=True))
+        waiting = [asyncio.create_task(cluster.ask(prompt("A"), request_id=f"r{n}")) for n in range(3)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+        await cluster.add(prefill("p"))
+        routes = await asyncio.wait_for(asyncio.gather(*waiting), 20)
+        assert {pair(route) for route in routes} == {("p", "d")}
+
+
+async def test_after_waiting_in_vain_one_worker_does_it_all() -> None:
+    async with disagg(wait_for_prefill=True, enforce=False, prefill_wait_s=0.02) as cluster:
+        await cluster.add(decode("d", alone=True))
+        assert pair(await asyncio.wait_for(cluster.ask(prompt("A")), 20)) == (None, "d")
+
+
+async def test_after_waiting_in_vain_it_fails_if_pairs_are_enforced() -> None:
+    async with disagg(wait_for_prefill=True, enforce=True, prefill_wait_s=0.02) as cluster:
+        await cluster.add(decode("d", alone=True), worker("a"))
+        with raises_error(kind=ErrorKind.UNAVAILABLE, code="no_prefill_workers"):
+            await asyncio.wait_for(cluster.ask(prompt("A")), 20)
+
+
+async def test_the_wait_runs_once_for_all() -> None:
+    async with disagg(wait_for_prefill=True, prefill_wait_s=0.02) as cluster:
+        await cluster.add(decode("d", alone=True))
+        await asyncio.wait_for(cluster.ask(prompt("A")), 20)
+        later = asyncio.create_task(cluster.ask(prompt("A")))
+        for _ in range(20):  # no timer can have run out in between
+            await asyncio.sleep(0)
+        assert later.done()
+
+
+async def test_only_so_many_wait_for_a_prefill_worker() -> None:
+    rules = DisaggRules(wait_for_prefill=True, prefill_wait_s=NEVER_S)
+    async with Cluster(RouterConfig(disagg=rules, queue_limit=2)) as cluster:
+        await cluster.add(decode("d", alone=True))
+        waiting = [asyncio.create_task(cluster.ask(prompt("A"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with raises_error(kind=ErrorKind.OVERLOADED):
+            await asyncio.wait_for(cluster.ask(prompt("A")), 20)
+        named = await cluster.ask(prompt("A"), candidates=frozenset({"d"}))
+        assert pair(named) == (None, "d")
+        await cluster.add(prefill("p"))
+        assert {pair(route) for route in await asyncio.wait_for(asyncio.gather(*waiting), 20)} == {("p", "d")}
+
+
+async def test_workers_that_need_no_prefill_worker_are_not_kept_waiting() -> None:
+    async with disagg(wait_for_prefill=True, enforce=True, prefill_wait_s=NEVER_S) as cluster:
+        await cluster.add(worker("a"))
+        assert pair(await asyncio.wait_for(cluster.ask(prompt("A")), 20)) == (None, "a")
+
+
+async def test_decode_workers_that_cannot_prefill_are_never_left_alone() -> None:
+    async with disagg() as cluster:
+        await cluster.add(decode("d"))
+        with raises_error(code="no_prefill_workers"):
+            await cluster.ask(prompt("A"))
+        await cluster.add(worker("a"))
+        assert pair(await cluster.ask(prompt("A"))) == (None, "a")
+
+
+async def test_prompts_with_little_left_to_compute_skip_the_prefill_workers() -> None:
+    async with disagg(bypass_uncached_tokens=2 * BLOCK) as cluster:
+        await cluster.add(prefill("p"), decode("d"), worker("a"))
+        short = await cluster.ask(prompt("XY"))
+        assert (pair(short), short.prefill_skipped) == ((None, "a"), FEW_UNCACHED)
+        assert pair(await cluster.ask(prompt("ABCD"))) == ("p", "d")
+        await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABC"), BLOCK)))
+        cached = await cluster.ask(prompt("ABCD"))
+        assert (pair(cached), cached.prefill_skipped, cached.tokens_to_compute) == ((None, "a"), FEW_UNCACHED, BLOCK)
+
+
+async def test_prefill_workers_are_required_if_no_decode_worker_can_prefill() -> None:
+    async with disagg(bypass_uncached_tokens=1000) as cluster:
+        await cluster.add(prefill("p"), decode("d"))
+        assert pair(await cluster.ask(prompt("A"))) == ("p", "d")
+
+
+@pytest.mark.parametrize(("enforce", "expected"), [(False, (None, "a")), (True, None)])
+async def test_busy_prefill_workers_are_skipped_unless_pairs_are_enforced(
+    enforce: bool, expected: tuple[str | None, str] | None
+) -> None:
+    config = RouterConfig(disagg=DisaggRules(enforce=enforce), thresholds=Thresholds(prefill_tokens=BLOCK))
+    async with Cluster(config) as cluster:
+        await cluster.add(prefill("p"), decode("d"), worker("a"))
+        assert pair(await cluster.ask(prompt("ABC"), request_id="r1")) == ("p", "d")
+        if expected is None:
+            with raises_error(kind=ErrorKind.OVERLOADED):
+                await cluster.ask(prompt("DEF"), request_id="r2")
+        else:
+            route = await cluster.ask(prompt("DEF"), request_id="r2")
+            assert (pair(route), route.prefill_skipped) == (expected, "pair_busy")
+        loads = await cluster.loads()
+        assert (loads["p"].requests, loads["d"].requests) == (1, 1)
+
+
+async def test_candidates_may_name_a_pair_or_one_part() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p1"), prefill("p2"), decode("d1"), decode("d2"), worker("a"))
+        for names, expected in (
+            ("p2 d1", ("p2", "d1")),
+            ("d2", (None, "d2")),
+            ("p1", (None, "p1")),
+            ("a", (None, "a")),
+        ):
+            route = await cluster.ask(prompt("ABC"), candidates=frozenset(names.split()))
+            assert pair(route) == expected
+        direct = await cluster.ask(prompt("ABC"), candidates=frozenset({"p1", "d2"}), policy="direct")
+        assert pair(direct) == ("p1", "d2")
+
+
+async def test_a_session_keeps_its_decode_worker() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p"), decode("d1"), decode("d2"))
+        routes = [await cluster.ask(prompt("ABC"), request_id=f"r{n}", session_id="s") for n in range(4)]
+        assert len({route.worker for route in routes}) == 1
+        assert [route.session_hit for route in routes] == [False, True, True, True]
+
+
+async def test_scores_tell_of_both_parts() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p1"), prefill("p2"), decode("d1"), decode("d2"))
+        await cluster.cache("m", WorkerRank("p2", 0), pack_u64(block_hashes(tokens("AB"), BLOCK)))
+        route = await cluster.ask(prompt("ABC"), explain=True, cost=CostModel(prefill_load_scale=2))
+        assert {score.slot.worker_id for score in route.scores[:2]} == {"d1", "d2"}
+        assert [(score.slot.worker_id, score.cost) for score in route.scores[2:]] == [("p2", 2), ("p1", 6)]
+
+
+async def test_a_request_booked_whole_before_there_were_pairs_stays_whole() -> None:
+    async with disagg() as cluster:
+        await cluster.add(worker("a"))
+        first = await cluster.ask(prompt("ABC"), request_id="r")
+        await cluster.add(prefill("p"), decode("d"))
+        again = await cluster.ask(prompt("ABC"), request_id="r")
+        assert (pair(again), again.reservation_id) == ((None, "a"), first.reservation_id)

@@ -1,0 +1,89 @@
+"""What of an OpenAI body decides the prompt, and what is no body."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.common.errors import ErrorKind
+from services.common.packing import pack_u32
+from services.router.scheduling.openai_body import ChatBody, TextBody, TokenBody, read_body
+from tests.support.oracles.errors import raises_error
+
+MESSAGES = [{"role": "user", "content": "hé\ud800"}]
+
+
+def test_a_chat_keeps_everything_the_template_sees() -> None:
+    body = {
+        "model": "m",
+        "messages": MESSAGES,
+        "tools": [{"type": "function"}],
+        "tool_choice": "none",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+        "documents": [{"title": "t"}],
+        "chat_template": "{{ messages }}",
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "cache_salt": "salt",
+        "temperature": 0.5,
+        "max_tokens": 3,
+    }
+    read = read_body(json.dumps(body).encode())
+    assert isinstance(read, ChatBody)
+    assert json.loads(read.messages_json) == MESSAGES
+    assert json.loads(read.tools_json) == body["tools"]
+    assert json.loads(read.tool_choice_json) == "none"
+    assert json.loads(read.template_kwargs_json) == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert json.loads(read.documents_json) == body["documents"]
+    assert (read.chat_template, read.cache_salt) == ("{{ messages }}", "salt")
+    assert (read.add_generation_prompt, read.continue_final_message) == (False, True)
+
+
+def test_absent_chat_fields_are_empty() -> None:
+    assert read_body(b'{"messages":[{"role":"user"}]}') == ChatBody(b'[{"role": "user"}]')
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hello", TextBody("hello")),
+        (["hello"], TextBody("hello")),
+        ([1, 2, 3], TokenBody(pack_u32([1, 2, 3]))),
+        ([[1, 2, 3]], TokenBody(pack_u32([1, 2, 3]))),
+    ],
+)
+def test_a_completion_has_one_prompt_of_text_or_tokens(prompt: Any, expected: TextBody | TokenBody) -> None:
+    assert read_body(json.dumps({"prompt": prompt}).encode()) == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe",
+        b"{}",
+        b'{"messages":[]}',
+        b'{"messages":"hi"}',
+        b'{"messages":[1],"chat_template":5}',
+        b'{"messages":[1],"tools":{}}',
+        b'{"messages":[NaN]}',
+        b'{"prompt":[]}',
+        b'{"prompt":["a","b"]}',
+        b'{"prompt":[-1]}',
+        b'{"prompt":[true]}',
+        b'{"prompt":[4294967296]}',
+        b'{"prompt":[[1],[2]]}',
+        b'{"prompt":5}',
+        b"[" * 100_000,
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(body: bytes) -> None:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="prompt.openai_body") as refused:
+        read_body(body)
+    assert refused.value.message.endswith(".")

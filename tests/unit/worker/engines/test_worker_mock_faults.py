@@ -1,0 +1,187 @@
+"""Every fault of the mock engine does what it says, and `none` ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.worker.contract.cache_events import KvEvent
+from services.worker.contract.engine import GenerateContext
+from services.worker.contract.generation import FinishReason
+from services.worker.engines.mock import MockEngine
+from services.worker.engines.mock.faults import CRASH_CODE, Faults
+from services.worker.settings import WorkerSettings
+from tests.support.fakes.engines import RecordingSink, request, until
+from tests.support.oracles.errors import raises_error
+
+
+@asynccontextmanager
+async def engine(folder: Path, **fields: Any) -> AsyncIterator[MockEngine]:
+    made = MockEngine.from_args(WorkerSettings(model=f"tiny={folder}", **{"speedup": 1e6, **fields}))
+    await made.start("w")
+    try:
+        yield made
+    finally:
+        await made.cleanup()
+
+
+async def inject(engine: MockEngine, fault: str) -> str:
+    return (await engine.control("inject_fault", {"fault": fault}))["fault"]
+
+
+def submit(engine: MockEngine, name: str = "r", **fields: Any) -> RecordingSink:
+    sink = RecordingSink()
+    engine.submit(request(name, **fields), GenerateContext(name), sink)
+    return sink
+
+
+async def ended(sink: RecordingSink) -> FinishReason | None:
+    async with asyncio.timeout(20):
+        await sink.done.wait()
+    return sink.reason
+
+
+@pytest.mark.parametrize(
+    "text", ["crash=0", "crash=7", "hang", "slow=2.5", "drop_events", "double_events", "error_after=3", "refuse"]
+)
+def test_faults_are_reported_as_set_and_none_clears_them(text: str) -> None:
+    faults = Faults().with_fault(text)
+    assert str(faults) == text
+    assert faults != Faults()
+    assert faults.with_fault("none") == Faults()
+
+
+def test_faults_add_up() -> None:
+    faults = Faults().with_all(["slow=2", "drop_events", "error_after=4"])
+    assert (faults.slow, faults.events, faults.error_after) == (2, 0, 4)
+    assert str(Faults()) == "none"
+
+
+@pytest.mark.parametrize("text", ["earthquake", "slow", "slow=fast", "slow=-1", "error_after=0", "slow=nan", ""])
+def test_what_is_no_fault_is_refused(text: str) -> None:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
+        Faults().with_fault(text)
+
+
+async def test_hang_stops_everything_until_none(folder: Path) -> None:
+    async with engine(folder) as hung:
+        await inject(hung, "hang")
+        sink = submit(hung, max_tokens=3)
+        await asyncio.sleep(0.05)
+        assert sink.calls == []
+        assert await inject(hung, "none") == "none"
+        assert await ended(sink) in (FinishReason.LENGTH, FinishReason.STOP)
+
+
+async def test_a_hung_request_can_be_aborted(folder: Path) -> None:
+    async with engine(folder, fault=["hang"]) as hung:
+        sink = submit(hung)
+        await asyncio.sleep(0.01)
+        hung.abort(GenerateContext("r"))
+        assert await ended(sink) is FinishReason.CANCELLED
+        assert hung.load()[0].used_blocks == 0
+
+
+async def test_errors_come_after_so_many_tokens(folder: Path) -> None:
+    async with engine(folder, fault=["error_after=3"]) as broken:
+        sink = submit(broken, ignore_eos=True)
+        assert await ended(sink) is FinishReason.ERROR
+        assert len(sink.token_ids) == 3
+        assert sink.usage is not None
+        assert sink.usage.completion_tokens == 3
+        assert sink.error is not None
+        assert (sink.error.code, sink.error.retryable) == ("injected_fault", True)
+        assert broken.load()[0].used_blocks == 0
+        await inject(broken, "none")
+        assert await ended(submit(broken, max_tokens=5, ignore_eos=True)) is FinishReason.LENGTH
+
+
+async def test_refuse_is_retryable_elsewhere(folder: Path) -> None:
+    async with engine(folder, fault=["refuse"]) as refusing:
+        with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, retryable=True):
+            submit(refusing)
+        await inject(refusing, "none")
+        await ended(submit(refusing))
+
+
+@pytest.mark.parametrize(("fault", "times"), [("drop_events", 0), ("double_events", 2), ("none", 1)])
+async def test_events_are_dropped_or_doubled(folder: Path, fault: str, times: int) -> None:
+    heard: list[KvEvent] = []
+    async with engine(folder, fault=[fault]) as engine_:
+        engine_.kv_event_sources()[0].subscribe(heard.extend)
+        await ended(submit(engine_, prompt=range(3, 40), max_tokens=1))
+    assert len(heard) == times
+
+
+async def test_crash_ends_the_process_after_so_many_steps(folder: Path) -> None:
+    codes: list[int] = []
+
+    def die(code: int) -> None:
+        codes.append(code)
+        raise SystemError("dead")
+
+    async with engine(folder) as doomed:
+        failures: list[str] = []
+        doomed.on_failure = lambda name, error: failures.append(name)
+        doomed._operations.faults = replace(Faults(die=die), crash_in=4)
+        sink = submit(doomed, ignore_eos=True)
+        await until(lambda: failures)
+        assert codes == [CRASH_CODE]
+        assert len(sink.token_ids) == 4
+
+
+async def test_slow_stretches_the_clock(folder: Path) -> None:
+    async with engine(folder, speedup=1.0, timing="fixed", fixed_step_ms=0.0, fixed_prefill_us=0.0) as slow:
+        await ended(submit(slow, max_tokens=3, ignore_eos=True))
+        await inject(slow, "slow=1000000")  # of nothing is nothing: what is slow is the step, not a pause of its own
+        await ended(submit(slow, max_tokens=3, ignore_eos=True))
+    async with engine(folder, speedup=1.0, timing="fixed", fixed_step_ms=1.0, fault=["slow=1000000"]) as slow:
+        sink = submit(slow, max_tokens=3, ignore_eos=True)
+        await asyncio.sleep(0.1)
+        assert sink.calls == []  # at full speed it would be over fifty times
+
+
+@pytest.mark.parametrize(
+    ("action", "arguments"),
+    [
+        ("inject_fault", {}),
+        ("sleep", {"level": "9"}),
+        ("load_lora", {}),
+        ("load_lora", {"name": "x", "path": "/no/such/folder"}),
+        ("unload_lora", {"name": "x"}),
+        ("stop_profile", {}),
+        ("dance", {}),
+    ],
+)
+async def test_actions_with_wrong_arguments_are_refused(folder: Path, action: str, arguments: dict[str, str]) -> None:
+    async with engine(folder) as made:
+        with pytest.raises(SluiceError):
+            await made.control(action, arguments)
+
+
+async def profiled(folder: Path) -> str:
+    async with engine(folder) as made:
+        await made.control("start_profile", {})
+        await ended(submit(made, max_tokens=3))
+        return (await made.control("stop_profile", {}))["path"]
+
+
+def test_a_profile_is_written(folder: Path) -> None:
+    path = asyncio.run(profiled(folder))
+    assert Path(path).stat().st_size > 0
+    Path(path).unlink()
+
+
+async def test_mock_metrics_count_steps(folder: Path) -> None:
+    async with engine(folder) as made:
+        await ended(submit(made, max_tokens=3, ignore_eos=True))
+        text = made.metrics_text()
+    assert "mock_engine_output_tokens_total 3" in text
+    assert "mock_engine_prefill_tokens_total 4" in text

@@ -1,0 +1,240 @@
+"""Operating a worker: adapters on the card, sleep in order, limits, embeddings, starts that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.worker.contract.engine import Embedded, EngineConfig
+from services.worker.engines.mock.loading import check_memory
+from services.worker.engines.shared.memory import available_bytes
+from services.worker.generation.response_sink import StreamResponseSink
+from services.worker.serving import control
+from services.worker.serving.control import ASLEEP, Controls
+from services.worker.serving.embedding import embed
+from services.worker.serving.worker import Worker
+from tests.support.fakes.engines import CONFIG, ScriptedEngine, request
+from tests.support.oracles.errors import raises_error
+from tests.support.servers.mock_workers import generate, mock_worker
+
+
+@asynccontextmanager
+async def mock(folder: Path, **fields: Any) -> AsyncIterator[tuple[Worker, Controls]]:
+    async with mock_worker(folder, **fields) as worker:
+        yield worker, Controls(worker, lambda: True)
+
+
+async def served(worker: Worker, name: str = "r", **fields: Any) -> list[int]:
+    deltas = await generate(worker, request(name, **fields))
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+async def test_loaded_and_unloaded_adapters_update_the_card(folder: Path) -> None:
+    async with mock(folder) as (worker, controls):
+        changes: list[tuple[str, ...]] = []
+        worker.on_card = lambda: changes.append(worker.config.adapters)
+        with pytest.raises(SluiceError, match="not serve"):
+            await served(worker, model="polite")
+        await controls.run("load_lora", {"name": "polite"})
+        assert await served(worker, model="polite")
+        await controls.run("load_lora", {"name": "rude"})
+        await controls.run("unload_lora", {"name": "polite"})
+        assert changes == [("polite",), ("polite", "rude"), ("rude",)]
+        with raises_error(kind=ErrorKind.NOT_FOUND):
+            await served(worker, lora="polite")
+
+
+@pytest.mark.parametrize(
+    ("action", "arguments", "kind"),
+    [
+        ("load_lora", {}, ErrorKind.INVALID_ARGUMENT),
+        ("load_lora", {"name": "tiny"}, ErrorKind.INVALID_ARGUMENT),
+        ("unload_lora", {"name": "nobody"}, ErrorKind.NOT_FOUND),
+        ("sleep", {"level": "7"}, ErrorKind.INVALID_ARGUMENT),
+        ("inject_fault", {"fault": "flood"}, ErrorKind.INVALID_ARGUMENT),
+    ],
+)
+async def test_an_action_that_is_refused_changes_nothing(
+    folder: Path, action: str, arguments: dict[str, str], kind: ErrorKind
+) -> None:
+    async with mock(folder) as (worker, controls):
+        with raises_error(kind=kind):
+            await controls.run(action, arguments)
+        assert worker.config.adapters == ()
+        assert await served(worker)
+
+
+async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) -> None:
+    async with mock(folder) as (worker, controls):
+        said: list[str] = []
+        worker.gate.on_serving = said.append
+        await served(worker, "warm", prompt=range(3, 40))
+        assert worker.load()[0].cached_blocks > 0
+        delivery = StreamResponseSink()
+        worker.submit(request("running", max_tokens=300, ignore_eos=True), delivery)
+        await controls.run("sleep", {"level": "2"})
+        assert delivery.ended
+        assert delivery.delivered == 300
+        assert said == [ASLEEP]
+        assert worker.load()[0].cached_blocks == 0
+        with raises_error(code="asleep", retryable=True):
+            await served(worker)
+        with pytest.raises(SluiceError):
+            await embed(worker, "tiny", [array("I", [1])], 0, "")
+        await controls.run("wake", {})
+        assert said == [ASLEEP, ""]
+        assert await served(worker)
+
+
+async def test_a_worker_that_sleeps_is_not_woken_by_a_sleep_that_is_refused(folder: Path) -> None:
+    async with mock(folder) as (worker, controls):
+        await controls.run("sleep", {})
+        with pytest.raises(SluiceError, match="level"):
+            await controls.run("sleep", {"level": "7"})
+        assert worker.phases.name == ASLEEP
+        assert worker.gate.refusal is not None
+        assert worker.gate.refusal.code == "asleep"
+        await controls.run("wake", {})
+        assert await served(worker)
+        with pytest.raises(SluiceError, match="level"):
+            await controls.run("sleep", {"level": "7"})
+        assert worker.gate.refusal is None
+
+
+async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "QUIET_S", 0.01)
+    async with mock(folder, fault=["hang"]) as (worker, controls):
+        worker.submit(request(), StreamResponseSink())
+        with raises_error(kind=ErrorKind.FAILED_PRECONDITION):
+            await controls.run("sleep", {})
+        assert worker.phases.name == ""
+
+
+async def test_what_an_engine_does_not_have_is_refused() -> None:
+    worker = Worker(ScriptedEngine(), "w")
+    await worker.start()
+    for action in ("sleep", "wake", "clear_cache", "load_lora", "unload_lora", "start_profile", "inject_fault"):
+        with raises_error(kind=ErrorKind.FAILED_PRECONDITION):
+            await Controls(worker, lambda: False).run(action, {"name": "x"})
+    with pytest.raises(SluiceError, match="not registered"):
+        await Controls(worker, lambda: False).run("resync", {})
+    assert await Controls(worker, lambda: True).run("resync", {}) == {}
+
+
+async def test_request_above_the_limit_is_overloaded(folder: Path) -> None:
+    async with mock(folder, max_live=2, fault=["hang"]) as (worker, _):
+        worker.submit(request("a"), StreamResponseSink())
+        worker.submit(request("b"), StreamResponseSink())
+        with raises_error(kind=ErrorKind.OVERLOADED):
+            worker.submit(request("c"), StreamResponseSink())
+        worker.abort("a")
+        worker.submit(request("c"), StreamResponseSink())
+
+
+async def test_embeddings_follow_their_inputs(folder: Path) -> None:
+    async with mock(folder, adapters=["polite"], embedding_width=16) as (worker, _):
+        inputs = [array("I", [3, 4]), array("I", [5])]
+        plain = await embed(worker, "tiny", inputs, 0, "")
+        assert plain.prompt_tokens == 3
+        assert [len(vector) for vector in plain.vectors] == [64, 64]
+        assert plain == await embed(worker, "tiny", inputs, 0, "")
+        adapted = await embed(worker, "polite", inputs, 4, "")
+        assert [len(vector) for vector in adapted.vectors] == [16, 16]
+        assert adapted == await embed(worker, "tiny", inputs, 4, "polite")
+
+
+async def test_a_drain_waits_for_embeddings_and_the_limit_counts_them() -> None:
+    class Slow(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            return replace(CONFIG, capabilities=frozenset({"embeddings"}))
+
+        async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
+            await self.release.wait()
+            return Embedded([bytes(4)], 1)
+
+    engine = Slow()
+    worker = Worker(engine, "w", max_live=1)
+    await worker.start()
+    inputs = [array("I", [1])]
+    first = asyncio.create_task(embed(worker, "tiny", inputs, 0, ""))
+    await asyncio.sleep(0)
+    with raises_error(kind=ErrorKind.OVERLOADED):
+        await embed(worker, "tiny", inputs, 0, "")
+    draining = asyncio.create_task(worker.drain(20))
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    engine.release.set()
+    assert (await first).prompt_tokens == 1
+    async with asyncio.timeout(30):
+        await draining
+
+
+@pytest.mark.parametrize("vectors", [[], [b""], [b"abc"], [bytes(4), bytes(4)]])
+async def test_an_engine_that_embeds_wrongly_is_found_out(vectors: Sequence[bytes]) -> None:
+    class Wrong(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            return replace(CONFIG, capabilities=frozenset({"embeddings"}))
+
+        async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
+            return Embedded(vectors, 1)
+
+    worker = Worker(Wrong(), "w")
+    await worker.start()
+    with raises_error(kind=ErrorKind.INTERNAL):
+        await embed(worker, "tiny", [array("I", [1])], 0, "")
+
+
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (MemoryError(), "not enough memory"),
+        (ValueError("no config.json in folder\nTraceback: secret"), "ValueError: no config.json in folder."),
+        (SluiceError(ErrorKind.NOT_FOUND, "Model folder x does not exist."), "Model folder x does not exist."),
+    ],
+)
+async def test_an_engine_that_cannot_start_is_one_sentence(cause: Exception, said: str) -> None:
+    class Unable(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            raise cause
+
+    worker = Worker(Unable(), "w")
+    with pytest.raises(SluiceError) as error:
+        await worker.start()
+    assert said in error.value.message
+    assert "secret" not in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_blocks_that_do_not_fit_into_memory_are_refused() -> None:
+    free = available_bytes()
+    assert free is None or free > 0
+    check_memory(16_384)
+    if free is not None:
+        with pytest.raises(SluiceError, match="Not enough memory"):
+            check_memory(10**12)
+
+
+async def test_startup_phases_are_reported() -> None:
+    seen: list[tuple[str, float | None]] = []
+
+    class Loading(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            self.on_phase("loading weights", 0.5)
+            seen.append((worker.phases.name, worker.phases.share))
+            self.on_phase("warming up", None)
+            seen.append((worker.phases.name, worker.phases.share))
+            return CONFIG
+
+    worker = Worker(Loading(), "w")
+    assert worker.phases.name == "starting"
+    await worker.start()
+    assert seen == [("loading weights", 0.5), ("warming up", None)]
+    assert (worker.phases.name, worker.phases.share) == ("", None)
