@@ -27,6 +27,7 @@ class LooseSuite:
         worker_flags: of every worker; by default a step takes as long as on hardware.
         prefill: workers that only begin requests; with some, the others only go on with them.
         gateway: the module that is run as one.
+        through: module that runs each service, given the service's module and flags; empty: each runs by itself.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class LooseSuite:
         worker_flags: tuple[str, ...] = ("--timing", "fixed", "--fixed-step-ms", "10", "--drain-s", "1"),
         prefill: int = 0,
         gateway: str = "services.gateway",
+        through: str = "",
     ) -> None:
+        self._runner = [sys.executable, "-m", *([through] if through else [])]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._told_to_end: set[str] = set()
         self._commands: dict[str, list[str]] = {}
@@ -77,7 +80,7 @@ class LooseSuite:
     def _add(self, name: str, module: str, *flags: str) -> None:
         self.ports[name] = free_port()
         listen = ("--listen", self.address(name))
-        self._commands[name] = [sys.executable, "-m", module, *listen, *flags]
+        self._commands[name] = [*self._runner, module, *listen, *flags]
 
     def start(self, name: str) -> None:
         """Starts one process, on the port it had; an earlier one that is about to end may do so first."""
@@ -90,6 +93,10 @@ class LooseSuite:
         """Signals one process and does not wait."""
         self._told_to_end.add(name)
         self._processes[name].send_signal(how)
+
+    def pid(self, name: str) -> int:
+        """Returns the process id of one process."""
+        return self._processes[name].pid
 
     def ended(self, name: str) -> int:
         """Waits for the end of a process that was told to; its exit code."""
