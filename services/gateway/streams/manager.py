@@ -424,6 +424,9 @@ class StreamManager:
             for observer in self._observers:
                 observer.on_ended(stream, end)
             stream.end_spans(end.error)
+        except Exception as failure:
+            log.error("recording the end of a stream failed", extra={"request": stream.request_id}, exc_info=failure)
+        try:
             if end.error is not None:
                 sink.fail(end.error)
             elif end.finish is not None:
