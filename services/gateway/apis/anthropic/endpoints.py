@@ -17,8 +17,8 @@ from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields
 from services.gateway.apis.anthropic.translate import EngineCapabilities, thinks, translate
 from services.gateway.apis.anthropic.validation import explain
-from services.gateway.apis.common.block_runner import BlockAnswerRunner, Fallback
-from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.common.block_runner import BlockAnswerRunner
+from services.gateway.apis.common.http import BodyReader, Fallback, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.pipeline.session_affinity import enter_session

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import cast
 
 from starlette.requests import Request
@@ -23,14 +22,6 @@ from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.settings import GatewaySettings
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """Holds fallbacks that the API layer itself applied, for the response headers."""
-
-    degraded: set[str]
-    migrations: int = 0
 
 
 class BlockAnswerRunner:
