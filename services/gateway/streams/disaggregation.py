@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.errors import SluiceError, unavailable
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import DisaggregationPart, Role
 from services.gateway.metrics import GatewayMetrics
@@ -52,18 +52,14 @@ class DisaggOrchestrator:
         self._migrates = migrates
 
     def hand_over(self, stream: GenerationStream, handoff: bytes) -> None:
-        """Starts the decode worker with the handoff of the prefill worker, if it is still connected."""
+        """Starts the decode worker with the handoff of the prefill worker."""
         pair = stream.pair
         assert pair is not None
         stream.handed_over = True
-        if not pair.worker.connected:
-            stream.switch_worker(pair.worker)
-            unreachable = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {pair.worker.peer} cannot be reached.")
-            self._streams.interrupted(stream, unreachable)
-            return
-        if stream.span is not None:
-            stream.span.add_event("handed over", {"to": pair.worker.worker_id, "bytes": len(handoff)})
-        self._metrics.disaggregated("pair")
+        if pair.worker.connected:
+            self._metrics.disaggregated("pair")
+            if stream.span is not None:
+                stream.span.add_event("handed over", {"to": pair.worker.worker_id, "bytes": len(handoff)})
         self._streams.start_on_worker(
             stream, pair.worker, pair.rank, pair.name, pair.resumed, DisaggregationPart(Role.DECODE, handoff)
         )
