@@ -20,7 +20,8 @@ from services.gateway.core.request import (
     StructuredOutput,
 )
 from services.gateway.pipeline.config import PipelineConfig
-from services.gateway.streams.disaggregation import HANDOFF_REFUSED, NO_PREFILL, PREFILL_BUSY, PREFILL_FAILED
+from services.gateway.placement.disaggregation_policy import NO_PREFILL, PREFILL_BUSY
+from services.gateway.streams.disaggregation import HANDOFF_REFUSED, PREFILL_FAILED
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers import connections as connections

@@ -13,8 +13,9 @@ from services.gateway.pipeline.plugins import Plugins
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
 from services.gateway.pipeline.stages import Components, PlaceStage, TokenizeStage
 from services.gateway.placement.direct import DirectSelector
+from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.placement.selector import WorkerSelector
-from services.gateway.streams.disaggregation import DisaggOrchestrator, DisaggRules, StreamRecovery
+from services.gateway.streams.disaggregation import DisaggOrchestrator, StreamRecovery
 from services.gateway.streams.migration import Migrator
 from services.gateway.workers.registry import WorkerEntry
 
@@ -59,21 +60,21 @@ def build_stages(config: PipelineConfig, components: Components) -> Stages:
         ValueError: a custom stage cannot be loaded or lacks a method.
     """
     plugins = Plugins(config, components)
-    rules = DisaggRules(config.disaggregation, config.disagg_min_tokens)
+    pairs = DisaggregationPolicy(config.disaggregation, config.disagg_min_tokens)
     selector = WorkerSelector(
         components.router,
         components.registry,
         components.connections,
         components.tasks,
         components.route_timeout_s,
-        rules,
+        pairs,
         None if plugins.route is None else plugins.route.route,
     )
     placement: PlaceStage = selector
     if plugins.place is not None:
         placement = plugins.place
     elif config.routing == "direct":
-        placement = DirectSelector(components.registry, components.connections, rules.mode != "off")
+        placement = DirectSelector(components.registry, components.connections, pairs.mode != "off")
     tokenizing: TokenizeStage = FrontendTokenizeStage(components.preprocess)
     if config.preprocessing == "engine":
         tokenizing = EngineTokenizeStage()
@@ -84,19 +85,19 @@ def build_stages(config: PipelineConfig, components: Components) -> Stages:
         plugins.tokenize or tokenizing,
         placement,
         selector,
-        _build_recovery(config, components, placement, rules),
+        _build_recovery(config, components, placement, pairs),
         text,
         plugins.all,
     )
 
 
 def _build_recovery(
-    config: PipelineConfig, components: Components, placement: PlaceStage, rules: DisaggRules
+    config: PipelineConfig, components: Components, placement: PlaceStage, pairs: DisaggregationPolicy
 ) -> StreamRecovery:
     registry, connections, metrics = components.registry, components.connections, components.metrics
     streams = components.stream_manager
     policy = replace(components.migration, enabled=config.migration)
     return StreamRecovery(
-        DisaggOrchestrator(rules, registry, connections, streams, metrics, config.migration),
+        DisaggOrchestrator(pairs, registry, connections, streams, metrics, config.migration),
         Migrator(policy, placement, registry, connections, streams, metrics, components.tasks),
     )

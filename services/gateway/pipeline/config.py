@@ -38,8 +38,8 @@ class PipelineConfig:
         routing: discover: the router chooses the worker. direct: each request names its worker. query-only: the
             response contains token ids and the workers that would be chosen, and nothing runs.
         migration: continue generations whose worker is lost on another worker.
-        disaggregation: as `DisaggRules.mode`.
-        disagg_min_tokens: as `DisaggRules.min_tokens`.
+        disaggregation: as `DisaggregationPolicy.mode`.
+        disagg_min_tokens: as `DisaggregationPolicy.min_tokens`.
         stages: custom stages, `package.module:Class` by stage name.
         handler: custom pipeline, `package.module:Class`; empty: the default one.
         models: configurations of single models that differ from this one, by served name.

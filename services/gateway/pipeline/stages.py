@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import Finish, FinishReason, GenerationRequest, Role, Route, Sink, TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placement, PlacementRequest
+from services.gateway.placement.selector import Placement, PlacementRequest, PlaceStage
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.workers.connections import ConnectionManager
@@ -93,21 +93,6 @@ class RouteStage(Protocol):
 
         Raises:
             SluiceError: none of the workers is suitable.
-        """
-
-
-@runtime_checkable
-class PlaceStage(Protocol):
-    """Chooses connected workers. Constructed as `Class(components)`."""
-
-    async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
-        """Returns a connected worker, or a pair of them.
-
-        Args:
-            excluded: ids of workers that must not be chosen.
-
-        Raises:
-            SluiceError: retryable if a later attempt may find a worker; no reservation remains then.
         """
 
 

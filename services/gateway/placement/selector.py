@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from services.common.errors import ErrorKind, SluiceError, internal, unavailable
 from services.common.observability import telemetry
@@ -17,6 +17,7 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import Deadline
 from services.gateway.core.request import GenerationRequest, Role, Route, TokenizedPrompt
 from services.gateway.core.routing_hints import NO_HINTS, described
+from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.workers.capabilities import LOAD_ONLY_POLICY, able, prompt_capabilities, with_adapter
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
@@ -68,14 +69,19 @@ class Placement(NamedTuple):
     prefill: WorkerLink | None = None
 
 
-class DisaggregationPolicy(Protocol):
-    """Decides which requests run on a pair of workers; implemented by `streams.disaggregation.DisaggRules`."""
+@runtime_checkable
+class PlaceStage(Protocol):
+    """Chooses connected workers. Constructed as `Class(components)`."""
 
-    def eligible(
-        self, workers: Sequence[WorkerEntry], prompt_tokens: int, alone: bool = False
-    ) -> list[WorkerEntry]: ...
+    async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
+        """Returns a connected worker, or a pair of them.
 
-    def apply(self, route: Route, chosen: WorkerEntry | None, prompt_tokens: int) -> Route: ...
+        Args:
+            excluded: ids of workers that must not be chosen.
+
+        Raises:
+            SluiceError: retryable if a later attempt may find a worker; no reservation remains then.
+        """
 
 
 CustomRoute = Callable[[PlacementRequest, Sequence[WorkerEntry]], Awaitable[Route]]

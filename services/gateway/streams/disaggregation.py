@@ -1,98 +1,31 @@
 """Disaggregation: a prefill worker computes the prompt and the first token, a decode worker the rest.
 
-The router chooses the pair for each request; this module decides which requests may use a pair, and handles failures of
-pairs. Clients receive the first token directly from the prefill worker. One reservation covers both workers.
+The router chooses the pair for each request; this module passes the handoff on, and handles failures of pairs. Clients
+receive the first token directly from the prefill worker. One reservation covers both workers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
 
-from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.errors import SluiceError, unavailable
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core.request import DisaggregationPart, Role, Route
+from services.gateway.core.request import DisaggregationPart, Role
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.streams.interfaces import StreamControl
 from services.gateway.streams.migration import RESUME_GUIDED, Migrator, note_inexact
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
+from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
 
-NO_PREFILL = "no_prefill_worker"
-PREFILL_BUSY = "prefill_busy"
 PREFILL_FAILED = "prefill_failed"
 HANDOFF_REFUSED = "handoff_refused"
 
-FEW_UNCACHED = "few_uncached_tokens"
-PAIR_BUSY = "pair_busy"
 HANDOFF_PARAM = "disaggregation"
 """The `param` of a worker's error when it cannot take its role in a pair."""
-
-
-@dataclass(frozen=True, slots=True)
-class DisaggRules:
-    """Which requests run on a pair of workers.
-
-    Attributes:
-        mode: auto: those for which the router finds a pair; if there is none, or it fails, a capable worker runs them
-            alone. require: never on one worker. off: never on a pair.
-        min_tokens: prompts with fewer tokens run on one worker where possible; 0 for no minimum.
-    """
-
-    mode: Literal["auto", "require", "off"] = "auto"
-    min_tokens: int = 0
-
-    def skips(self, prompt_tokens: int) -> bool:
-        """Returns whether a prompt is too short for a pair."""
-        return prompt_tokens < self.min_tokens
-
-    def eligible(self, workers: Sequence[WorkerEntry], prompt_tokens: int, alone: bool = False) -> list[WorkerEntry]:
-        """Returns the workers that may be chosen.
-
-        Args:
-            workers: the candidates, of one model.
-            alone: whether the request must run on one worker.
-
-        Raises:
-            SluiceError: UNAVAILABLE when no worker may be chosen.
-        """
-        roles = {worker.role for worker in workers}
-        if roles <= {Role.AGGREGATED}:
-            if self.mode == "require" and workers and not self.skips(prompt_tokens):
-                raise _required(workers[0].model)
-            return list(workers)
-        capable = [worker for worker in workers if worker.runs_alone]
-        if self.mode == "off" or alone:
-            if not capable:
-                raise _none_runs_alone(workers[0].model)
-            return capable
-        if self.skips(prompt_tokens) and capable:
-            return capable
-        if self.mode == "require":
-            if not {Role.PREFILL, Role.DECODE} <= roles:
-                raise _required(workers[0].model)
-            return [worker for worker in workers if worker.role is not Role.AGGREGATED]
-        return list(workers)
-
-    def apply(self, route: Route, chosen: WorkerEntry | None, prompt_tokens: int) -> Route:
-        """Returns the route, marked if one worker runs what was intended for a pair.
-
-        Raises:
-            SluiceError: UNAVAILABLE if mode is require and the route is not a pair.
-        """
-        intended_for_pair = chosen is not None and chosen.role is Role.DECODE
-        intended_for_pair = intended_for_pair or route.prefill_skipped == PAIR_BUSY
-        skipped = self.skips(prompt_tokens) or route.prefill_skipped == FEW_UNCACHED
-        if route.prefill_worker_id or skipped or not intended_for_pair or self.mode == "off":
-            return route
-        if self.mode == "require":
-            raise _required(chosen.model if chosen else "")
-        return replace(route, split_skipped=PREFILL_BUSY if route.prefill_skipped == PAIR_BUSY else NO_PREFILL)
 
 
 class DisaggOrchestrator:
@@ -104,14 +37,14 @@ class DisaggOrchestrator:
 
     def __init__(
         self,
-        rules: DisaggRules,
+        policy: DisaggregationPolicy,
         registry: WorkerRegistry,
         connections: ConnectionManager,
         streams: StreamControl,
         metrics: GatewayMetrics,
         migrates: bool,
     ) -> None:
-        self._rules = rules
+        self._policy = policy
         self._registry = registry
         self._connections = connections
         self._streams = streams
@@ -119,18 +52,14 @@ class DisaggOrchestrator:
         self._migrates = migrates
 
     def hand_over(self, stream: GenerationStream, handoff: bytes) -> None:
-        """Starts the decode worker with the handoff of the prefill worker, if it is still connected."""
+        """Starts the decode worker with the handoff of the prefill worker."""
         pair = stream.pair
         assert pair is not None
         stream.handed_over = True
-        if not pair.worker.connected:
-            stream.switch_worker(pair.worker)
-            unreachable = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {pair.worker.peer} cannot be reached.")
-            self._streams.interrupted(stream, unreachable)
-            return
-        if stream.span is not None:
-            stream.span.add_event("handed over", {"to": pair.worker.worker_id, "bytes": len(handoff)})
-        self._metrics.disaggregated("pair")
+        if pair.worker.connected:
+            self._metrics.disaggregated("pair")
+            if stream.span is not None:
+                stream.span.add_event("handed over", {"to": pair.worker.worker_id, "bytes": len(handoff)})
         self._streams.start_on_worker(
             stream, pair.worker, pair.rank, pair.name, pair.resumed, DisaggregationPart(Role.DECODE, handoff)
         )
@@ -170,7 +99,7 @@ class DisaggOrchestrator:
 
     def _can_run_alone(self, stream: GenerationStream, worker: WorkerLink) -> bool:
         entry = self._registry.workers.get(worker.worker_id)
-        if self._rules.mode != "auto" or entry is None or not entry.runs_alone or not worker.connected:
+        if self._policy.mode != "auto" or entry is None or not entry.runs_alone or not worker.connected:
             return False
         return not (stream.tokens and stream.request.guided is not None) or RESUME_GUIDED in entry.capabilities
 
@@ -210,19 +139,3 @@ class StreamRecovery:
         if remaining_error is None or self._migrator.take_over(stream, worker, remaining_error):
             return None
         return remaining_error
-
-
-def _required(model: str) -> SluiceError:
-    return unavailable(
-        f"Model {model!r} has no available pair of a prefill and a decode worker, which --disaggregation require "
-        "needs: start both, or set --disaggregation auto.",
-        code="no_prefill_workers",
-    )
-
-
-def _none_runs_alone(model: str) -> SluiceError:
-    return unavailable(
-        f"No worker of model {model!r} can run this request alone: start aggregated workers, or decode workers whose "
-        "engine computes prompts.",
-        code="no_workers",
-    )

@@ -88,9 +88,6 @@ class StreamControl(Protocol):
     def release_worker(self, stream: GenerationStream) -> None:
         """Detaches a stream from its worker and releases its reservation."""
 
-    def interrupted(self, stream: GenerationStream, error: SluiceError) -> None:
-        """Handles the failure of a stream's worker."""
-
     def on_degraded(self, stream: GenerationStream, reason: str) -> None:
         """Records a fallback of a stream, once per reason."""
 

@@ -207,12 +207,12 @@ class StreamManager:
     ) -> None:
         if not worker.connected:  # disconnected since it was chosen: the start might wait forever
             unreachable = SluiceError(ErrorKind.CANNOT_CONNECT, f"The {worker.peer} cannot be reached.")
-            self.interrupted(stream, unreachable)
+            self._interrupted(stream, unreachable)
             return
         try:
             worker.start(stream, name, rank, resumed, part)
         except SluiceError as error:
-            self.interrupted(stream, error)
+            self._interrupted(stream, error)
 
     def cancel(self, stream: GenerationStream) -> None:
         """Cancels a stream whose client has disconnected; its sink is not called again."""
@@ -277,7 +277,7 @@ class StreamManager:
     def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
         """Handles the handoff of a prefill worker."""
         if stream.pair is None or stream.handed_over:
-            self.interrupted(stream, internal("The worker sent a handoff for a request that it was to finish."))
+            self._interrupted(stream, internal("The worker sent a handoff for a request that it was to finish."))
         else:
             stream.recovery.on_handoff(stream, handoff)
 
@@ -292,7 +292,7 @@ class StreamManager:
 
     def on_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         """Handles a failure reported by the worker."""
-        self.interrupted(stream, error)
+        self._interrupted(stream, error)
 
     def on_broken(self, stream: GenerationStream, error: Exception) -> None:
         """Fails only this stream after an exception while handling its events."""
@@ -305,9 +305,9 @@ class StreamManager:
     def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
         """Handles the loss of a worker's session, which interrupts all of its generations."""
         for stream in list(link.streams.values()):
-            self._isolated(stream, lambda interrupted: self.interrupted(interrupted, error))
+            self._isolated(stream, lambda lost: self._interrupted(lost, error))
 
-    def interrupted(self, stream: GenerationStream, error: SluiceError) -> None:
+    def _interrupted(self, stream: GenerationStream, error: SluiceError) -> None:
         """Finishes, recovers or fails a stream whose worker cannot continue it."""
         worker = stream.worker
         if worker is None:
@@ -424,6 +424,9 @@ class StreamManager:
             for observer in self._observers:
                 observer.on_ended(stream, end)
             stream.end_spans(end.error)
+        except Exception as failure:
+            log.error("recording the end of a stream failed", extra={"request": stream.request_id}, exc_info=failure)
+        try:
             if end.error is not None:
                 sink.fail(end.error)
             elif end.finish is not None:

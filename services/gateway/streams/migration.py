@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
 from dataclasses import replace
 from time import monotonic
-from typing import Protocol
 
 from services.common import logs
 from services.common.errors import SluiceError, internal, unavailable
@@ -23,7 +21,7 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import overdue
 from services.gateway.core.request import TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placement, PlacementRequest
+from services.gateway.placement.selector import Placement, PlacementRequest, PlaceStage
 from services.gateway.streams.interfaces import StreamControl
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream, Loss
@@ -44,12 +42,6 @@ DISTRUST_S = 3.0
 __all__ = ["MigrationPolicy", "Migrator"]
 
 
-class PlacementStage(Protocol):
-    """Selects workers; implemented by `WorkerSelector`, `DirectSelector` and custom stages."""
-
-    async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement: ...
-
-
 class Migrator:
     """Migrates generations whose worker cannot continue them.
 
@@ -60,7 +52,7 @@ class Migrator:
     def __init__(
         self,
         policy: MigrationPolicy,
-        placement: PlacementStage,
+        placement: PlaceStage,
         registry: WorkerRegistry,
         connections: ConnectionManager,
         streams: StreamControl,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from services.gateway.core.request import (
 )
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement.selector import Placement
+from services.gateway.streams.interfaces import StreamObserver
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.fake_links import FakeLink
@@ -128,13 +129,19 @@ class Sink:
 class StreamTable:
     """A stream manager between fakes, with migrations that the test completes."""
 
-    def __init__(self, posts: int = 2, workers: int = 2, max_streams: int = 1000) -> None:
+    def __init__(
+        self,
+        posts: int = 2,
+        workers: int = 2,
+        max_streams: int = 1000,
+        observers: Sequence[StreamObserver] = (),
+    ) -> None:
         self.booked: set[str] = set()
         self.reservations = 0
         self.computed: list[str] = []
         self.freed: list[tuple[str, int | None, int]] = []
         self.stream_manager = StreamManager(
-            max_streams, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0
+            max_streams, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0, observers=observers
         )
         self.take_over = self.migrate
         self.rescue: Callable[[GenerationStream, WorkerLink, SluiceError], SluiceError | None] = (

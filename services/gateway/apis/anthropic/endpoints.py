@@ -17,11 +17,10 @@ from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields
 from services.gateway.apis.anthropic.translate import EngineCapabilities, thinks, translate
 from services.gateway.apis.anthropic.validation import explain
-from services.gateway.apis.common.block_runner import BlockAnswerRunner, Fallback
-from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.common.block_runner import BlockAnswerRunner
+from services.gateway.apis.common.http import BodyReader, Fallback, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
-from services.gateway.pipeline.pipeline import Generation
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
@@ -102,11 +101,11 @@ class MessagesEndpoints:
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
             translated = self._translated(fields, "count")
             try:
-                length = await self._length(translated)
+                length = await self._block_runner.prompt_length(translated)
             except SluiceError as error:
                 if not self._forget_switch(fields.model, error):
                     raise
-                length = await self._length(self._translated(fields, "count"))
+                length = await self._block_runner.prompt_length(self._translated(fields, "count"))
         return json_response({"input_tokens": length})
 
     def _translated(self, fields: PromptFields, message_id: str) -> TranslatedRequest:
@@ -161,16 +160,7 @@ class MessagesEndpoints:
         self._without_switch[model] = None
         return True
 
-    async def _length(self, translated: TranslatedRequest) -> int:
-        pipelines = self._block_runner.pipelines
-        entry = pipelines.registry.model(translated.generation.model)
-        try:
-            return (await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt)).length
-        except SluiceError as error:
-            raise translated.field_names.rename(error) from None
-
     async def _answer(self, request: Request, attempt: Attempt) -> Response:
-        generation, rename_fields = attempt.translated.generation, attempt.translated.field_names.rename
         if attempt.fields.stream:
             encoder = MessageEventEncoder(
                 attempt.message_id,
@@ -178,8 +168,8 @@ class MessagesEndpoints:
                 lambda error: error_event_body(error, attempt.request_id),
                 **attempt.output_options,
             )
-            return await self._block_runner.stream(generation, encoder, rename_fields, _ignore, attempt.fallbacks)
-        collected = await self._block_runner.collect(request, generation, rename_fields)
+            return await self._block_runner.stream(attempt.translated, encoder, fallbacks=attempt.fallbacks)
+        collected = await self._block_runner.collect(request, attempt.translated)
         if collected is None:
             return client_closed_response()
         turn, completed = collected
@@ -193,10 +183,6 @@ class MessagesEndpoints:
             **attempt.output_options,
         )
         return json_response(message, [completed, *attempt.fallbacks])
-
-
-def _ignore(generation: Generation) -> None:
-    pass
 
 
 def _check_version(request: Request) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import cast
 
 from starlette.requests import Request
@@ -11,25 +10,18 @@ from starlette.responses import Response
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.apis.common.output import FieldRenamer, GenerationUsage
+from services.gateway.apis.common.output import GenerationUsage
 from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
+from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
-from services.gateway.core.request import GenerationRequest, Sink
+from services.gateway.core.request import Sink
 from services.gateway.http.degradation import Marked
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.settings import GatewaySettings
-
-
-@dataclass(frozen=True, slots=True)
-class Fallback:
-    """Holds fallbacks that the API layer itself applied, for the response headers."""
-
-    degraded: set[str]
-    migrations: int = 0
 
 
 class BlockAnswerRunner:
@@ -54,10 +46,9 @@ class BlockAnswerRunner:
 
     async def stream(
         self,
-        request: GenerationRequest,
+        translated: TranslatedRequest,
         encoder: EventEncoder,
-        rename_fields: FieldRenamer,
-        started: Callable[[Generation], None],
+        started: Callable[[Generation], None] = lambda generation: None,
         fallbacks: Iterable[Marked] = (),
     ) -> Response:
         """Returns the generation as a server-sent event stream.
@@ -66,25 +57,23 @@ class BlockAnswerRunner:
             started: called with the generation before the encoder writes its first event.
             fallbacks: fallbacks to report in the headers besides those of the generation.
         """
-        response = StreamedBlocks(encoder, rename_fields)
+        response = StreamedBlocks(encoder, translated.field_names.rename)
 
         async def start() -> list[Marked]:
-            generation = await self._start(request, response.sinks[0], response.usage, rename_fields)
+            generation = await self._start(translated, response.sinks[0], response.usage)
             started(generation)
             return [generation, *fallbacks]
 
         return await response.respond(self._write_scheduler, self._max_unsent, start)
 
-    async def collect(
-        self, http: Request, request: GenerationRequest, rename_fields: FieldRenamer
-    ) -> tuple[CollectedTurn, Generation] | None:
+    async def collect(self, http: Request, translated: TranslatedRequest) -> tuple[CollectedTurn, Generation] | None:
         """Returns the completed turn and its generation, or None if the client disconnected.
 
         Raises:
             SluiceError: with fields named as in the client's API.
         """
-        turn = CollectedTurn(rename_fields)
-        generation = await self._start(request, turn, turn.usage, rename_fields)
+        turn = CollectedTurn(translated.field_names.rename)
+        generation = await self._start(translated, turn, turn.usage)
         try:
             if not await turn.ended(http.receive):
                 return None
@@ -93,13 +82,18 @@ class BlockAnswerRunner:
         finally:
             turn.cancel()
 
+    async def prompt_length(self, translated: TranslatedRequest) -> int:
+        """Returns the number of tokens of a prompt; raises SluiceError with fields named as in the client's API."""
+        model = self.pipelines.registry.model(translated.generation.model).model
+        try:
+            return (await self.pipelines.preprocess.tokenize(model, translated.generation.prompt)).length
+        except SluiceError as error:
+            raise translated.field_names.rename(error) from None
+
     async def _start(
-        self,
-        request: GenerationRequest,
-        turn: StreamedTurn | CollectedTurn,
-        usage: GenerationUsage,
-        rename_fields: FieldRenamer,
+        self, translated: TranslatedRequest, turn: StreamedTurn | CollectedTurn, usage: GenerationUsage
     ) -> Generation:
+        request, rename_fields = translated.generation, translated.field_names.rename
         if self.pipelines.of(request.model).only_asks():
             raise rename_fields(_query_only())
         with_logprobs = request.logprobs is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -16,6 +17,14 @@ from services.gateway.settings import GatewaySettings
 
 CLIENT_CLOSED_REQUEST = 499
 DEFAULT_PAGE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Holds fallbacks that the API layer itself applied, for the response headers."""
+
+    degraded: set[str]
+    migrations: int = 0
 
 
 class BodyReader:

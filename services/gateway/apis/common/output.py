@@ -118,7 +118,9 @@ class StreamedChoice(ABC):
 
     def take(self) -> bytes:
         """Returns the events of all buffered output."""
-        events, self._ready = self._ready + self._encode_buffer(), b""
+        events, self._ready = self._ready, b""
+        if self._buffer or self._head[1]:
+            events += self._encode_buffer()
         if self._result is not None:
             result, self._result = self._result, None
             events += self._open() + self._encode_finish(result)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
 from services.common.packing import unpack_u32
+from services.gateway.apis.common.http import Fallback, json_response
 from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.completion_objects import Format, usage
 from services.gateway.core.request import GenerationRequest, Route, TokenizedPrompt
-from services.gateway.http.degradation import DEGRADED
 from services.gateway.pipeline.pipeline import Pipeline
 
 
@@ -31,11 +30,8 @@ async def query_response(pipeline: Pipeline, generations: Sequence[GenerationReq
     }
     tokens = sum(prompt.length for prompt, _ in queried)
     body = {**form.full_response([], usage(Counts(tokens))), "nvext": nvext, "placements": placements}
-    response = Response(orjson.dumps(body), media_type="application/json")
     reasons = {reason for _, route in queried for reason in (route.degraded, route.split_skipped) if reason}
-    if reasons:
-        response.headers[DEGRADED] = ",".join(sorted(reasons))
-    return response
+    return json_response(body, [Fallback(reasons)])
 
 
 def _placement(prompt: TokenizedPrompt, route: Route) -> dict[str, Any]:

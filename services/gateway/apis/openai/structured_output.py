@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import orjson
 from services.common.errors import invalid
 from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.apis.openai.schema_meter import SchemaMeter
-from services.gateway.apis.openai.structured_output_fields import GuidedFields, ResponseFormat, StructuredOutputs
+from services.gateway.apis.openai.structured_output_fields import GuidedFields, ResponseFormat
 from services.gateway.core.request import StructuredOutput
 from services.gateway.http.json_values import most_nodes
 
@@ -39,6 +39,10 @@ class Constraint:
         return CAPABILITIES[self.guided.kind], self.field
 
 
+_Set = tuple[Any, Callable[[Any, str], StructuredOutput]]
+"""The value of a field, None if it is not set, and the reader of the value."""
+
+
 def read_constraint(fields: GuidedFields, meter: SchemaMeter) -> Constraint | None:
     """Returns the constraint of a request, or None; patterns and grammars are validated by the engine only.
 
@@ -61,19 +65,33 @@ def read_constraint(fields: GuidedFields, meter: SchemaMeter) -> Constraint | No
 def _constraints(fields: GuidedFields, read: _Reader) -> Iterator[Constraint]:
     if fields.response_format is not None and fields.response_format.type != "text":
         yield Constraint(_of_format(fields.response_format, read), "response_format")
-    if fields.structured_outputs is not None:
-        yield _of_structured_outputs(fields.structured_outputs, read)
-    for name in ("guided_json", "json_schema"):
-        if (document := getattr(fields, name)) is not None:
-            yield Constraint(read.schema(document, name), name)
-    for name in ("guided_regex", "regex"):
-        if (pattern := getattr(fields, name)) is not None:
-            yield Constraint(read.regex(pattern, name), name)
-    for name in ("guided_grammar", "ebnf"):
-        if (grammar := getattr(fields, name)) is not None:
-            yield Constraint(read.grammar(grammar, name), name)
-    if fields.guided_choice is not None:
-        yield Constraint(read.choice(fields.guided_choice, "guided_choice"), "guided_choice")
+    outputs = fields.structured_outputs
+    if outputs is not None:
+        values: dict[str, _Set] = {
+            "json": (outputs.json_, read.schema),
+            "regex": (outputs.regex, read.regex),
+            "choice": (outputs.choice, read.choice),
+            "grammar": (outputs.grammar, read.grammar),
+            "structural_tag": (outputs.structural_tag, read.tag),
+            "json_object": (outputs.json_object or None, lambda value, field: StructuredOutput("json_object")),
+        }
+        yield from _read_set({f"structured_outputs.{name}": value for name, value in values.items()})
+    yield from _read_set(
+        {
+            "guided_json": (fields.guided_json, read.schema),
+            "json_schema": (fields.json_schema, read.schema),
+            "guided_regex": (fields.guided_regex, read.regex),
+            "regex": (fields.regex, read.regex),
+            "guided_grammar": (fields.guided_grammar, read.grammar),
+            "ebnf": (fields.ebnf, read.grammar),
+            "guided_choice": (fields.guided_choice, read.choice),
+        }
+    )
+
+
+def _read_set(values: Mapping[str, _Set]) -> Iterator[Constraint]:
+    """Returns the constraints of the fields that are set."""
+    return (Constraint(read(value, field), field) for field, (value, read) in values.items() if value is not None)
 
 
 def _of_format(form: ResponseFormat, read: _Reader) -> StructuredOutput:
@@ -83,25 +101,6 @@ def _of_format(form: ResponseFormat, read: _Reader) -> StructuredOutput:
         return read.tag({"type": form.type, **(form.model_extra or {})}, "response_format")
     assert form.json_schema is not None
     return read.schema(form.json_schema.schema_document, "response_format.json_schema.schema")
-
-
-def _of_structured_outputs(outputs: StructuredOutputs, read: _Reader) -> Constraint:
-    if outputs.json_ is not None:
-        field = "structured_outputs.json"
-        return Constraint(read.schema(outputs.json_, field), field)
-    if outputs.regex is not None:
-        field = "structured_outputs.regex"
-        return Constraint(read.regex(outputs.regex, field), field)
-    if outputs.choice is not None:
-        field = "structured_outputs.choice"
-        return Constraint(read.choice(outputs.choice, field), field)
-    if outputs.grammar is not None:
-        field = "structured_outputs.grammar"
-        return Constraint(read.grammar(outputs.grammar, field), field)
-    if outputs.structural_tag is not None:
-        field = "structured_outputs.structural_tag"
-        return Constraint(read.tag(outputs.structural_tag, field), field)
-    return Constraint(StructuredOutput("json_object"), "structured_outputs.json_object")
 
 
 class _Reader:

@@ -133,15 +133,11 @@ class ResponsesEndpoints:
         """Count the tokens of a prompt without generating."""
         fields = check(InputTokensRequest, await self._bodies.read(request), self._budgets)
         response_input = await self._response_input(fields, context.current().permit.owner)
-        pipelines = self._block_runner.pipelines
-        entry = pipelines.registry.model(fields.model)
+        self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is the first error
         translated = self._translated(fields, response_input, new_id("resp"))
-        with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
-            try:
-                prompt = await pipelines.preprocess.tokenize(entry.model, translated.generation.prompt)
-            except SluiceError as error:
-                raise translated.field_names.rename(error) from None
-        return json_response({"object": "response.input_tokens", "input_tokens": prompt.length})
+        with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
+            length = await self._block_runner.prompt_length(translated)
+        return json_response({"object": "response.input_tokens", "input_tokens": length})
 
     async def _response_input(self, fields: ContextFields, owner: str) -> ResponseInput:
         tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
@@ -192,7 +188,7 @@ class ResponsesEndpoints:
             resources.append(_resource(fields, translated, generation))
 
         encoder = ResponseEventEncoder(lambda: resources[0], options, store)
-        return await self._block_runner.stream(translated.generation, encoder, translated.field_names.rename, started)
+        return await self._block_runner.stream(translated, encoder, started)
 
     async def _collect(
         self,
@@ -202,7 +198,7 @@ class ResponsesEndpoints:
         options: OutputOptions,
         store: Callable[[dict[str, Any]], None],
     ) -> Response:
-        collected = await self._block_runner.collect(request, translated.generation, translated.field_names.rename)
+        collected = await self._block_runner.collect(request, translated)
         if collected is None:
             return client_closed_response()
         turn, generation = collected

@@ -11,6 +11,8 @@ from services.gateway.core.request import (
     Finish,
     FinishReason,
 )
+from services.gateway.streams.interfaces import StreamEnd
+from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.streams import StreamTable
 
 
@@ -118,3 +120,48 @@ def test_what_parsers_find_goes_to_the_sink_in_order() -> None:
     desk.stream_manager.on_tool_call(stream, 1, "id", "g", "")
     desk.stream_manager.on_degraded(stream, "late")
     assert len(sink.pieces) == 4
+
+
+class BrokenObserver:
+    def on_started(self, stream: GenerationStream) -> None: ...
+
+    def on_assigned(self, stream: GenerationStream, worker_id: str) -> None: ...
+
+    def on_ended(self, stream: GenerationStream, end: StreamEnd) -> None:
+        raise RuntimeError(end.outcome)
+
+
+def test_stream_end_with_a_failing_observer_reaches_the_client() -> None:
+    desk = StreamTable(observers=[BrokenObserver()])
+    error = unavailable("gone")
+    (failed, failed_sink), (finished, finished_sink) = desk.connect(), desk.connect()
+    desk.stream_manager.give_up(failed, error)
+    desk.stream_manager.on_finished(finished, Finish(FinishReason.STOP))
+    assert (failed_sink.ends, finished_sink.ends) == ([error], [Finish(FinishReason.STOP)])
+    assert desk.stream_manager.live == 0
+
+
+class RecordingObserver:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    def on_started(self, stream: GenerationStream) -> None:
+        self.calls.append(("started", stream.request_id))
+
+    def on_assigned(self, stream: GenerationStream, worker_id: str) -> None:
+        self.calls.append(("assigned", worker_id))
+
+    def on_ended(self, stream: GenerationStream, end: StreamEnd) -> None:
+        self.calls.append(("ended", end.outcome))
+
+
+def test_stream_observer_is_notified_once_of_each_step_and_never_of_tokens() -> None:
+    observer = RecordingObserver()
+    desk = StreamTable(observers=[observer])
+    stream, _ = desk.connect()
+    for token in range(3):
+        desk.tokens([(stream, [token])])
+        desk.stream_manager.on_text(stream, "a")
+    desk.stream_manager.on_finished(stream, Finish(FinishReason.STOP))
+    desk.stream_manager.cancel(stream)
+    assert observer.calls == [("started", "r-0"), ("assigned", "w0"), ("ended", "finished")]
