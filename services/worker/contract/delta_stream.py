@@ -1,17 +1,15 @@
-"""Bridges pushed tokens to an async iterator of deltas, for engines that write to sinks."""
+"""A sink that bridges pushed tokens to an async iterator of deltas."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
-from services.worker.contract.engine import GenerateContext, LLMEngine, Sink
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
+from services.worker.contract.engine import Sink
+from services.worker.contract.generation import Delta, FinishReason, PositionLogprobs, Usage
 
 if TYPE_CHECKING:
     from services.worker.generation.text_delta import TextDelta
@@ -92,22 +90,3 @@ class DeltaStream(Sink):
         self._token_ids, self._logprobs = array("I"), []
         self._cached_tokens, self._prompt_logprobs, self.prompt_token_ids, self._text = None, (), (), None
         return delta
-
-
-class SinkEngine(LLMEngine):
-    """Base class of engines whose steps push tokens to sinks; a subclass implements `submit`, `abort` and `drain`."""
-
-    @abstractmethod
-    def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
-        """Starts a request; as in `LLMEngine.submit`."""
-
-    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
-        """Yields the output that `submit` pushes."""
-        stream = DeltaStream()
-        self.submit(request, context, stream)
-        try:
-            async with aclosing(stream.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            self.abort(context)

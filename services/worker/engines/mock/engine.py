@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.cache_events import KvEventSource
-from services.worker.contract.delta_stream import SinkEngine
-from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
-from services.worker.contract.generation import FinishReason, GenerateRequest, Role
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.capabilities import ACCEPTED, CAPABILITIES, capabilities_of
 from services.worker.engines.mock.embeddings import embed
@@ -28,14 +29,13 @@ from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.transfer import accept, transfer_of
 from services.worker.engines.shared.download import download
-from services.worker.engines.shared.started import engine_starting, output_limit
 from services.worker.settings import WorkerSettings
 
 DEFAULT_CONTEXT_LENGTH = 32_768
 VERSION = "3"
 
 
-class MockEngine(SinkEngine):
+class MockEngine(LLMEngine):
     """Simulates an engine on a GPU, in real time or faster, with output in the vocabulary of the model's tokenizer.
 
     Output is determined by the prompt and the seed. The supported sampling options are listed in `capabilities`.
@@ -111,13 +111,29 @@ class MockEngine(SinkEngine):
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
         self._require_awake()
-        limit = output_limit(request, self._context_length)
+        room = self._context_length - len(request.token_ids)
+        limit = room if request.stop.max_tokens is None else min(request.stop.max_tokens, room)
+        if limit < 1:
+            raise invalid(
+                f"The prompt leaves no room in the context of {self._context_length} tokens; shorten it.",
+                param="prompt",
+            )
         sequence = Running(request, limit, self._arrivals, sink)
         if request.guided is None:
             self._enqueue(sequence)
         else:
             self._guided.begin(sequence)
         self._arrivals += 1
+
+    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
+        stream = DeltaStream()
+        self.submit(request, context, stream)
+        try:
+            async with aclosing(stream.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.abort(context)
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
@@ -189,7 +205,9 @@ class MockEngine(SinkEngine):
 
     def _require_ranks(self) -> list[Rank]:
         if not self._ranks:
-            raise engine_starting()
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+            )
         return self._ranks
 
     def _require_awake(self) -> Loaded:

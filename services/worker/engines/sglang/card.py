@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from services.common import models
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
+from services.worker.contract.generation import Role
 from services.worker.engines.sglang.sampling import Facts
-from services.worker.engines.shared.started import describe
 from services.worker.settings import WorkerSettings
 
 CAPABILITIES = frozenset(
@@ -107,12 +108,15 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
     info = engine._scheduler_init_result.scheduler_infos[0]
     page = int(value("page_size"))
     running = int(value("max_running_requests") or 0)
+    processor = settings.spec.processor or models.detect_processor(path)
     supported = capabilities(engine)
     total_blocks = int(info["max_total_num_tokens"]) // page
     _check_memory(settings, total_blocks)
-    return describe(
-        settings,
-        path,
+    return EngineConfig(
+        model=settings.spec.name,
+        source=settings.spec.source,
+        processor=processor,
+        fingerprint=models.fingerprint(path),
         # SGLang reserves a few positions; a prompt one token shorter than this always fits.
         context_length=min(int(manager.context_len), int(info["max_req_input_len"]) + 1),
         vocab_size=int(manager.model_config.vocab_size),
@@ -125,6 +129,7 @@ def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: st
         accepted=frozenset({Capability.SEED} - supported),
         adapters=tuple(sorted(manager.lora_registry.get_all_adapters())),
         data_parallel_size=int(value("dp_size")),
+        role=Role[settings.role.upper()],
         engine="sglang",
         engine_version=version,
     )

@@ -6,16 +6,16 @@ import asyncio
 import itertools
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
-from services.worker.contract.delta_stream import SinkEngine
-from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
-from services.worker.contract.generation import FinishReason, GenerateRequest
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.controls import Controls
 from services.worker.engines.sglang.handoff import BootstrapInfo, bootstrap_for
@@ -23,13 +23,12 @@ from services.worker.engines.sglang.metrics import SchedulerMetrics
 from services.worker.engines.sglang.request_state import Chunk, RequestState, first_line
 from services.worker.engines.sglang.runtime import SglangRuntime
 from services.worker.engines.sglang.sampling import Facts, engine_request
-from services.worker.engines.shared.started import embeddings_only, engine_starting
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 
-class SglangEngine(SinkEngine):
+class SglangEngine(LLMEngine):
     """Hosts SGLang; its receiver passes chunks directly to sinks, so a token costs no task switch."""
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
@@ -55,7 +54,7 @@ class SglangEngine(SinkEngine):
         await runtime.start(self.on_phase, self.tasks, lambda name, error: self.on_failure(name, error))
         self._config = config = runtime.config()
         self._facts = card.request_facts(runtime.engine, config.context_length)
-        runtime.open_events(config.block_size, self.tasks)
+        runtime.events.open(config.block_size, self.tasks)
         if runtime.manager.enable_metrics:
             self.tasks.spawn(self._metrics.run(), "sglang-metrics")
         return config
@@ -64,7 +63,12 @@ class SglangEngine(SinkEngine):
         config = self._started()
         manager = self._runtime.manager
         if not manager.is_generation:
-            raise embeddings_only()
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "This worker only computes embeddings; send the request to a model that generates text.",
+                param="model",
+                code="unsupported_by_engine",
+            )
         if len(self._states) >= self._settings.max_waiting + max(config.max_sequences, 1) * config.data_parallel_size:
             raise overloaded(f"The engine's queue is full ({len(self._states)} requests in flight); try again later.")
         bootstrap = bootstrap_for(request, config.role, self._runtime.bootstrap_host, self._runtime.bootstrap_port)
@@ -79,6 +83,16 @@ class SglangEngine(SinkEngine):
         self._request_tasks[rid] = self.tasks.spawn(self._run_request(state, engine_input), f"sglang-{rid}")
         if bootstrap is not None and not bootstrap.sent_tokens and config.role.name == "PREFILL":
             self._hand_over(state, bootstrap)
+
+    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
+        stream = DeltaStream()
+        self.submit(request, context, stream)
+        try:
+            async with aclosing(stream.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.abort(context)
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
@@ -179,7 +193,9 @@ class SglangEngine(SinkEngine):
 
     def _started(self) -> EngineConfig:
         if self._config is None:
-            raise engine_starting()
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+            )
         return self._config
 
 

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import invalid
-from services.common.net.ports import free_row
 from services.worker.engines.shared.arguments import check_names, parse_engine_args
-from services.worker.kv_events.rank_feeds import RankEndpoint
-from services.worker.kv_events.zmq_feed import endpoint_of_rank
 from services.worker.settings import WorkerSettings
 
-REPLAY_BUFFER_BATCHES = 10_000
 _CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -111,26 +107,3 @@ def _argv(options: Mapping[str, Any], negatable: Collection[str]) -> list[str]:
 
 def _text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, Mapping | Sequence) and not isinstance(value, str) else str(value)
-
-
-def event_endpoints(ranks: int, folder: str) -> list[RankEndpoint]:
-    """Returns where each rank publishes KV events and replays them, on this machine only."""
-    if ranks == 1:
-        base, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
-    else:  # SGLang derives an endpoint per rank from TCP ports only
-        port = free_row(2 * ranks)
-        base, replay = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + ranks}"
-    return [RankEndpoint(rank, endpoint_of_rank(base, rank), endpoint_of_rank(replay, rank)) for rank in range(ranks)]
-
-
-def kv_events_config(first: RankEndpoint) -> str:
-    """Returns the value of SGLang's --kv-events-config, given the endpoints of rank 0."""
-    return json.dumps(
-        {
-            "publisher": "zmq",
-            "endpoint": first.endpoint,
-            "replay_endpoint": first.replay,
-            "bind": True,
-            "buffer_steps": REPLAY_BUFFER_BATCHES,
-        }
-    )

@@ -24,11 +24,11 @@ from services.common.tasks import TaskOwner
 from services.worker.contract.engine import EngineConfig, Load
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.children import ChildWatch
+from services.worker.engines.sglang.events import EventFeeds
 from services.worker.engines.sglang.import_stubs import install
-from services.worker.engines.sglang.options import command_line, event_endpoints, kv_events_config
+from services.worker.engines.sglang.options import command_line
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.download import download
-from services.worker.kv_events.rank_feeds import RankEndpoint, RankFeeds
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,7 @@ class SglangRuntime:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.sglang: ModuleType = ModuleType("not started")
         self.engine: Any = None
-        self.events = RankFeeds(counts_copies=False)
-        self._endpoints: list[RankEndpoint] = []
+        self.events: EventFeeds = EventFeeds(0)
 
     @property
     def manager(self) -> Any:
@@ -91,9 +90,9 @@ class SglangRuntime:
         await download(self._settings.spec.source, on_phase)
         on_phase("reading the model's configuration", None)
         arguments = await self._in_thread(self._arguments)
-        self._endpoints = event_endpoints(max(int(arguments.dp_size or 1), 1), self.events.make_folder())
+        self.events = await self._in_thread(EventFeeds, max(int(arguments.dp_size or 1), 1))
         if not arguments.disable_radix_cache:
-            arguments.kv_events_config = kv_events_config(self._endpoints[0])
+            arguments.kv_events_config = self.events.config
         self._handle_sigquit(on_failure)
         self._unrelated_children = frozenset(child.pid for child in multiprocessing.active_children())
         os.environ[self.sglang.RENDEZVOUS] = self._rendezvous = tempfile.mkdtemp(prefix="sluice-sglang-")
@@ -118,16 +117,13 @@ class SglangRuntime:
         """Returns the description of the started engine."""
         return card.engine_config(self._settings, self._path, self.engine, self.sglang.VERSION)
 
-    def open_events(self, block_size: int, tasks: TaskOwner) -> None:
-        """Subscribes to the KV events of every rank."""
-        self.events.open(self._endpoints, block_size, tasks)
-
     def load(self) -> Sequence[Load]:
         """Returns the load by rank, from the schedulers' shared memory."""
         page = int(self.manager.config_value("page_size"))
         ranks = int(self.manager.config_value("dp_size"))
+        cached = self.events.cached_blocks()
         by_rank = {snapshot.dp_rank: snapshot for snapshot in self.manager.load_snapshot_reader.read_all()}
-        loads = [_load(by_rank.get(rank), page, self.events.cached_blocks(rank)) for rank in range(ranks)]
+        loads = [_load(by_rank.get(rank), page, cached[rank] if rank < len(cached) else 0) for rank in range(ranks)]
         if ranks > 1:
             return loads
         # The scheduler's snapshot is some steps old; the number of requests in flight is exact.

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
 from services.common.hashing import seed_for
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import SAMPLING, Capability
-from services.worker.contract.delta_stream import SinkEngine
-from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
-from services.worker.contract.generation import FinishReason, GenerateRequest
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
 from services.worker.engines.shared.download import download
 from services.worker.engines.shared.grammar_compiler import GrammarCompiler
-from services.worker.engines.shared.started import engine_starting, output_limit
 from services.worker.engines.transformers import guidance, options
 from services.worker.engines.transformers.request_state import RequestState
 from services.worker.engines.transformers.sampling import plan_of
@@ -29,7 +28,7 @@ from services.worker.settings import WorkerSettings
 STOP_TIMEOUT_S = 3.0
 
 
-class TransformersEngine(SinkEngine):
+class TransformersEngine(LLMEngine):
     """Serves any causal language model that supports transformers' continuous batching.
 
     The library's thread schedules and computes; this class runs on the event loop and is notified once per step.
@@ -101,7 +100,13 @@ class TransformersEngine(SinkEngine):
         started, settings = self._ready(), self._settings
         if len(self._states_by_key) >= started.config.max_sequences + settings.max_waiting:
             raise overloaded("The engine's queue is full; try again later.")
-        limit = output_limit(request, started.config.context_length)
+        room = started.config.context_length - len(request.token_ids)
+        limit = room if request.stop.max_tokens is None else min(request.stop.max_tokens, room)
+        if limit < 1:
+            raise invalid(
+                f"The prompt leaves no room in the context of {started.config.context_length} tokens; shorten it.",
+                param="prompt",
+            )
         plan = plan_of(request, started.folder.generation, started.config.eos_token_ids)
         state = RequestState(str(next(self._keys)), request, sink, plan, limit)
         self._states_by_key[state.key] = self._states_by_request[request.request_id] = state
@@ -110,6 +115,16 @@ class TransformersEngine(SinkEngine):
             self._add(started, state, None)
         else:
             self.tasks.spawn(self._prepare(started, state), f"prepare-{state.key}")
+
+    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
+        stream = DeltaStream()
+        self.submit(request, context, stream)
+        try:
+            async with aclosing(stream.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.abort(context)
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
@@ -203,7 +218,9 @@ class TransformersEngine(SinkEngine):
 
     def _ready(self) -> Started:
         if self._started is None:
-            raise engine_starting()
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+            )
         return self._started
 
     def _add(self, started: Started, state: RequestState, constraint: Any) -> None:

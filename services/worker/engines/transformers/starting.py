@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import GenerateRequest, PositionLogprobs, Role
-from services.worker.engines.shared.started import describe
 from services.worker.engines.transformers import guidance
 from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder, read_folder
 from services.worker.engines.transformers.options import Options
@@ -149,9 +149,11 @@ def _config(
     if not batcher.shares_prefixes:
         capabilities -= {Capability.KV_EVENTS, Capability.CLEAR_CACHE}
     declared = settings.context_length or folder.context_length
-    return describe(
-        settings,
-        folder.path,
+    return EngineConfig(
+        model=settings.spec.name,
+        source=settings.spec.source,
+        processor=settings.spec.processor or models.detect_processor(folder.path),
+        fingerprint=models.fingerprint(folder.path),
         # A sequence cannot be longer than the whole cache.
         context_length=min(declared, batcher.cache_tokens),
         vocab_size=folder.vocab_size,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from services.common import models
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
-from services.worker.engines.shared.started import describe
+from services.worker.contract.generation import Role
 from services.worker.engines.vllm.sampling import Facts
 from services.worker.settings import WorkerSettings
 
@@ -92,9 +93,11 @@ def engine_config(
         path: Folder of the model's tokenizer files.
         config: vLLM's VllmConfig after the start.
     """
-    return describe(
-        settings,
-        path,
+    return EngineConfig(
+        model=settings.spec.name,
+        source=settings.spec.source,
+        processor=settings.spec.processor or models.detect_processor(path),
+        fingerprint=models.fingerprint(path),
         context_length=int(config.model_config.max_model_len),
         vocab_size=int(config.model_config.get_vocab_size()),
         block_size=int(config.cache_config.block_size),
@@ -105,6 +108,7 @@ def engine_config(
         capabilities=frozenset(capabilities(config, has_events=has_events)),
         adapters=adapters,
         data_parallel_size=int(config.parallel_config.data_parallel_size),
+        role=Role[settings.role.upper()],
         engine="vllm",
         engine_version=version,
     )

@@ -9,7 +9,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.capabilities import Capability
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.adapters import Adapters
-from services.worker.kv_events.rank_feeds import RankFeeds
+from services.worker.engines.vllm.events import CacheEvents
 
 SLEEP_LEVELS = ("1", "2")
 
@@ -22,7 +22,7 @@ class Controls:
         has_connector: Whether a KV connector also stores blocks outside the engine.
     """
 
-    def __init__(self, llm: Any, adapters: Adapters, events: RankFeeds, *, has_connector: bool) -> None:
+    def __init__(self, llm: Any, adapters: Adapters, events: CacheEvents, *, has_connector: bool) -> None:
         self._llm = llm
         self._adapters = adapters
         self._events = events

@@ -5,29 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from services.common import models
-from services.common.errors import invalid
+from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
-from services.worker.contract.delta_stream import SinkEngine
-from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
-from services.worker.contract.generation import FinishReason, GenerateRequest, Role
+from services.worker.contract.delta_stream import DeltaStream
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
 from services.worker.engines.shared.download import download
 from services.worker.engines.shared.grammar_compiler import GrammarCompiler
-from services.worker.engines.shared.started import embeddings_only, engine_starting
 from services.worker.engines.vllm import card, library, options
 from services.worker.engines.vllm.adapters import Adapters
 from services.worker.engines.vllm.controls import Controls
 from services.worker.engines.vllm.embedding import embed_all
+from services.worker.engines.vllm.events import CacheEvents
 from services.worker.engines.vllm.handoff import Handoff, read_handoff
 from services.worker.engines.vllm.inflight_requests import InflightRequests
 from services.worker.engines.vllm.outputs import RequestState
 from services.worker.engines.vllm.sampling import Facts, sampling_arguments
-from services.worker.kv_events.rank_feeds import RankFeeds
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ HEALTH_CHECK_INTERVAL_S = 0.25
 SHUTDOWN_TIMEOUT_S = 3.0
 
 
-class VllmEngine(SinkEngine):
+class VllmEngine(LLMEngine):
     """Hosts vLLM's AsyncLLM: the scheduler and the model run in child processes, their client in the worker."""
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
@@ -51,7 +51,7 @@ class VllmEngine(SinkEngine):
         self._loads: list[Load] = [Load()]
         self._adapters = Adapters()
         self._controls: Controls | None = None
-        self._events = RankFeeds(counts_copies=True)
+        self._events = CacheEvents()
         self._grammars = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
         self._states = InflightRequests(self.tasks, self._abort_in_vllm, library.error_of)
 
@@ -80,8 +80,9 @@ class VllmEngine(SinkEngine):
             await self._controls.load_lora({"name": name, "path": folder})
         publishing = config.kv_events_config
         if publishing is not None and publishing.enable_kv_cache_events:
-            endpoints = options.event_endpoints(publishing.endpoint, self._llm.get_kv_event_sources())
-            self._events.open(endpoints, int(config.cache_config.block_size), self.tasks)
+            self._events.open(
+                publishing.endpoint, self._llm.get_kv_event_sources(), int(config.cache_config.block_size), self.tasks
+            )
         self.tasks.spawn(self._monitor_process(), "vllm-watch")
         return await asyncio.to_thread(self._describe, path, version)
 
@@ -94,7 +95,7 @@ class VllmEngine(SinkEngine):
         arguments = library.read_arguments(argv)
         caches = arguments.enable_prefix_caching is not False and arguments.runner != "pooling"
         if arguments.kv_events_config is None and caches:
-            endpoints = options.kv_events_config(self._events.make_folder(), arguments.data_parallel_size)
+            endpoints = self._events.endpoints(arguments.data_parallel_size)
             arguments = library.read_arguments(library.add_defaults(argv, {"kv_events_config": endpoints}))
         return arguments
 
@@ -118,7 +119,12 @@ class VllmEngine(SinkEngine):
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
         llm = self._require_llm()
         if self._config.model_config.runner_type == "pooling":
-            raise embeddings_only()
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "This worker only computes embeddings; send the request to a model that generates text.",
+                param="model",
+                code="unsupported_by_engine",
+            )
         handoff = _handoff_of(request)
         params = library.sampling_params(sampling_arguments(request, self._facts, handoff))
         prompt = self._prompt(request, handoff)
@@ -162,6 +168,16 @@ class VllmEngine(SinkEngine):
             return None
         adapter = self._adapters.find(name)
         return library.lora_request(adapter.name, adapter.number, adapter.path)
+
+    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
+        stream = DeltaStream()
+        self.submit(request, context, stream)
+        try:
+            async with aclosing(stream.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.abort(context)
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
@@ -213,12 +229,12 @@ class VllmEngine(SinkEngine):
 
     def _require_llm(self) -> Any:
         if self._llm is None:
-            raise engine_starting()
+            raise _starting()
         return self._llm
 
     def _require_controls(self) -> Controls:
         if self._controls is None:
-            raise engine_starting()
+            raise _starting()
         return self._controls
 
     async def _abort_in_vllm(self, engine_ids: list[str]) -> None:
@@ -242,6 +258,12 @@ class VllmEngine(SinkEngine):
         error = library.engine_exited()
         self._states.end_all(FinishReason.ERROR, error)
         raise error
+
+
+def _starting() -> SluiceError:
+    return SluiceError(
+        ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+    )
 
 
 def _has_role(request: GenerateRequest, role: Role) -> bool:

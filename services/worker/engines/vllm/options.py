@@ -9,7 +9,6 @@ from typing import Any
 
 from services.common.errors import invalid
 from services.worker.engines.shared.arguments import parse_engine_args
-from services.worker.kv_events.rank_feeds import RankEndpoint
 from services.worker.settings import WorkerSettings
 
 _FROM_SETTINGS = {
@@ -96,21 +95,6 @@ def kv_events_config(folder: str, data_parallel_size: int) -> dict[str, Any]:
         "endpoint": "tcp://*:0" if use_tcp else f"ipc://{folder}/events",
         "replay_endpoint": "tcp://*:0" if use_tcp else f"ipc://{folder}/replay",
     }
-
-
-def event_endpoints(configured: str, publishers: Mapping[int, Any]) -> list[RankEndpoint]:
-    """Returns where each rank publishes KV events.
-
-    Args:
-        configured: The endpoint in vLLM's configuration.
-        publishers: vLLM's resolved publisher configuration by rank.
-    """
-    # vLLM connects to an endpoint without a wildcard instead of binding it.
-    connects = "*" not in configured and "::" not in configured and not configured.startswith(("ipc://", "inproc://"))
-    return [
-        RankEndpoint(rank, publisher.endpoint, publisher.replay_endpoint or "", publisher.topic, binds=connects)
-        for rank, publisher in sorted(publishers.items())
-    ]
 
 
 def _sets(flag: str, option: str) -> bool:

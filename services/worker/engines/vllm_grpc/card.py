@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from services.common import models
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
-from services.worker.engines.shared.started import describe
+from services.worker.contract.generation import Role
 from services.worker.engines.vllm.sampling import Facts
 from services.worker.settings import WorkerSettings
 
@@ -86,10 +87,11 @@ def engine_config(
         source: Folder or hub id of these files on the card.
         flags: Keyword arguments of `capabilities`.
     """
-    return describe(
-        settings,
-        path,
+    return EngineConfig(
+        model=settings.spec.name,
         source=source,
+        processor=settings.spec.processor or models.detect_processor(path),
+        fingerprint=models.fingerprint(path),
         context_length=int(model.max_context_length),
         vocab_size=int(model.vocab_size),
         block_size=int(server.block_size),
@@ -99,6 +101,7 @@ def engine_config(
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         capabilities=capabilities(model, server, **flags),
         data_parallel_size=max(int(server.data_parallel_size), 1),
+        role=Role[settings.role.upper()],
         engine="vllm-grpc",
         engine_version=loads.version,
     )

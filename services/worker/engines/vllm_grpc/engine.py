@@ -22,7 +22,6 @@ from services.worker.contract.engine import Embedded, EngineConfig, GenerateCont
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.grammar_compiler import naming_constraint
-from services.worker.engines.shared.started import embeddings_only, engine_starting
 from services.worker.engines.vllm.handoff import read_handoff
 from services.worker.engines.vllm.options import kv_events_config
 from services.worker.engines.vllm.sampling import Facts
@@ -168,7 +167,12 @@ class VllmGrpcEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         client = self._require_client()
         if not self._is_generation():
-            raise embeddings_only()
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "This worker only computes embeddings; send the request to a model that generates text.",
+                param="model",
+                code="unsupported_by_engine",
+            )
         disaggregation = request.disaggregation
         handoff = None
         if disaggregation is not None and disaggregation.role is Role.DECODE and disaggregation.handoff:
@@ -248,7 +252,9 @@ class VllmGrpcEngine(LLMEngine):
 
     def _require_client(self) -> Client:
         if self._client is None:
-            raise engine_starting()
+            raise SluiceError(
+                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
+            )
         return self._client
 
     async def _poll(self, client: Client) -> None:

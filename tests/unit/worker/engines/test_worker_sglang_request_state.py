@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind
 from services.worker.contract.generation import FinishReason
 from services.worker.engines.sglang.children import ChildWatch
-from services.worker.engines.sglang.options import event_endpoints, kv_events_config
+from services.worker.engines.sglang.events import EventFeeds
 from services.worker.engines.sglang.request_state import LOWEST_LOGPROB, RequestState, abort_error, positions
 from tests.support.fakes.engines import RecordingSink, request, until
 
@@ -126,12 +126,16 @@ def test_impossible_logprob_is_the_smallest_json_number() -> None:
     assert (found.chosen.logprob, found.top[0].logprob) == (LOWEST_LOGPROB, LOWEST_LOGPROB)
 
 
-def test_kv_event_endpoints_are_reachable_from_this_machine_only() -> None:
-    (alone,) = event_endpoints(1, "/private")
-    assert '"ipc:///private/' in kv_events_config(alone)
-    several = event_endpoints(3, "/private")
-    assert all(each.endpoint.startswith("tcp://127.0.0.1:") for each in several)
-    assert len({address for each in several for address in (each.endpoint, each.replay)}) == 6
+def test_events_stay_on_this_machine() -> None:
+    alone, several = EventFeeds(1), EventFeeds(3)
+    try:
+        assert '"ipc://' in alone.config
+        assert several.config.count("tcp://127.0.0.1:") == 2
+        assert alone.sources == ()
+    finally:
+        alone.close()
+        alone.close()
+        several.close()
 
 
 async def test_the_death_of_a_child_is_noticed() -> None:
