@@ -14,10 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 from services.common.child_rpc.child import Channel, ForkedService, limit_memory, serve, serve_forks
-from services.common.stub_modules import stand_in_for_absent
+from services.common.engine_packages import NOT_NEEDED, TESTED_VERSIONS, stand_in_for_absent
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.engines import ENGINES, NOT_NEEDED, bare
+from services.postprocess.parsers.engines import bare
 from services.postprocess.parsers.engines.adapter import Engine, EngineParser
 from services.postprocess.parsers.isolated.child import Streams
 from services.postprocess.parsers.isolated.wire import Progress, decode, encode
@@ -100,7 +100,7 @@ def _missing(name: str, error: Exception) -> str:
         missing = (error.name or str(error)).split(".")[0]
         return (
             f"The parsers of {name} require the package {missing}; install sluice-llm[{name}] "
-            f"({name}=={ENGINES[name].version}), or set --{name}-python to an interpreter that has it."
+            f"({name}=={TESTED_VERSIONS[name]}), or set --{name}-python to an interpreter that has it."
         )
     return f"The parsers of {name} cannot be loaded ({type(error).__name__}: {_first_line(error)}); see the log."
 
