@@ -140,6 +140,11 @@ def shortened(text: str, most: int = MOST_VALUE) -> str:
     return text if len(text) <= most else text[: most - len(_ELLIPSIS)] + _ELLIPSIS
 
 
+def first_line(error: object, most: int) -> str:
+    """Returns the first line of a message or an exception's message, at most `most` characters."""
+    return str(error).strip().split("\n", 1)[0][:most]
+
+
 def quoted(value: Any) -> str:
     """Returns a caller's value for use in a message: its `repr`, truncated to about `MOST_VALUE` characters.
 

@@ -85,6 +85,17 @@ class Stop(asyncio.Event):
         super().__init__()
         self.failed = False
 
+    async def unless_set(self, work: Coroutine[Any, Any, Any]) -> bool:
+        """Runs work until it completes or this is set; returns whether it completed, and raises what it raises."""
+        task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self.wait())
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return task.done()
+        finally:
+            await end_all((task, stopping))
+
     def fail(self, name: str, error: BaseException) -> None:
         """Stops the process because a background task died; fits `TaskOwner(on_death=...)`."""
         self.failed = True

@@ -231,7 +231,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         if discovery is not None:
             await discovery.start()
         await stream_factory.start()
-        if not settings.preload or await _before(stop, _loaded(library, stream_factory)):
+        if not settings.preload or await stop.unless_set(_loaded(library, stream_factory)):
             if discovery is not None:
                 await discovery.catch_up()
             await server.set_serving(True)
@@ -269,17 +269,3 @@ def _discovery(
 async def _loaded(library: VocabularyRegistry, stream_factory: StreamFactory) -> None:
     """Loads all models, and the engine parsers that `auto` selects for them."""
     await asyncio.gather(*(stream_factory.prepare_for(vocabulary) for vocabulary in await library.load_all()))
-
-
-async def _before(stop: Stop, loading: Coroutine[Any, Any, None]) -> bool:
-    """Returns whether `loading` completed before `stop` was set; raises the exception of `loading`."""
-    task, stopping = asyncio.ensure_future(loading), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        return task.done()
-    finally:
-        task.cancel()
-        stopping.cancel()
-        await asyncio.gather(task, stopping, return_exceptions=True)

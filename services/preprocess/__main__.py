@@ -60,7 +60,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         if discovery is not None:
             await discovery.start()
         if settings.preload:
-            await _preload(registry, stop)
+            await stop.unless_set(registry.preload())
         if discovery is not None:
             await discovery.catch_up()
         if settings.preload:
@@ -101,18 +101,6 @@ def _warm(registry: ModelRegistry) -> None:
             # Different text for each thread: cached text would not be encoded.
             for text in WARM_UP:
                 packed_text(tokenizer, f"{get_ident()} {text}", add_special_tokens=None)
-
-
-async def _preload(registry: ModelRegistry, stop: Stop) -> None:
-    loading = asyncio.create_task(registry.preload())
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            loading.result()
-    finally:
-        loading.cancel()
-        stopping.cancel()
 
 
 def main() -> None:

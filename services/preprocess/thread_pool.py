@@ -64,11 +64,7 @@ class ComputePool:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
         except TimeoutError:
-            raise SluiceError(
-                ErrorKind.DEADLINE_EXCEEDED,
-                f"Tokenizing the prompt took longer than {self._limit_s:g} s; shorten it or retry.",
-                code="stage_timeout",
-            ) from None
+            raise too_slow(self._limit_s) from None
 
     async def on_every_thread(self, job: Callable[[], object]) -> None:
         """Runs a job here and once on each thread of the idle pool, for per-thread state of libraries."""
@@ -88,6 +84,15 @@ class ComputePool:
     def close(self) -> None:
         """Drops waiting jobs; running ones end with the process."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def too_slow(limit_s: float) -> SluiceError:
+    """Returns the error of a prompt that exceeded its time limit."""
+    return SluiceError(
+        ErrorKind.DEADLINE_EXCEEDED,
+        f"Tokenizing the prompt took longer than {limit_s:g} s; shorten it or retry.",
+        code="stage_timeout",
+    )
 
 
 def _without_panic(job: Callable[[], T]) -> T:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from services.common.runner import run
 from services.common.tasks import Stop
 from services.worker.server import WorkerServer
@@ -13,17 +11,10 @@ from services.worker.settings import WorkerSettings
 async def serve(settings: WorkerSettings, stop: Stop) -> None:
     """Serves until `stop` is set, then shuts down gracefully."""
     server = WorkerServer(settings, stop)
-    starting = asyncio.create_task(server.start())
-    stopping = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            await stopping
+        if await stop.unless_set(server.start()):
+            await stop.wait()
     finally:
-        starting.cancel()
-        stopping.cancel()
-        await asyncio.gather(starting, stopping, return_exceptions=True)
         await server.shut_down()
 
 

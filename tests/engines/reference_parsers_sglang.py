@@ -20,7 +20,7 @@ services = types.ModuleType("services")
 services.__path__ = [sys.argv[1]]
 sys.modules["services"] = services
 
-from services.common.stub_modules import stand_in_for_absent  # noqa: E402
+from services.common.engine_packages import stand_in_for_absent  # noqa: E402
 
 stand_in_for_absent("torchvision", "torchaudio", "sgl_kernel", "triton")
 

@@ -69,3 +69,22 @@ async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing
     for stream in neighbours:
         found = await heard(stream)
         assert (found.content, found.degraded) == ("BEFORE AND AFTER", frozenset())
+
+
+async def test_parsers_of_a_removed_model_are_unloaded_after_its_streams_and_loaded_again(
+    stream_factory: StreamFactory,
+) -> None:
+    host = stream_factory.host("vllm:hermes")
+    assert host is not None
+    for _ in range(2):
+        await stream_factory.prepare(stream_factory.plan(OPTIONS, tekken().vocabulary, ""))
+        stream = opened(stream_factory)
+        stream_factory.release(stream.context.source)
+        stream.feed(tekken().encode("still parsed"))
+        stream.end(FinishReason.STOP)
+        assert (await heard(stream)).content == "STILL PARSED"
+        assert host.pid
+        stream.close()
+        async with asyncio.timeout(WAIT_S):
+            while host.pid:  # noqa: ASYNC110 - there is nothing to wait for
+                await asyncio.sleep(0.01)

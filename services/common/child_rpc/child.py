@@ -32,9 +32,11 @@ class Channel:
 
     @classmethod
     def of_stdio(cls) -> Channel:
-        """Takes over standard input and output; what libraries print goes to standard error instead."""
+        """Takes over standard input and output; libraries read nothing, and print to standard error instead."""
         channel = cls(0, 1)
         os.dup2(2, 1)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
         return channel
 
     def receive(self) -> bytes | None:

@@ -17,6 +17,9 @@ from typing import Any, cast
 
 from services.common.child_rpc.framing import FrameReader, frame
 
+MAX_UNREAD_FRAMES = 16
+"""Frames kept until they are received; a child that sends more is killed."""
+
 _SERVICES = Path(__file__).resolve().parents[2]
 # Only `services` is importable from this project; all other packages come from the child's own interpreter.
 _BOOTSTRAP = (
@@ -159,6 +162,8 @@ class Child(asyncio.Protocol):
                     return
                 if self.on_frame is not None:
                     self.on_frame(body)
+                elif len(self._frames) == MAX_UNREAD_FRAMES:
+                    raise ValueError("frames that were not requested")
                 else:
                     self._frames.append(body)
                     self._arrived.set()

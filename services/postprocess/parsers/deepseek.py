@@ -6,50 +6,39 @@ the arguments.
 
 from __future__ import annotations
 
-from services.postprocess.parsers.calls import Body, CallParser, Named
+from services.postprocess.parsers.calls import CallParser, Named
 from services.postprocess.parsers.json_scan import Malformed, skip_spaces
 from services.postprocess.parsers.markers import Markers
-from services.postprocess.parsers.objects import Arguments, is_name, read_head
+from services.postprocess.parsers.objects import HeadedBody
 
 SEPARATOR, END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCE = "```"
 
-_EDGES = Markers("{", END)
 
-
-class DeepSeekBody(Body):
+class DeepSeekBody(HeadedBody):
     """Body of one call."""
 
+    edges = Markers("{", END)
+
     def __init__(self) -> None:
-        self._head = ""
+        super().__init__()
         self._fenced = False
         self._fence = ""
-        self._arguments: Arguments | None = None
+
+    def named(self, head: str, edge: str) -> Named | None:
+        name, fenced = _named(head if edge != END else head.rstrip().removesuffix(FENCE))
+        self._fenced = fenced and edge != END
+        return Named(name) if SEPARATOR not in name else None
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
-        if self._arguments is None:
-            return self._read_head(text, at)
-        if not self._arguments.done:
-            at, arguments = self._arguments.push(text, at)
-            self.calling = self._arguments.calling
-            self.done = self._arguments.done and not self._fenced
-            return at, arguments
-        return self._read_fence(text, at), None
-
-    def _read_head(self, text: str, at: int) -> tuple[int, Named | None]:
-        at, self._head, edge = read_head(self._head, text, at, _EDGES)
-        if not edge:
-            return at, None
-        name, fenced = _named(self._head if edge != END else self._head.rstrip().removesuffix(FENCE))
-        if not is_name(name) or SEPARATOR in name:
-            raise Malformed(at)
-        if edge == END:
-            self.done = True
-            return at, Named(name, arguments="{}")
-        self._fenced = fenced
-        self._arguments = Arguments()
-        self.calling = True
-        return at, Named(name)
+        inner = self._inner
+        if inner is None:
+            return self.read_head(text, at)
+        if inner.done:
+            return self._read_fence(text, at), None
+        at, found = inner.push(text, at)
+        self.done, self.calling = inner.done and not self._fenced, inner.calling
+        return at, found
 
     def _read_fence(self, text: str, at: int) -> int:
         if not self._fence:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import ClassVar
 
 from services.postprocess.parsers.calls import Body, Named
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
@@ -22,29 +23,6 @@ def is_name(text: object) -> bool:
     return isinstance(text, str) and 0 < len(text) <= NAME_AT_MOST and text.isprintable() and text == text.strip()
 
 
-class Head(NamedTuple):
-    """The text before a call's arguments, as parsed so far.
-
-    Attributes:
-        at: where parsing stopped: at the edge, or at an incomplete one.
-        text: the complete head so far.
-        edge: the opening brace, or the end of a call without arguments; empty if neither has arrived.
-    """
-
-    at: int
-    text: str
-    edge: str
-
-
-def read_head(head: str, text: str, at: int, edges: Markers) -> Head:
-    """Parses from `at`; raises Malformed beyond HEAD_AT_MOST characters."""
-    before, edge, _ = edges.split(text[at:])
-    room = HEAD_AT_MOST - len(head)
-    if room < len(before):
-        raise Malformed(at + room)
-    return Head(at + len(before), head + before, edge)
-
-
 class Arguments(Body):
     """JSON object with the arguments of a call whose name is known."""
 
@@ -57,6 +35,51 @@ class Arguments(Body):
         self.done = self._value.done
         self.calling = not self.done
         return stop, text[at:stop]
+
+
+class HeadedBody(Body):
+    """Call whose head, with the name, precedes a JSON object with its arguments.
+
+    Attributes:
+        edges: the brace that begins the arguments, and the end of a call without arguments.
+    """
+
+    edges: ClassVar[Markers]
+
+    def __init__(self) -> None:
+        self._head = ""
+        self._inner: Body | None = None
+
+    @abstractmethod
+    def named(self, head: str, edge: str) -> Named | None:
+        """Returns the call of a complete head; None if it is malformed."""
+
+    def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
+        inner = self._inner
+        if inner is None:
+            return self.read_head(text, at)
+        at, found = inner.push(text, at)
+        self.done, self.calling = inner.done, inner.calling
+        return at, found
+
+    def read_head(self, text: str, at: int) -> tuple[int, Named | str | None]:
+        """Parses the head; see `push`."""
+        before, edge, _ = self.edges.split(text[at:])
+        room = HEAD_AT_MOST - len(self._head)
+        if room < len(before):
+            raise Malformed(at + room)
+        self._head += before
+        at += len(before)
+        if not edge:
+            return at, None
+        call = self.named(self._head, edge)
+        if call is None or not is_name(call.name):
+            raise Malformed(at)
+        if edge != "{":
+            self.done = True
+            return at, call._replace(arguments="{}")
+        self._inner, self.calling = Arguments(), True
+        return at, call
 
 
 class CallObject(Body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
+from services.common.engine_packages import TESTED_VERSIONS
 from services.common.errors import invalid, quoted
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Chain, Parser, ParserContext
@@ -99,7 +100,7 @@ class Registry:
             if bare(name) not in shipped:
                 similar = ", ".join(f"{engine}:{found}" for found in nearest(bare(name), shipped)) or "none"
                 raise invalid(
-                    f"{problem}: {engine} {ENGINES[engine].version} does not have it; similar names: {similar}.",
+                    f"{problem}: {engine} {TESTED_VERSIONS[engine]} does not have it; similar names: {similar}.",
                     param=field,
                     code="no_such_parser",
                 )

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from services.common.child_rpc.child import Channel, limit_memory, serve
-from services.common.errors import ErrorKind, SluiceError
-from services.common.stub_modules import stand_in_for_absent
-from services.preprocess.engines import NOT_NEEDED, TESTED_VERSIONS
-from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form, first_line
+from services.common.engine_packages import NOT_NEEDED, TESTED_VERSIONS, stand_in_for_absent
+from services.common.errors import ErrorKind, SluiceError, first_line
+from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
 
 LOAD_FACTOR = 2
 """Memory limit while loading, as a multiple of the limit afterwards."""

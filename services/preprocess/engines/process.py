@@ -23,6 +23,7 @@ from services.common.child_rpc.call_queue import Call, CallQueue
 from services.common.child_rpc.process import Child
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.preprocess.engines.tokenizer import read_error
+from services.preprocess.thread_pool import too_slow
 from services.preprocess.validation import as_json
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class EngineProcess(CallQueue[Any]):
             return future.result(self._wait_s)
         except FutureTimeout:
             self._loop.call_soon_threadsafe(future.cancel)
-            raise _too_slow(self._wait_s) from None
+            raise too_slow(self._wait_s) from None
 
     def close(self) -> None:
         """Ends the process; callers still waiting receive UNAVAILABLE."""
@@ -205,18 +206,10 @@ class EngineProcess(CallQueue[Any]):
         if head is not None:
             head.attempts += 1
             if timed_out:
-                head.resolve(_too_slow(self._limit_s))
+                head.resolve(too_slow(self._limit_s))
             elif head.attempts >= ATTEMPTS:
                 head.resolve(self._deadly())
             else:
                 self.sent.appendleft(head)
         self.drop()
         self._failed.set()
-
-
-def _too_slow(limit_s: float) -> SluiceError:
-    return SluiceError(
-        ErrorKind.DEADLINE_EXCEEDED,
-        f"Tokenizing the prompt took longer than {limit_s:g} s; shorten it or retry.",
-        code="stage_timeout",
-    )

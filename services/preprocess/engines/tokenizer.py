@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind, SluiceError, first_line
 from services.preprocess.protocol import ChatRequest
 
 PARAMS = ("messages", "tools", "documents", "chat_template", "chat_template_kwargs", "tool_choice")
@@ -81,11 +81,6 @@ def chat_argument(chat: ChatRequest) -> dict[str, Any]:
 
 def _clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
-
-
-def first_line(error: Exception, most: int) -> str:
-    """Returns the first line of an error's message, at most `most` characters."""
-    return str(error).strip().split("\n", 1)[0][:most]
 
 
 def error_form(error: Exception) -> dict[str, Any]:

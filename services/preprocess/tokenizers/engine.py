@@ -12,9 +12,9 @@ from threading import Lock
 from typing import Any
 
 from services.common.child_rpc.process import engine_command
+from services.common.engine_packages import TESTED_VERSIONS, is_tested
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.models import fingerprint, read_json
-from services.preprocess.engines import TESTED_VERSIONS
 from services.preprocess.engines.process import EngineProcess, deadly_prompt
 from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
@@ -81,7 +81,7 @@ class EngineTokenizer(TokenizerProtocol):
             self.close()
             raise
         self.facts = _facts(engine, path, {**reported, **_own_template(chat_template)})
-        if reported["version"].partition("+")[0] != TESTED_VERSIONS[engine]:
+        if not is_tested(engine, reported["version"]):
             log.warning(
                 "the installed engine version differs from the tested one",
                 extra={"engine": engine, "version": reported["version"], "tested": TESTED_VERSIONS[engine]},

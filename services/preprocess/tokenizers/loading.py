@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, first_line, invalid
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec, detect_processor, resolve
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
@@ -53,7 +53,7 @@ def load_tokenizer(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # native loaders raise arbitrary types, including Rust panics
-        reason = str(error).strip().split("\n", 1)[0][:200] or type(error).__name__
+        reason = first_line(error, 200) or type(error).__name__
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
             f"The tokenizer of model {spec.name} cannot be loaded: {reason}.",

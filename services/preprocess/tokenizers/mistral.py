@@ -20,7 +20,7 @@ from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, TokenizerV
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Tokenizer
 from pydantic import ValidationError
 
-from services.common.errors import invalid, quoted
+from services.common.errors import first_line, invalid, quoted
 from services.common.models import fingerprint, read_json
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.encoders.backend import CACHE_OFF, EncoderOptions
@@ -190,7 +190,7 @@ def _short_id(call_id: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    first = text.strip().split("\n", 1)[0][:300]
+    first = first_line(text, 300)
     return first if first.endswith(".") else f"{first}."
 
 

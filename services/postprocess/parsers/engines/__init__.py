@@ -12,9 +12,8 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True, slots=True)
 class BundledParsers:
-    """Names of an engine's parsers, and the package version they were taken from."""
+    """Names of an engine's parsers, taken from the tested version of its package."""
 
-    version: str
     tool: frozenset[str]
     reasoning: frozenset[str]
 
@@ -29,7 +28,6 @@ def _names(text: str) -> frozenset[str]:
 
 ENGINES: dict[str, BundledParsers] = {
     "vllm": BundledParsers(
-        "0.33.0",
         _names(
             "apertus beam cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 "
             "deepseek_v41  dots ernie45 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc "
@@ -47,7 +45,6 @@ ENGINES: dict[str, BundledParsers] = {
         ),
     ),
     "sglang": BundledParsers(
-        "0.5.23",
         _names(
             "apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41 dots "
             "gemma4  gigachat3 gigachat35 glm glm45 glm47 gpt-oss hermes hunyuan inkling interns1 iquest_q1 "
@@ -63,9 +60,6 @@ ENGINES: dict[str, BundledParsers] = {
         ),
     ),
 }
-
-NOT_NEEDED = {"sglang": ("torchvision", "torchaudio", "sgl_kernel", "triton")}
-"""Packages that an engine imports but no parser needs; some require a GPU."""
 
 
 def engine_of(name: str) -> str:

@@ -14,13 +14,16 @@ from dataclasses import asdict
 from typing import Any
 
 from services.common.child_rpc.child import Channel, ForkedService, limit_memory, serve, serve_forks
-from services.common.stub_modules import stand_in_for_absent
+from services.common.engine_packages import NOT_NEEDED, TESTED_VERSIONS, stand_in_for_absent
+from services.common.errors import first_line
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.engines import ENGINES, NOT_NEEDED, bare
+from services.postprocess.parsers.engines import bare
 from services.postprocess.parsers.engines.adapter import Engine, EngineParser
 from services.postprocess.parsers.isolated.child import Streams
 from services.postprocess.parsers.isolated.wire import Progress, decode, encode
+
+MAX_REASON_CHARS = 300
 
 
 def main(arguments: list[str]) -> None:
@@ -100,13 +103,10 @@ def _missing(name: str, error: Exception) -> str:
         missing = (error.name or str(error)).split(".")[0]
         return (
             f"The parsers of {name} require the package {missing}; install sluice-llm[{name}] "
-            f"({name}=={ENGINES[name].version}), or set --{name}-python to an interpreter that has it."
+            f"({name}=={TESTED_VERSIONS[name]}), or set --{name}-python to an interpreter that has it."
         )
-    return f"The parsers of {name} cannot be loaded ({type(error).__name__}: {_first_line(error)}); see the log."
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]
+    reason = f"{type(error).__name__}: {first_line(error, MAX_REASON_CHARS)}"
+    return f"The parsers of {name} cannot be loaded ({reason}); see the log."
 
 
 def load(engine: Engine, source: str, tool: str, reasoning: str) -> dict[str, Any]:
@@ -116,4 +116,4 @@ def load(engine: Engine, source: str, tool: str, reasoning: str) -> dict[str, An
     except Exception as error:
         if not isinstance(error, ValueError):
             traceback.print_exc()
-        return {"error": _first_line(error) or type(error).__name__}
+        return {"error": first_line(error, MAX_REASON_CHARS) or type(error).__name__}

@@ -12,6 +12,7 @@ from typing import Any
 
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.process import engine_command
+from services.common.engine_packages import TESTED_VERSIONS, is_tested
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.engines import ENGINES, bare, nearest
@@ -191,11 +192,10 @@ class EngineHost(ParserHost):
             self._set_facts(pair, result)
 
     def _check_version(self, version: str) -> None:
-        tested = ENGINES[self.name].version
-        if version.partition("+")[0] != tested:
+        if not is_tested(self.name, version):
             log.warning(
                 "untested version of the engine's parsers",
-                extra={"engine": self.name, "version": version, "tested": tested},
+                extra={"engine": self.name, "version": version, "tested": TESTED_VERSIONS[self.name]},
             )
 
     async def _kill(self) -> None:

@@ -89,10 +89,12 @@ class ParserHost:
         return remote
 
     def changed(self, stream: RemoteStream) -> None:
+        """Schedules a stream that has text to parse."""
         self._changed[stream.number] = stream
         self._pending.set()
 
     def forget(self, stream: RemoteStream) -> None:
+        """Closes a stream."""
         self._changed.pop(stream.number, None)
         if self._streams.pop(stream.number, None) is not None and stream.opened:
             self._closed.append(stream.number)

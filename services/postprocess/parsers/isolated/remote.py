@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from services.postprocess.detokenize.stream import Finish, FinishReason, Stream
 from services.postprocess.detokenize.token_texts import TokenRecorder
@@ -11,20 +11,13 @@ from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
 
+if TYPE_CHECKING:
+    from services.postprocess.parsers.isolated.host import ParserHost
+
 REPLAYED_PIECES = 262_144
 """Pieces kept to replay a stream after its process died; a longer stream then becomes plain text."""
 
 NOT_REPLAYED = "parser_lost"
-
-
-class Host(Protocol):
-    """Process that runs remote parsers."""
-
-    def changed(self, stream: RemoteStream) -> None:
-        """Schedules a stream that has text to parse."""
-
-    def forget(self, stream: RemoteStream) -> None:
-        """Closes a stream."""
 
 
 class RemoteStream:
@@ -42,7 +35,13 @@ class RemoteStream:
     """
 
     def __init__(
-        self, number: int, stream: Stream, names: ParserNames, context: ParserContext, host: Host, tokens: bool = False
+        self,
+        number: int,
+        stream: Stream,
+        names: ParserNames,
+        context: ParserContext,
+        host: ParserHost,
+        tokens: bool = False,
     ) -> None:
         self.number = number
         self.names = names

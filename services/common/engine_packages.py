@@ -1,4 +1,4 @@
-"""Stub modules for packages that an engine imports but that are neither used nor installed here."""
+"""Packages of the engines: tested versions, and stub modules for what they import without need."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
+
+TESTED_VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+"""The version of each engine's package whose ids and parsers `make test-engines` verifies."""
+
+NOT_NEEDED = {"sglang": ("torchvision", "torchaudio", "sgl_kernel", "triton")}
+"""Kernel and image libraries that engines import but tokenizers and parsers do not need; some require a GPU."""
+
+
+def is_tested(engine: str, version: str) -> bool:
+    """Returns whether a package's version is the tested one; local suffixes do not matter."""
+    return version.partition("+")[0] == TESTED_VERSIONS[engine]
 
 
 def stand_in_for_absent(*packages: str) -> None:
