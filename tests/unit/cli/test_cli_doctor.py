@@ -22,8 +22,8 @@ from sluice.cli.doctor.finding import Finding, State, clock
 from sluice.cli.doctor.servers import Server
 from sluice.cli.live.client import Running, Seen
 from sluice.cli.live.endpoint import Endpoint
-from sluice.cli.main import main
 from sluice.cli.trust import Trust
+from tests.unit.cli.conftest import Sluice
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
@@ -87,17 +87,14 @@ async def test_unset_redis_url_is_not_checked() -> None:
 
 
 def test_nothing_there_is_a_finding_with_advice_and_exit_code_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = ("--gateway", "http://127.0.0.1:1", "--router", "127.0.0.1:1")
-    monkeypatch.setattr("sys.argv", ["sluice", "doctor", *nowhere, "--json"])
     monkeypatch.delenv("SLUICE_ROUTER_REDIS_URL", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = json.loads(capsys.readouterr().out)
-    checks = {check["check"]: Finding(**check) for check in said["checks"]}
-    assert ended.value.code == 1
-    assert not said["ok"]
+    assert sluice("doctor", *nowhere, "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    checks = {check["check"]: Finding(**check) for check in report["checks"]}
+    assert not report["ok"]
     assert checks["gateway"].state == checks["router"].state == State.FAIL
     assert "sluice up" in checks["gateway"].advice
 
