@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "conformance.md"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "ADDRESS"),
         (("nowhere",), "host:port"),
@@ -33,12 +33,12 @@ PAGE = ROOT / "docs" / "conformance.md"
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_exit_code_two(
-    arguments: tuple[str, ...], said: str, sluice: Sluice, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sluice("conformance", *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("sluice: ")
-    assert said in error
+    assert message in error
     assert "Traceback" not in error
 
 

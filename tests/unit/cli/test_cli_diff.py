@@ -88,9 +88,9 @@ def test_a_side_that_cannot_be_loaded_is_one_sentence(
     side: str, sentence: str, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sluice("diff-tokenizers", side, side) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert sentence in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe"])

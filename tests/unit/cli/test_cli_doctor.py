@@ -36,7 +36,7 @@ def certificate(begins: datetime, ends: datetime) -> x509.Certificate:
 
 
 @pytest.mark.parametrize(
-    ("begins", "ends", "state", "said"),
+    ("begins", "ends", "state", "message"),
     [
         (NOW - DAY, NOW + 60 * DAY, State.OK, "59 days"),
         (NOW - DAY, NOW + 3 * DAY, State.WARN, "2 days"),
@@ -44,10 +44,10 @@ def certificate(begins: datetime, ends: datetime) -> x509.Certificate:
         (NOW + DAY, NOW + 9 * DAY, State.FAIL, "not valid before"),
     ],
 )
-def test_certificates(begins: datetime, ends: datetime, state: State, said: str) -> None:
+def test_certificates(begins: datetime, ends: datetime, state: State, message: str) -> None:
     found = certificates.validity("certificate", certificate(begins, ends), "Renew it")
     assert found.state is state
-    assert said in found.found
+    assert message in found.found
     assert bool(found.advice) == (state is not State.OK)
 
 
@@ -72,13 +72,13 @@ def test_clocks(ahead_s: float, state: State) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [("redis://127.0.0.1:1/0", "cannot be reached"), ("http://redis", "not a Redis URL")],
 )
-async def test_a_redis_that_cannot_be_asked(url: str, said: str) -> None:
+async def test_a_redis_that_cannot_be_asked(url: str, message: str) -> None:
     (found,) = await redis_checks.examine(url)
     assert found.state is State.FAIL
-    assert said in found.found
+    assert message in found.found
     assert found.advice
 
 
@@ -113,9 +113,9 @@ class Asked:
         return self._said[address]
 
 
-async def examined(said: dict[str, Seen], draining: bool = False) -> list[Finding]:
-    servers = [Server(f"s{number}", address, draining) for number, address in enumerate(said)]
-    return await server_checks.examine(cast(Running, Asked(said)), servers)
+async def examined(message: dict[str, Seen], draining: bool = False) -> list[Finding]:
+    servers = [Server(f"s{number}", address, draining) for number, address in enumerate(message)]
+    return await server_checks.examine(cast(Running, Asked(message)), servers)
 
 
 async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_clocks() -> None:
@@ -126,7 +126,7 @@ async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_cloc
 
 
 @pytest.mark.parametrize(
-    ("seen", "state", "said"),
+    ("seen", "state", "message"),
     [
         (Seen("UNREACHABLE"), State.WARN, "cannot be reached"),
         (Seen("NOT_SERVING", __version__, 0), State.FAIL, "NOT_SERVING"),
@@ -135,10 +135,10 @@ async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_cloc
         (Seen("SERVING"), State.WARN, "version unknown"),
     ],
 )
-async def test_a_server_that_is_not_well(seen: Seen, state: State, said: str) -> None:
+async def test_a_server_that_is_not_well(seen: Seen, state: State, message: str) -> None:
     found = (await examined({"h:1": seen}))[0]
     assert found.state is state
-    assert said in found.found
+    assert message in found.found
     assert found.advice
 
 

@@ -134,7 +134,7 @@ def test_sparks_follow_the_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("top", "--once", "--gateway", "http://127.0.0.1:1"), "cannot be reached"),
         (("top", "--gateway", "nowhere"), "--gateway nowhere is not a URL"),
@@ -145,10 +145,10 @@ def test_sparks_follow_the_values() -> None:
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_exit_code_two(
-    arguments: tuple[str, ...], said: str, sluice: Sluice, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert sluice(*arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("sluice: ")
-    assert said in error
+    assert message in error
     assert "Traceback" not in error

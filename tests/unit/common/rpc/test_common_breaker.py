@@ -1,4 +1,4 @@
-"""Breakers, budgets and the usual time of an answer."""
+"""Breakers, budgets, latency quantiles, least load and the concurrency limiter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are replaced while they are watched: in one step, in several, badly, and by many readers at once."""
+"""Files that are replaced while they are watched, and certificates that expire."""
 
 from __future__ import annotations
 

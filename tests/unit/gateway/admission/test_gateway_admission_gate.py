@@ -1,4 +1,4 @@
-"""The gate: whose a request is, what it is charged, and what it gives back however it ends."""
+"""The admission gate, and the local limits that replace unreachable shared ones."""
 
 from __future__ import annotations
 

@@ -44,10 +44,10 @@ def streamed(encoder: EventEncoder) -> StreamedTurn:
     return turn
 
 
-def say(turn: Turn, said: list[TextDelta], cuts: Cuts, write: Callable[[], None]) -> None:
+def say(turn: Turn, message: list[TextDelta], cuts: Cuts, write: Callable[[], None]) -> None:
     """Says everything in pieces; `write` is called after some of them."""
     at = 0
-    for call, (kind, text) in enumerate(said):
+    for call, (kind, text) in enumerate(message):
         left, first = text, True
         while left or first:
             size, writes = cuts[at % len(cuts)]
@@ -63,7 +63,7 @@ def say(turn: Turn, said: list[TextDelta], cuts: Cuts, write: Callable[[], None]
                 write()
 
 
-def heard(turn: StreamedTurn, said: list[TextDelta], cuts: Cuts, end: Finish | SluiceError) -> list[dict[str, Any]]:
+def heard(turn: StreamedTurn, message: list[TextDelta], cuts: Cuts, end: Finish | SluiceError) -> list[dict[str, Any]]:
     """The events of a turn."""
     written: list[bytes] = []
 
@@ -71,7 +71,7 @@ def heard(turn: StreamedTurn, said: list[TextDelta], cuts: Cuts, end: Finish | S
         if turn.unsent or written:
             written.append(turn.take())
 
-    say(turn, said, cuts, write)
+    say(turn, message, cuts, write)
     turn.finish(end) if isinstance(end, Finish) else turn.fail(end)
     written.append(turn.take())
     events = []
@@ -83,9 +83,9 @@ def heard(turn: StreamedTurn, said: list[TextDelta], cuts: Cuts, end: Finish | S
     return events
 
 
-def collected(said: list[TextDelta], cuts: Cuts, end: Finish) -> CollectedTurn:
+def collected(message: list[TextDelta], cuts: Cuts, end: Finish) -> CollectedTurn:
     turn = CollectedTurn(same)
-    say(turn, said, cuts, lambda: None)
+    say(turn, message, cuts, lambda: None)
     turn.finish(end)
     return turn
 
@@ -103,12 +103,12 @@ def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @given(SAID, CUTS, ENDS, st.booleans(), st.booleans())
 def test_a_streamed_response_is_the_whole_one(
-    said: list[TextDelta], cuts: Cuts, end: Finish, summary: bool, sealed: bool
+    message: list[TextDelta], cuts: Cuts, end: Finish, summary: bool, sealed: bool
 ) -> None:
     shown = OutputOptions(summary, sealed)
     turn, resource, ended = responding(shown)
-    events = heard(turn, said, cuts, end)
-    other = collected(said, cuts[::-1], end)
+    events = heard(turn, message, cuts, end)
+    other = collected(message, cuts[::-1], end)
     expected = resource.completed(output_of(other.transcript.blocks, shown), end, other.counts)
     final = events[-1]["response"]
     assert without_ids(final["output"]) == without_ids(expected["output"])

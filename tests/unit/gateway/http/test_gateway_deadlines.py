@@ -1,4 +1,4 @@
-"""How long a request may take: headers, shares, and what is refused."""
+"""Headers that set deadlines and routing hints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is missed, repeated or begun anew: in the end the mirror is the engine's cache."""
+"""Missed, repeated, restarted and invalid events: the mirror becomes the cache of the engine."""
 
 from __future__ import annotations
 

@@ -1,16 +1,40 @@
-"""The live view's books: nothing is counted twice, and nothing grows."""
+"""The live view: counts, bounds, viewers, and who may read what."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
+import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import Response
 
-from services.gateway.core.request import GenerationRequest, SamplingParams, StopParams, TextPrompt, TokenizedPrompt
+from services.common.errors import SluiceError
+from services.gateway.core.request import (
+    GenerationRequest,
+    Route,
+    SamplingParams,
+    Score,
+    StopParams,
+    TextPrompt,
+    TokenizedPrompt,
+)
+from services.gateway.http.errors import error_response
+from services.gateway.http.middleware.scopes import LIVE_PAGE
+from services.gateway.live_view.endpoints import DATA, add_live_view
+from services.gateway.live_view.feed import STALE_ROUTER_CODES, Feed
+from services.gateway.live_view.files import page_files
 from services.gateway.live_view.rates import KEPT_SAMPLES, RateMeter
 from services.gateway.live_view.request_history import FRESH, KEPT, REASONS, PromptTimes, RequestHistory, prompt_times
+from services.gateway.live_view.routing_explanations import MOST_SCORES, RoutingExplanations
+from services.gateway.live_view.view import LiveView
 from services.gateway.live_view.worker_table import MOST_GONE, MOST_ROWS, LinkState, WorkerTable, hit_rates
 from services.gateway.streams.stream import GenerationStream
 
@@ -156,3 +180,139 @@ def test_thousands_of_workers_do_not_fill_the_page_and_those_in_trouble_are_show
     assert "w-1999" in shown
     worker_table.update({}, [], 1.0)
     assert len(worker_table.rows) == MOST_GONE
+
+
+WHOLE = b"whole"
+
+
+async def test_a_viewer_gets_everything_once_and_then_what_changes() -> None:
+    feed = Feed(2, lambda: WHOLE)
+    events = feed.join()
+    assert await anext(events) == WHOLE
+    feed.publish(b"1")
+    feed.publish(b"2")
+    assert await anext(events) == b"12"
+
+
+async def test_a_viewer_that_does_not_read_starts_afresh_and_holds_nothing() -> None:
+    feed = Feed(1, lambda: WHOLE)
+    events = feed.join()
+    await anext(events)
+    for _ in range(STALE_ROUTER_CODES + 1):
+        feed.publish(b"old")
+    feed.publish(b"older than the whole that comes next")
+    assert await anext(events) == WHOLE
+    feed.publish(b"new")
+    assert await anext(events) == b"new"
+
+
+async def test_one_viewer_too_many_hears_it_and_one_that_leaves_makes_room() -> None:
+    feed = Feed(1, lambda: WHOLE)
+    events = cast(Any, feed.join())
+    await anext(events)
+    with pytest.raises(SluiceError, match="--ui-viewers"):
+        feed.join()
+    await events.aclose()
+    assert await anext(feed.join()) == WHOLE
+
+
+async def test_viewers_that_come_in_the_same_moment_are_bounded_too() -> None:
+    feed = Feed(1, lambda: WHOLE)
+    first, second = feed.join(), feed.join()
+    assert await anext(first) == WHOLE
+    assert [event async for event in second] == []
+
+
+async def test_streams_end_when_the_gateway_stops() -> None:
+    feed = Feed(1, lambda: WHOLE)
+
+    async def read(events: AsyncIterator[bytes]) -> list[bytes]:
+        return [event async for event in events]
+
+    events = feed.join()
+    assert await anext(events) == WHOLE
+    reading = asyncio.create_task(read(events))
+    await asyncio.sleep(0)
+    feed.close()
+    async with asyncio.timeout(10):
+        assert await reading == []
+    with pytest.raises(SluiceError, match="stopping"):
+        feed.join()
+
+
+def score(worker: str, cost: float) -> Score:
+    return Score(worker, 0, cost, (0, 0, 0), 0, 0.0, 0.0)
+
+
+def test_explanations_with_a_viewer_are_one_a_second() -> None:
+    now, looked_at = 10.0, True
+    explanations = RoutingExplanations(lambda: looked_at, lambda: now)
+    assert explanations.wanted()
+    assert not explanations.wanted()
+    now += 1
+    looked_at = False
+    assert not explanations.wanted()
+
+
+def test_the_chosen_worker_is_among_the_scores_however_many_there_are() -> None:
+    explanations = RoutingExplanations(lambda: True)
+    scores = tuple(score(f"w-{number}", number) for number in range(50))
+    explanations.keep("r", Route("w-40", scores=scores))
+    assert explanations.last is not None
+    assert explanations.last.candidates == 50
+    shown = [one.worker for one in explanations.last.scores]
+    assert len(shown) == MOST_SCORES
+    assert (shown[0], shown[-1]) == ("w-0", "w-40")
+
+
+def app(view: LiveView | None) -> httpx.AsyncClient:
+    made = FastAPI()
+    add_live_view(made, view)
+
+    async def typed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, SluiceError)
+        return error_response(error)
+
+    made.add_exception_handler(SluiceError, typed)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=made), base_url="http://gateway")
+
+
+async def test_the_page_and_every_file_it_names_are_served_under_a_strict_policy() -> None:
+    async with app(cast(LiveView, object())) as client:
+        assert (await client.get("/ui")).headers["location"] == "ui/"
+        page = await client.get("/ui/")
+        for name in re.findall(r'(?:href|src)="([^"#]+)"', page.text):
+            answer = await client.get(f"/ui/{name}")
+            assert answer.status_code == 200, name
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'")
+            assert "unsafe" not in policy
+            again = await client.get(f"/ui/{name}", headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        assert (await client.get("/ui/../settings.py")).status_code == 404
+        assert (await client.get("/ui/view.py")).status_code == 404
+        assert (await client.post("/ui/")).status_code == 405
+
+
+async def test_live_view_switched_off_returns_404() -> None:
+    async with app(None) as client:
+        for path in ("/ui", "/ui/", "/ui/main.js", DATA + "/state", DATA + "/stream"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ui_off")
+
+
+def test_no_file_names_another_host_and_modules_import_what_is_there() -> None:
+    files = page_files()
+    assert {"index.html", "main.js", "style.css"} <= set(files)
+    for name, file in files.items():
+        text = file.body.decode().replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE), name
+        assert not re.search(r"\bstyle=|\son[a-z]+=\"|innerHTML|\beval\b", text), name
+        for imported in re.findall(r'from "\./([^"]+)"', text):
+            assert imported in files, f"{name} imports {imported}"
+
+
+def test_without_a_key_only_the_page_is_open() -> None:
+    assert all(LIVE_PAGE.fullmatch(path) for path in ("/ui", "/ui/", *(f"/ui/{name}" for name in page_files())))
+    closed = (DATA + "/state", DATA + "/stream", DATA + "/requests/x", "/uix", "/ui//data/state", "/ui/data/")
+    assert not any(LIVE_PAGE.fullmatch(path) for path in closed)
