@@ -104,7 +104,7 @@ def client_of(*replicas: Asked) -> RouterClient:
     return client
 
 
-async def test_who_may_wait_in_line_keeps_the_place_for_as_long_as_was_asked() -> None:
+async def test_call_with_a_wait_keeps_its_place_for_the_wait() -> None:
     first, second = Asked(), Asked()
     await client_of(first, second).select_and_reserve("r", "m", [1], max_wait_s=60)
     assert first.given == [pytest.approx(62.5, abs=1)], "the wait, and a share of the rest"

@@ -140,7 +140,7 @@ def of_redis(name: str, overlay: str) -> list[Object]:
     return []
 
 
-def test_who_reaches_workers_by_address_knows_the_name_in_their_certificates() -> None:
+def test_callers_of_workers_expect_the_name_in_their_certificates() -> None:
     (certificate,) = [one for one in of_kind("production", "Certificate") if one["metadata"]["name"] == "sluice-worker"]
     for workload in of_kind("production", "Deployment"):
         name = name_of(workload)

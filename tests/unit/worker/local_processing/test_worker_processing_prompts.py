@@ -147,7 +147,7 @@ async def test_a_request_that_is_given_up_is_neither_gone_on_with_nor_failed() -
         (ValueError("a user's class"), ErrorKind.INTERNAL),
     ],
 )
-async def test_whatever_goes_wrong_is_heard_as_a_typed_error(raised: Exception, kind: ErrorKind) -> None:
+async def test_any_failure_of_a_prompt_is_a_typed_error(raised: Exception, kind: ErrorKind) -> None:
     received: list[SluiceError] = []
 
     async def prepare(request: GenerateRequest) -> GenerateRequest:
