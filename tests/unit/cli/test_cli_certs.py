@@ -92,7 +92,7 @@ def test_what_is_there_stays_until_it_is_renewed_by_the_same_authority(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "says"),
+    ("spoil", "message"),
     [
         (lambda folder: (folder / "ca.key").unlink(), "without ca.key"),
         (lambda folder: (folder / "ca.key").write_text("junk"), "not an authority"),
@@ -100,10 +100,10 @@ def test_what_is_there_stays_until_it_is_renewed_by_the_same_authority(tmp_path:
         (lambda folder: (folder / "ca.pem").write_text("junk"), "not an authority"),
     ],
 )
-def test_an_authority_that_cannot_issue_is_one_sentence(tmp_path: Path, spoil, says: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_authority_that_cannot_issue_is_one_sentence(tmp_path: Path, spoil, message: str) -> None:  # type: ignore[no-untyped-def]
     make(tmp_path, Options())
     spoil(tmp_path)
-    with pytest.raises(BadFolder, match=says) as refused:
+    with pytest.raises(BadFolder, match=message) as refused:
         make(tmp_path, Options(renew=True))
     assert "\n" not in str(refused.value)
 
@@ -152,8 +152,8 @@ def test_certs_command_lists_new_files_and_errors_are_one_sentence(
         monkeypatch.setattr(sys, "argv", ["sluice", "certs", str(tmp_path / "made"), *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        said = capsys.readouterr()
-        return int(ended.value.code or 0), said.out, said.err
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
 
     code, out, err = run("--name", "router", "--host", "router.example", "--days", "3")
     assert (code, err) == (0, "")

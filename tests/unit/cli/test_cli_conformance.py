@@ -10,23 +10,15 @@ from rich.console import Console
 
 from services.common.errors import SluiceError
 from sluice.cli import conformance
-from sluice.cli.main import main
 from sluice.conformance import Report, Result, Rule, Verdict, junit, select
 from tests.support.repository import ROOT
+from tests.unit.cli.conftest import Sluice
 
 PAGE = ROOT / "docs" / "conformance.md"
 
 
-def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("sys.argv", ["sluice", "conformance", *arguments])
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "ADDRESS"),
         (("nowhere",), "host:port"),
@@ -41,23 +33,23 @@ def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_exit_code_two(
-    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*arguments, monkeypatch=monkeypatch) == 2
+    assert sluice("conformance", *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("sluice: ")
-    assert said in error
+    assert message in error
     assert "Traceback" not in error
 
 
-def test_the_list_names_every_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--list", monkeypatch=monkeypatch) == 0
+def test_the_list_names_every_rule(sluice: Sluice, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sluice("conformance", "--list") == 0
     shown = capsys.readouterr().out
     assert [rule.name for rule in select() if rule.name not in shown] == []
 
 
-def test_list_as_json_holds_every_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--list", "--json", monkeypatch=monkeypatch) == 0
+def test_list_as_json_holds_every_rule(sluice: Sluice, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sluice("conformance", "--list", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert [rule["rule"] for rule in listed] == [rule.name for rule in select()]
     assert all(rule["proves"] and rule["clause"] for rule in listed)

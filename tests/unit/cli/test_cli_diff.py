@@ -10,18 +10,9 @@ from hypothesis import strategies as st
 
 from sluice.cli import diff
 from sluice.cli.diff import Side, first_difference
-from sluice.cli.main import main
 from sluice.cli.up.plan import BadFlag
 from tests.support.data.loaded_tokenizers import tiny_folder
-
-
-def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("sys.argv", ["sluice", "diff-tokenizers", *arguments])
-    monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+from tests.unit.cli.conftest import Sluice
 
 
 @given(st.lists(st.integers(0, 3), max_size=5), st.lists(st.integers(0, 3), max_size=5))
@@ -39,37 +30,31 @@ def test_a_refusal_differs_from_ids_and_not_from_a_refusal() -> None:
     assert first_difference(Side(refusal="no"), Side(refusal="never")) is None
 
 
-def test_a_tokenizer_does_not_differ_from_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_does_not_differ_from_itself(sluice: Sluice, capsys: pytest.CaptureFixture[str]) -> None:
     tiny = str(tiny_folder())
-    assert run(tiny, f"{tiny}@hf", monkeypatch=monkeypatch) == 0
+    assert sluice("diff-tokenizers", tiny, f"{tiny}@hf") == 0
     assert "All prompts are the same." in capsys.readouterr().out
 
 
-def test_differences_are_shown_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_differences_are_shown_side_by_side(tmp_path: Path, sluice: Sluice, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     shutil.copytree(tiny_folder(), other)
     config = json.loads((other / "tokenizer_config.json").read_text())
     config["chat_template"] = config["chat_template"].replace("assistant\\n", "robot\\n")
     (other / "tokenizer_config.json").write_text(json.dumps(config))
-    assert run(str(tiny_folder()), str(other), monkeypatch=monkeypatch) == 1
+    assert sluice("diff-tokenizers", str(tiny_folder()), str(other)) == 1
     shown = capsys.readouterr().out
     assert "plain: the first difference" in shown
     assert "prompts differ." in shown
 
 
-def test_chats_of_a_file_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chats_of_a_file_are_compared(tmp_path: Path, sluice: Sluice, capsys: pytest.CaptureFixture[str]) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text(
         '{"messages": [{"role": "user", "content": "hi"}]}\n\n{"messages": [{"role": "user", "content": "x"}]}\n'
     )
     tiny = str(tiny_folder())
-    assert run(tiny, tiny, "--chats", str(chats), monkeypatch=monkeypatch) == 0
+    assert sluice("diff-tokenizers", tiny, tiny, "--chats", str(chats)) == 0
     assert "line 3" in capsys.readouterr().out
 
 
@@ -100,12 +85,12 @@ def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str, sentence: st
     ids=["no folder", "no processor", "no interpreter"],
 )
 def test_a_side_that_cannot_be_loaded_is_one_sentence(
-    side: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    side: str, sentence: str, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(side, side, monkeypatch=monkeypatch) == 2
-    said = capsys.readouterr().err
-    assert sentence in said
-    assert "Traceback" not in said
+    assert sluice("diff-tokenizers", side, side) == 2
+    printed = capsys.readouterr().err
+    assert sentence in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe"])

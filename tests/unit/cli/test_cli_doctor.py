@@ -22,8 +22,8 @@ from sluice.cli.doctor.finding import Finding, State, clock
 from sluice.cli.doctor.servers import Server
 from sluice.cli.live.client import Running, Seen
 from sluice.cli.live.endpoint import Endpoint
-from sluice.cli.main import main
 from sluice.cli.trust import Trust
+from tests.unit.cli.conftest import Sluice
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
@@ -36,7 +36,7 @@ def certificate(begins: datetime, ends: datetime) -> x509.Certificate:
 
 
 @pytest.mark.parametrize(
-    ("begins", "ends", "state", "said"),
+    ("begins", "ends", "state", "message"),
     [
         (NOW - DAY, NOW + 60 * DAY, State.OK, "59 days"),
         (NOW - DAY, NOW + 3 * DAY, State.WARN, "2 days"),
@@ -44,10 +44,10 @@ def certificate(begins: datetime, ends: datetime) -> x509.Certificate:
         (NOW + DAY, NOW + 9 * DAY, State.FAIL, "not valid before"),
     ],
 )
-def test_certificates(begins: datetime, ends: datetime, state: State, said: str) -> None:
+def test_certificates(begins: datetime, ends: datetime, state: State, message: str) -> None:
     found = certificates.validity("certificate", certificate(begins, ends), "Renew it")
     assert found.state is state
-    assert said in found.found
+    assert message in found.found
     assert bool(found.advice) == (state is not State.OK)
 
 
@@ -72,13 +72,13 @@ def test_clocks(ahead_s: float, state: State) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [("redis://127.0.0.1:1/0", "cannot be reached"), ("http://redis", "not a Redis URL")],
 )
-async def test_a_redis_that_cannot_be_asked(url: str, said: str) -> None:
+async def test_a_redis_that_cannot_be_asked(url: str, message: str) -> None:
     (found,) = await redis_checks.examine(url)
     assert found.state is State.FAIL
-    assert said in found.found
+    assert message in found.found
     assert found.advice
 
 
@@ -87,17 +87,14 @@ async def test_unset_redis_url_is_not_checked() -> None:
 
 
 def test_nothing_there_is_a_finding_with_advice_and_exit_code_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nowhere = ("--gateway", "http://127.0.0.1:1", "--router", "127.0.0.1:1")
-    monkeypatch.setattr("sys.argv", ["sluice", "doctor", *nowhere, "--json"])
     monkeypatch.delenv("SLUICE_ROUTER_REDIS_URL", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = json.loads(capsys.readouterr().out)
-    checks = {check["check"]: Finding(**check) for check in said["checks"]}
-    assert ended.value.code == 1
-    assert not said["ok"]
+    assert sluice("doctor", *nowhere, "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    checks = {check["check"]: Finding(**check) for check in report["checks"]}
+    assert not report["ok"]
     assert checks["gateway"].state == checks["router"].state == State.FAIL
     assert "sluice up" in checks["gateway"].advice
 
@@ -116,9 +113,9 @@ class Asked:
         return self._said[address]
 
 
-async def examined(said: dict[str, Seen], draining: bool = False) -> list[Finding]:
-    servers = [Server(f"s{number}", address, draining) for number, address in enumerate(said)]
-    return await server_checks.examine(cast(Running, Asked(said)), servers)
+async def examined(message: dict[str, Seen], draining: bool = False) -> list[Finding]:
+    servers = [Server(f"s{number}", address, draining) for number, address in enumerate(message)]
+    return await server_checks.examine(cast(Running, Asked(message)), servers)
 
 
 async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_clocks() -> None:
@@ -129,7 +126,7 @@ async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_cloc
 
 
 @pytest.mark.parametrize(
-    ("seen", "state", "said"),
+    ("seen", "state", "message"),
     [
         (Seen("UNREACHABLE"), State.WARN, "cannot be reached"),
         (Seen("NOT_SERVING", __version__, 0), State.FAIL, "NOT_SERVING"),
@@ -138,10 +135,10 @@ async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_cloc
         (Seen("SERVING"), State.WARN, "version unknown"),
     ],
 )
-async def test_a_server_that_is_not_well(seen: Seen, state: State, said: str) -> None:
+async def test_a_server_that_is_not_well(seen: Seen, state: State, message: str) -> None:
     found = (await examined({"h:1": seen}))[0]
     assert found.state is state
-    assert said in found.found
+    assert message in found.found
     assert found.advice
 
 

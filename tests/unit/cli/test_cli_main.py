@@ -17,13 +17,7 @@ from sluice.cli.commands import app
 from sluice.cli.up import supervisor as supervisor
 from sluice.cli.up.plan import Process
 from sluice.cli.up.progress import View
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr("sys.argv", ["sluice", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    return int(ended.value.code or 0)
+from tests.unit.cli.conftest import Sluice
 
 
 @pytest.mark.parametrize(
@@ -44,18 +38,18 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ],
 )
 def test_bad_flags_are_one_sentence_and_exit_code_2(
-    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("SLUICE_ROUTER_REDIS_URL", raising=False)
-    assert run(monkeypatch, *arguments) == 2
+    assert sluice(*arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert re.fullmatch(r"sluice: [^\n]+\.\n", printed.err)
     assert "Traceback" not in printed.err
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "version") == 0
+def test_version(sluice: Sluice, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sluice("version") == 0
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
@@ -73,12 +67,12 @@ def test_commands_that_reach_a_suite_have_the_same_tls_flags(command: str) -> No
 
 
 def test_suite_and_worker_take_the_folder_of_certificates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "--tls" in flags_of("up")
-    assert run(monkeypatch, "worker", "--tls", str(tmp_path)) == 2
+    assert sluice("worker", "--tls", str(tmp_path)) == 2
     assert f"--tls {tmp_path} has no worker.pem; create the certificates with `sluice certs" in capsys.readouterr().err
-    assert run(monkeypatch, "certs", str(tmp_path)) == 0
+    assert sluice("certs", str(tmp_path)) == 0
     loaded: list[WorkerSettings] = []
     monkeypatch.setattr(worker, "run", lambda name, settings, serve: loaded.append(settings))
     for given in (("--tls", str(tmp_path)), (f"--tls={tmp_path}",)):
@@ -93,16 +87,14 @@ def test_suite_and_worker_take_the_folder_of_certificates(
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("up", "--help")])
-def test_help_is_plain_text(
-    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, *arguments) == 0
+def test_help_is_plain_text(arguments: tuple[str, ...], sluice: Sluice, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sluice(*arguments) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("Usage: ")
     assert "╭" not in printed
 
 
-def test_redis_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, sluice: Sluice) -> None:
     monkeypatch.setenv("SLUICE_ROUTER_REDIS_URL", "redis://localhost:1/0")
     started: list[Process] = []
 
@@ -111,7 +103,7 @@ def test_redis_url_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
         return 0
 
     monkeypatch.setattr(supervisor, "run", start)
-    assert run(monkeypatch, "up", "--routers", "2", "--port", "0", "--base-grpc-port", "0") == 0
+    assert sluice("up", "--routers", "2", "--port", "0", "--base-grpc-port", "0") == 0
     routers = [process for process in started if process.kind == "router"]
     assert [dict(router.env) for router in routers] == [{"SLUICE_ROUTER_REDIS_URL": "redis://localhost:1/0"}] * 2
 

@@ -230,7 +230,7 @@ def test_zero_stands_for_free_ports() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"workers": -1}, "--workers"),
         ({"workers": 0}, "--workers"),
@@ -260,11 +260,11 @@ def test_zero_stands_for_free_ports() -> None:
         ({"processing": ProcessingFlags(native_parsers=False)}, "--no-native-parsers"),
     ],
 )
-def test_refusals_are_one_sentence_that_names_the_flag(changes: dict[str, object], says: str) -> None:
+def test_refusals_are_one_sentence_that_names_the_flag(changes: dict[str, object], message: str) -> None:
     with pytest.raises(BadFlag) as refused:
         check(replace(Options(), **changes))  # type: ignore[arg-type]
     sentence = str(refused.value)
-    assert says in sentence
+    assert message in sentence
     assert "\n" not in sentence
     assert sentence.endswith(".")
     assert not sentence.endswith("..")
@@ -317,7 +317,7 @@ def test_redis_may_be_wherever_routers_find_it_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (PipelineFlags(stage=("route=no_such_module:Sticky",)), "no_such_module"),
         (PipelineFlags(stage=("route=my_own_stages:Sticki",)), "my_own_stages has no Sticki"),
@@ -327,13 +327,13 @@ def test_redis_may_be_wherever_routers_find_it_and_nowhere_else() -> None:
     ],
 )
 def test_class_that_no_gateway_can_load_is_refused_before_anything_starts(
-    flags: PipelineFlags, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: PipelineFlags, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_own_stages.py").write_text("class Sticky:\n    pass\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadFlag) as refused:
         check(Options(pipeline=flags))
-    assert says in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_class_in_the_working_directory_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_place_that_is_taken_is_refused_in_a_sentence(
         place.mkdir()
         (place / "thesis.txt").write_text("mine")
     assert invoke(["tiny-model", str(place)]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("sluice: ")
-    assert str(place) in said
+    printed = capsys.readouterr().err
+    assert printed.startswith("sluice: ")
+    assert str(place) in printed
     assert (place if kind == "file" else place / "thesis.txt").read_text() == "mine"

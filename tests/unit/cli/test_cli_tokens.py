@@ -97,17 +97,17 @@ def test_rotation_has_a_valid_token_at_every_step(tmp_path: Path) -> None:
     assert accepted(new) == {True}
 
 
-@pytest.mark.parametrize(("steps", "says"), [
+@pytest.mark.parametrize(("steps", "message"), [
     (("switch",), "prepare first"),
     (("prepare", "prepare"), "already prepared"),
     (("prepare", "finish"), "switch first"),
 ])  # fmt: skip
-def test_a_step_out_of_order_changes_nothing(tmp_path: Path, steps: tuple[str, ...], says: str) -> None:
+def test_a_step_out_of_order_changes_nothing(tmp_path: Path, steps: tuple[str, ...], message: str) -> None:
     make(tmp_path, Options())
     for step in steps[:-1]:
         make(tmp_path, Options(rotate=step))
     before = {path: path.read_bytes() for path in tmp_path.glob("*/*")}
-    with pytest.raises(BadTokens, match=says):
+    with pytest.raises(BadTokens, match=message):
         make(tmp_path, Options(rotate=steps[-1]))
     assert {path: path.read_bytes() for path in tmp_path.glob("*/*")} == before
 
@@ -128,10 +128,10 @@ def test_a_file_that_is_none_is_one_sentence(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "Line 1 of" in said
-    assert "hush" not in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert "Line 1 of" in printed
+    assert "hush" not in printed
 
 
 def test_in_a_container_every_user_of_a_services_volume_can_read_it(tmp_path: Path) -> None:

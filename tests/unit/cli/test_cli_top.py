@@ -12,7 +12,7 @@ from rich.console import Console
 
 from sluice.cli.live.render import MIN_SIZE, frame, sparks, summary
 from sluice.cli.live.top import REQUESTS, SAMPLES, Picture
-from sluice.cli.main import main
+from tests.unit.cli.conftest import Sluice
 
 RATES = {"requests": 3.5, "output_tokens": 700.0, "live": 4, "failed": 0.0}
 
@@ -134,7 +134,7 @@ def test_sparks_follow_the_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("top", "--once", "--gateway", "http://127.0.0.1:1"), "cannot be reached"),
         (("top", "--gateway", "nowhere"), "--gateway nowhere is not a URL"),
@@ -145,13 +145,10 @@ def test_sparks_follow_the_values() -> None:
     ],
 )
 def test_what_is_wrong_is_one_sentence_and_exit_code_two(
-    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, sluice: Sluice, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["sluice", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    assert sluice(*arguments) == 2
     error = capsys.readouterr().err
-    assert ended.value.code == 2
     assert error.startswith("sluice: ")
-    assert said in error
+    assert message in error
     assert "Traceback" not in error

@@ -78,7 +78,7 @@ def _encrypted(key: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda folder: (folder / "ca.pem").write_text("no certificate"), "ca.pem contains no certificate"),
         (lambda folder: (folder / "ca.pem").write_text(""), "ca.pem contains no certificate"),
@@ -88,12 +88,12 @@ def _encrypted(key: Path) -> None:
     ],
 )
 async def test_files_that_do_not_fit_are_a_wrong_flag(
-    spoil: Callable[[Path], object], said: str, sound: Path, tmp_path: Path
+    spoil: Callable[[Path], object], message: str, sound: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "certs"
     shutil.copytree(sound, folder)
     spoil(folder)
-    with pytest.raises(BadFlag, match=f"--tls {folder}: .*{said}"):
+    with pytest.raises(BadFlag, match=f"--tls {folder}: .*{message}"):
         async with reached(Endpoint("https://h", trust=Trust(folder))):
             pass
 

@@ -1,4 +1,4 @@
-"""Errors keep their meaning from domain code over the wire to HTTP."""
+"""Errors keep their meaning over the wire and have short messages."""
 
 from __future__ import annotations
 

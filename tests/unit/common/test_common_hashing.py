@@ -1,4 +1,4 @@
-"""Block hashes: known answers, and the properties routing relies on."""
+"""Block hashes and packed integers."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ def test_parse(text: str, spec: ModelSpec) -> None:
     assert ModelSpec.parse(text) == spec
 
 
-@pytest.mark.parametrize(("text", "says"), [("", "no source"), ("a=", "no source"), ("a=b@word", "hf, mistral")])
-def test_parse_refuses(text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize(("text", "message"), [("", "no source"), ("a=", "no source"), ("a=b@word", "hf, mistral")])
+def test_parse_refuses(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ModelSpec.parse(text)
 
 
@@ -60,7 +60,7 @@ def test_bundled_tokenizer_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         ("mistral-common:none", "tekken_240911"),
         ("./none", "./none"),
@@ -68,8 +68,8 @@ def test_bundled_tokenizer_is_found() -> None:
         ("~nobody-here/none", "~nobody-here/none"),
     ],
 )
-def test_missing_source_is_named(source: str, says: str) -> None:
-    with raises_error(match=says, kind=ErrorKind.NOT_FOUND):
+def test_missing_source_is_named(source: str, message: str) -> None:
+    with raises_error(match=message, kind=ErrorKind.NOT_FOUND):
         models.resolve(source)
 
 

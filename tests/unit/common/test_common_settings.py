@@ -67,7 +67,7 @@ def test_secret_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    ("argv", "message"),
     [
         (["--count", "0"], "--count"),
         (["--count", "many"], "--count"),
@@ -79,7 +79,7 @@ def test_secret_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--count"], "--count"),
     ],
 )
-def test_mistake_is_one_sentence(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistake_is_one_sentence(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         ToySettings.load(argv)
     printed = capsys.readouterr()
@@ -87,7 +87,7 @@ def test_mistake_is_one_sentence(argv: list[str], says: str, capsys: pytest.Capt
     assert printed.out == ""
     assert len(printed.err.splitlines()) == 1
     assert printed.err.startswith("python -m services.toy: ")
-    assert says in printed.err
+    assert message in printed.err
 
 
 def test_mistake_in_the_environment_does_not_repeat_the_value(

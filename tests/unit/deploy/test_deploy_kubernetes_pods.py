@@ -140,13 +140,13 @@ def of_redis(name: str, overlay: str) -> list[Object]:
     return []
 
 
-def test_who_reaches_workers_by_address_knows_the_name_in_their_certificates() -> None:
+def test_callers_of_workers_expect_the_name_in_their_certificates() -> None:
     (certificate,) = [one for one in of_kind("production", "Certificate") if one["metadata"]["name"] == "sluice-worker"]
     for workload in of_kind("production", "Deployment"):
         name = name_of(workload)
         calls_workers = name in ("gateway", "preprocess", "postprocess")
-        told = environment("production", workload).get(f"SLUICE_{name.upper()}_TLS_WORKER_NAME")
-        assert told == ("worker" if calls_workers else None)
+        reported = environment("production", workload).get(f"SLUICE_{name.upper()}_TLS_WORKER_NAME")
+        assert reported == ("worker" if calls_workers else None)
     assert "worker" in certificate["spec"]["dnsNames"]
 
 

@@ -99,7 +99,7 @@ def test_a_learned_model_is_processed_as_the_others() -> None:
     assert settings.learned_spec(learned) == learned.spec, "the worker names an engine's code"
 
 
-def test_who_learns_serves_the_default_model_only_if_it_is_named() -> None:
+def test_discovering_service_serves_the_default_model_only_if_named() -> None:
     assert load("--routers", "localhost:1").served == []
     assert processors(load("--routers", "localhost:1", *MODELS)) == {"a": "", "b": "hf"}
     assert PostprocessSettings.load(["--workers", "localhost:1"]).served == []

@@ -92,9 +92,9 @@ def test_a_cancelled_handler_is_not_reported_as_a_failure(capsys: pytest.Capture
     log = logging.getLogger("grpc._cython.cygrpc")
     log.error("handler ended", exc_info=asyncio.CancelledError())
     log.error("handler broke", exc_info=ValueError("x"))
-    said = capsys.readouterr().err
-    assert "handler ended" not in said
-    assert "handler broke" in said
+    printed = capsys.readouterr().err
+    assert "handler ended" not in printed
+    assert "handler broke" in printed
 
 
 def test_a_line_about_a_request_among_many_carries_the_ids_of_its_span(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The catalogue of metrics: named as Prometheus wants it, bounded whatever comes, and the page says the same."""
+"""Declared metrics, their bounds, and health beside them."""
 
 from __future__ import annotations
 

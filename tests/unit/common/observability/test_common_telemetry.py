@@ -1,4 +1,4 @@
-"""Spans nest across stages and services; while tracing is off they cost nothing."""
+"""Spans across stages and services, and stage times."""
 
 from __future__ import annotations
 

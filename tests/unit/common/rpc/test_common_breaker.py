@@ -1,4 +1,4 @@
-"""Breakers, budgets and the usual time of an answer."""
+"""Breakers, budgets, latency quantiles, least load and the concurrency limiter."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_a_turn_that_does_not_come_is_a_typed_refusal() -> None:
         pass
 
 
-async def test_who_leaves_the_line_or_fails_keeps_no_turn() -> None:
+async def test_cancelled_or_failed_turn_is_released() -> None:
     turnstile = ConcurrencyLimiter("x", at_once=1)
 
     async def wait() -> None:

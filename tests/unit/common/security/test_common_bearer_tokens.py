@@ -1,4 +1,4 @@
-"""Tokens: where they come from, how they rotate, which one a service shows to which other."""
+"""Bearer tokens, and which caller may call what."""
 
 from __future__ import annotations
 

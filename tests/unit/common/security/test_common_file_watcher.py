@@ -1,4 +1,4 @@
-"""Files that are replaced while they are watched: in one step, in several, badly, and by many readers at once."""
+"""Files that are replaced while they are watched, and certificates that expire."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_expired_certificate_is_reported(tmp_path: Path, caplog: pytest.LogCaptu
     assert refusal(served(late), late.tls_cert) == "certificate has expired"
 
 
-def test_who_is_well_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_valid_certificate_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path / "made", Options())
     ours = TlsSettings(
         tls_cert=tmp_path / "made/router.pem", tls_key=tmp_path / "made/router.key", tls_ca=tmp_path / "made/ca.pem"

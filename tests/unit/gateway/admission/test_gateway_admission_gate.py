@@ -1,4 +1,4 @@
-"""The gate: whose a request is, what it is charged, and what it gives back however it ends."""
+"""The admission gate, and the local limits that replace unreachable shared ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def left(limiter: LocalLimiter) -> int:
     return (await limiter.charge(KEY, "", 0)).tokens.remaining
 
 
-async def test_what_was_not_used_comes_back() -> None:
+async def test_unused_tokens_are_refunded() -> None:
     gate, limiter, tasks = make()
     permit = await gate.enter(KEY, 1.0, inf, never)
     await permit.charge(400)
@@ -71,7 +71,7 @@ async def test_what_was_not_used_comes_back() -> None:
     assert limiter.live(KEY) == 0
 
 
-async def test_what_was_used_beyond_becomes_a_debt() -> None:
+async def test_tokens_above_the_charge_become_a_debt() -> None:
     gate, _, tasks = make()
     permit = await gate.enter(KEY, 1.0, inf, never)
     await permit.charge(100)
@@ -205,7 +205,7 @@ async def test_the_task_in_line_can_be_cancelled_at_any_moment() -> None:
         assert (gate.queue.running, gate.queue.waiting, limiter.live(KEY)) == (0, 0, 0), moments
 
 
-def test_keys_are_asked_for_only_where_there_are_some(tmp_path: Path) -> None:
+def test_gate_without_a_key_file_requires_no_key(tmp_path: Path) -> None:
     gate, _, _ = (Gate(None, LocalLimiter(), FairQueue(1, 1, 1), TaskOwner()), None, None)
     assert gate.authenticate(None) is ANONYMOUS
     shown, record = create("one")

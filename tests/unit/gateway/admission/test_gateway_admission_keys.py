@@ -1,4 +1,4 @@
-"""API keys: what the file keeps, who gets in, and what happens when the file changes."""
+"""API keys, their file and their scopes."""
 
 from __future__ import annotations
 
@@ -166,10 +166,10 @@ def test_scopes_without_keys_can_be_set() -> None:
 def test_a_scope_that_does_not_exist_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         GatewaySettings.load(["--anonymous-scopes", "infer,everything"])
-    said = capsys.readouterr().err
-    assert "--anonymous-scopes" in said
-    assert "'everything' does not exist" in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert "--anonymous-scopes" in printed
+    assert "'everything' does not exist" in printed
+    assert printed.count("\n") == 1
 
 
 def test_a_key_without_the_field_has_the_scope_infer_only(tmp_path: Path) -> None:

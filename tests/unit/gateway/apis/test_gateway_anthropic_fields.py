@@ -164,7 +164,7 @@ def test_an_answer_that_is_begun_is_gone_on_with() -> None:
         ({"type": "enabled", "budget_tokens": 1024}, True),
     ],
 )
-def test_templates_hear_whether_the_model_shall_think(thinking: Any, on: bool) -> None:
+def test_thinking_option_reaches_the_template(thinking: Any, on: bool) -> None:
     prompt = prompt_of(**({"thinking": thinking} if thinking else {}))
     assert orjson.loads(prompt.template_kwargs_json) == {"enable_thinking": on, "thinking": on}
     own = prompt_of(chat_template_kwargs={"enable_thinking": not on})
@@ -181,7 +181,7 @@ def test_sampling_in_the_engines_words() -> None:
     assert request_of(MessagesRequest, {**body, "top_p": 0}).generation.sampling.top_k == 1
 
 
-def test_errors_of_the_services_behind_speak_of_the_clients_fields() -> None:
+def test_upstream_errors_name_the_clients_fields() -> None:
     body = {**BODY, "system": "s", "tools": [TOOL]}
     rename_fields = request_of(MessagesRequest, body).field_names.rename
     for param, message, expected in (

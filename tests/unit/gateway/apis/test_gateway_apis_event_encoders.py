@@ -44,10 +44,10 @@ def streamed(encoder: EventEncoder) -> StreamedBlocks:
     return response
 
 
-def say(turn: StreamedTurn | CollectedTurn, said: list[TextDelta], cuts: Cuts, write: Callable[[], None]) -> None:
+def say(turn: StreamedTurn | CollectedTurn, message: list[TextDelta], cuts: Cuts, write: Callable[[], None]) -> None:
     """Says everything in pieces; `write` is called after some of them."""
     at = 0
-    for call, (kind, text) in enumerate(said):
+    for call, (kind, text) in enumerate(message):
         left, first = text, True
         while left or first:
             size, writes = cuts[at % len(cuts)]
@@ -64,7 +64,7 @@ def say(turn: StreamedTurn | CollectedTurn, said: list[TextDelta], cuts: Cuts, w
 
 
 def heard(
-    response: StreamedBlocks, said: list[TextDelta], cuts: Cuts, end: Finish | SluiceError
+    response: StreamedBlocks, message: list[TextDelta], cuts: Cuts, end: Finish | SluiceError
 ) -> list[dict[str, Any]]:
     """The events of a turn."""
     written: list[bytes] = []
@@ -74,7 +74,7 @@ def heard(
             written.append(response.take())
 
     turn = response.sinks[0]
-    say(turn, said, cuts, write)
+    say(turn, message, cuts, write)
     turn.finish(end) if isinstance(end, Finish) else turn.fail(end)
     written.append(response.take())
     events = []
@@ -86,9 +86,9 @@ def heard(
     return events
 
 
-def collected(said: list[TextDelta], cuts: Cuts, end: Finish) -> CollectedTurn:
+def collected(message: list[TextDelta], cuts: Cuts, end: Finish) -> CollectedTurn:
     turn = CollectedTurn(same)
-    say(turn, said, cuts, lambda: None)
+    say(turn, message, cuts, lambda: None)
     turn.finish(end)
     return turn
 
@@ -106,12 +106,12 @@ def without_ids(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @given(SAID, CUTS, ENDS, st.booleans(), st.booleans())
 def test_a_streamed_response_is_the_whole_one(
-    said: list[TextDelta], cuts: Cuts, end: Finish, summary: bool, sealed: bool
+    message: list[TextDelta], cuts: Cuts, end: Finish, summary: bool, sealed: bool
 ) -> None:
     shown = OutputOptions(summary, sealed)
     turn, resource, ended = responding(shown)
-    events = heard(turn, said, cuts, end)
-    other = collected(said, cuts[::-1], end)
+    events = heard(turn, message, cuts, end)
+    other = collected(message, cuts[::-1], end)
     expected = resource.completed(output_of(other.transcript.blocks, shown), end, other.usage.counts())
     final = events[-1]["response"]
     assert without_ids(final["output"]) == without_ids(expected["output"])
@@ -165,12 +165,12 @@ def understood(events: list[dict[str, Any]]) -> dict[str, Any]:
 )
 @given(SAID, CUTS, ENDS, st.booleans(), st.booleans(), st.booleans())
 def test_a_streamed_message_is_the_whole_one(
-    said: list[TextDelta], cuts: Cuts, end: Finish, thinking: bool, omitted: bool, clipped: bool
+    message: list[TextDelta], cuts: Cuts, end: Finish, thinking: bool, omitted: bool, clipped: bool
 ) -> None:
     shown = {"clipped": clipped, "thinking": thinking, "omitted": omitted}
     encoder = MessageEventEncoder("msg_1", "m", lambda error: error_event_body(error, "req_1"), **shown)
-    events = heard(streamed(encoder), said, cuts, end)
-    other = collected(said, cuts[::-1], end)
+    events = heard(streamed(encoder), message, cuts, end)
+    other = collected(message, cuts[::-1], end)
     expected = full_message("msg_1", "m", other.transcript.blocks, end, other.usage.counts(), **shown)
     assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == [
         "message_start",
@@ -252,24 +252,24 @@ OPENAI = b'{"error":{"message":"No.","type":"x","param":null,"code":null}}'
 
 @pytest.mark.parametrize("body", [OPENAI, b'{"type":"error","error":{"type":"y","message":"No."}}', b"No."])
 async def test_errors_on_anthropics_paths_have_its_form(body: bytes) -> None:
-    start, said, _ = await answer_of("/v1/messages", 429, body, [])
+    start, message, _ = await answer_of("/v1/messages", 429, body, [])
     headers = dict(start["headers"])
     request_id = headers[b"request-id"].decode()
-    assert orjson.loads(said) == {
+    assert orjson.loads(message) == {
         "type": "error",
         "error": {"type": "rate_limit_error", "message": "No."},
         "request_id": request_id,
     }
-    assert int(headers[b"content-length"]) == len(said)
+    assert int(headers[b"content-length"]) == len(message)
     assert headers[b"x"] == b"y"
 
 
 async def test_other_paths_and_good_answers_stay_as_they_are() -> None:
-    start, said, _ = await answer_of("/v1/chat/completions", 429, OPENAI, [(b"anthropic-version", b"2023-06-01")])
-    assert said == OPENAI
+    start, message, _ = await answer_of("/v1/chat/completions", 429, OPENAI, [(b"anthropic-version", b"2023-06-01")])
+    assert message == OPENAI
     assert b"request-id" not in dict(start["headers"])
-    start, said, _ = await answer_of("/v1/messages", 200, OPENAI, [])
-    assert said == OPENAI
+    start, message, _ = await answer_of("/v1/messages", 200, OPENAI, [])
+    assert message == OPENAI
     assert b"request-id" in dict(start["headers"])
 
 

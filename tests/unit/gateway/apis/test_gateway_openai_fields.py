@@ -1,4 +1,4 @@
-"""Every field of every endpoint with every kind of wrong value, and every field that the engines know."""
+"""OpenAI requests: valid fields become a generation request, every mistake is a typed error that names its field."""
 
 from __future__ import annotations
 

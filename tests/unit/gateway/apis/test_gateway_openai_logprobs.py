@@ -138,7 +138,7 @@ async def test_a_question_without_an_answer_fails_the_choice_once() -> None:
     assert choice.kinds == ["begin", "fail"]
 
 
-async def test_an_answer_that_cannot_be_read_fails_the_choice_which_else_would_never_end() -> None:
+async def test_invalid_token_texts_fail_the_choice() -> None:
     pieces = Pieces(ValueError("zip() argument 2 is shorter than argument 1"))
     assembler, choice = make(pieces)
     assembler.begin(array("I", [7]), [1])

@@ -74,7 +74,7 @@ def test_one_row_whatever_its_stride() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "message"),
     [
         (file(described((12,), (1,)), packed()), "shape"),
         (file(described((2, 3, 2), (6, 2, 1)), packed()), "shape"),
@@ -95,8 +95,8 @@ def test_one_row_whatever_its_stride() -> None:
         (b"PK\x03\x04" + b"PK\x01\x02" * 1_000, "more entries"),
     ],
 )
-def test_what_is_no_table(data: bytes, says: str) -> None:
-    with pytest.raises(NotReadableError, match=says):
+def test_what_is_no_table(data: bytes, message: str) -> None:
+    with pytest.raises(NotReadableError, match=message):
         read_tensor(data)
 
 

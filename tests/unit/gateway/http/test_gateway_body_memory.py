@@ -1,4 +1,4 @@
-"""The memory of all request bodies: who has it, who waits for it, and who loses it."""
+"""Request bodies: their memory, and the event loop time of large ones."""
 
 from __future__ import annotations
 

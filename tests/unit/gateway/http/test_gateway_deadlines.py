@@ -1,4 +1,4 @@
-"""How long a request may take: headers, shares, and what is refused."""
+"""Headers that set deadlines and routing hints."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_rank_in_the_body_is_that_of_whichever_worker_is_named() -> None:
         assert (hints.workers, hints.rank) == (("a",), rank)
 
 
-def test_who_is_allowed() -> None:
+def test_hints_allow_only_the_named_workers() -> None:
     subset = RoutingHints(subset=("a:1",))
     assert subset.allows("w", "a:1", False)
     assert not subset.allows("w", "b:1", False)

@@ -182,7 +182,7 @@ async def test_a_client_that_never_reads_is_cut() -> None:
     assert cancelled
 
 
-async def test_a_client_that_never_reads_is_cut_for_a_choice_that_it_has_not_heard_of() -> None:
+async def test_client_that_never_reads_is_cut_for_an_unsent_choice() -> None:
     choices, stream = make(2, max_unsent=100)
     client = Client()
     serving = serve(stream, client)
@@ -225,7 +225,7 @@ async def test_a_stream_that_fails_to_write_is_cut_and_disturbs_no_other() -> No
     assert clients[1].events[-1] == "[DONE]"
 
 
-async def test_a_stream_that_fails_at_its_first_text_is_cut_without_a_word_to_who_brought_it() -> None:
+async def test_stream_that_fails_at_its_first_text_is_cut_without_an_error_for_the_source() -> None:
     choices, _, serving = served(number=2)
     choices.sinks[0].text("a")
     await settle()

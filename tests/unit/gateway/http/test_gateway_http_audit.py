@@ -135,7 +135,7 @@ async def test_choices_of_a_request_are_added_up(tmp_path: Path) -> None:
     assert "answer" not in one
 
 
-async def test_with_content_the_body_and_the_answer_are_there_and_the_sink_hears_all_the_same(tmp_path: Path) -> None:
+async def test_audit_with_content_has_body_and_answer(tmp_path: Path) -> None:
     http, finish = await audited(tmp_path / "audit", audit_content=True)
     answer = await http.post("/v1/generate", content=b"a body")
     assert answer.text == "hel|lo|finished"

@@ -150,9 +150,9 @@ def test_the_gateway_refuses_at_start(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as left:
         GatewaySettings.load(["--routing", "query-only", "--preprocessing", "engine"])
     assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert "set preprocessing to frontend" in said
-    assert "Traceback" not in said
+    printed = capsys.readouterr().err
+    assert "set preprocessing to frontend" in printed
+    assert "Traceback" not in printed
     assert GatewaySettings.load(["--preset", "direct_execution", "--migration"]).pipeline.migration is True
     assert GatewaySettings.load(["--no-migration"]).migration_policy.enabled is False
 

@@ -68,7 +68,7 @@ def test_choices_of_a_seeded_request_get_distinct_seeds(seed: int, seeds: list[i
     assert desk.workers[0].seeds == seeds
 
 
-def test_a_stream_that_cannot_be_moved_leaves_the_others_of_its_worker_to_go_on() -> None:
+def test_stream_that_cannot_migrate_does_not_stop_the_others() -> None:
     desk = StreamTable()
     garbled = replace(PROMPT, eos_token_ids=b"\1\0\0")
     _, sink = desk.connect(prompt=garbled)
@@ -94,7 +94,7 @@ class Siblings(Sink):
         self._end()
 
 
-def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next_one() -> None:
+def test_choices_that_end_with_a_lost_replica_leave_nothing_on_the_next() -> None:
     desk = StreamTable(posts=2)
     streams: list[GenerationStream] = []
 
@@ -113,7 +113,7 @@ def test_choices_that_end_together_when_a_replica_dies_leave_nothing_on_the_next
     desk.check()
 
 
-def test_a_worker_that_is_gone_before_its_generation_starts_is_an_ordinary_loss() -> None:
+def test_worker_lost_before_the_start_migrates_the_stream() -> None:
     desk = StreamTable()
     desk.workers[0].connected = False
     stream, _ = desk.connect()
@@ -267,7 +267,7 @@ class Nobody:
         return None
 
 
-async def test_generations_of_a_model_that_is_gone_do_not_hold_up_those_of_others() -> None:
+async def test_migration_of_a_model_without_workers_does_not_block_others() -> None:
     desk = StreamTable()
     tasks = TaskOwner()
     worker = cast(Any, desk.workers[0])
@@ -416,7 +416,7 @@ async def test_worker_with_an_invalid_message_fails_only_its_generations(
     await tasks.close()
 
 
-async def test_a_place_stage_that_answers_nonsense_ends_its_generation_not_the_gateway() -> None:
+async def test_invalid_result_of_a_place_stage_fails_only_its_generation() -> None:
     desk = StreamTable()
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda name, error: deaths.append(name))

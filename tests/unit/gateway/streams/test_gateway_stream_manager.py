@@ -51,7 +51,7 @@ def test_a_stop_string_stops_the_engine() -> None:
     assert (desk.computed, desk.freed) == (["res-1"], [("res-1", 3, 4)])
 
 
-def test_the_router_hears_how_a_request_ended_however_it_did() -> None:
+def test_reservation_is_freed_with_the_usage_for_every_end() -> None:
     desk = StreamTable(posts=1)
     never_started, _ = desk.connect()
     desk.stream_manager.cancel(never_started)
@@ -76,7 +76,7 @@ def test_an_engine_that_is_done_is_not_cancelled() -> None:
     assert desk.workers[0].cancelled == []
 
 
-def test_a_silent_stream_is_given_up_at_the_second_sweep() -> None:
+def test_stalled_stream_fails_at_the_second_sweep() -> None:
     desk = StreamTable(posts=1)
     silent, silent_sink = desk.connect()
     talking, talking_sink = desk.connect()
@@ -88,7 +88,7 @@ def test_a_silent_stream_is_given_up_at_the_second_sweep() -> None:
     assert not talking_sink.ends
 
 
-def test_tokens_that_a_parser_holds_back_for_long_are_no_silence_of_the_worker() -> None:
+def test_tokens_held_back_by_a_parser_do_not_count_as_stalled() -> None:
     desk = StreamTable(posts=1)
     stream, sink = desk.connect()
     for token in range(4):

@@ -208,7 +208,7 @@ def test_a_stream_that_kills_its_replicas_is_given_up() -> None:
     assert desk.stream_manager.live == 0
 
 
-def test_without_replicas_streams_wait_and_then_hear_a_typed_error() -> None:
+def test_streams_without_replicas_fail_after_the_wait() -> None:
     desk = StreamTable(posts=1)
     stream, sink = desk.connect()
     desk.lose_post(0)

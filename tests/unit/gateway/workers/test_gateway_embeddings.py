@@ -191,7 +191,7 @@ async def test_embedding_of_a_disconnected_client_is_cancelled() -> None:
         assert (await answering).status_code == 499
 
 
-async def test_a_worker_that_only_embedded_so_far_is_not_taken_for_silent_when_it_begins_to_generate() -> None:
+async def test_worker_after_embeddings_only_is_not_stalled_at_its_first_generation() -> None:
     board = StreamManager(10, lambda reservation: None, lambda *_: None, GatewayMetrics())
     link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board, board.on_worker_lost)
     link._connected.set()

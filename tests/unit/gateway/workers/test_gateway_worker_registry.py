@@ -115,7 +115,9 @@ async def test_restarted_router_with_an_empty_list_keeps_workers_until_confirmed
     assert followed.gone == []
 
 
-async def test_whom_it_never_speaks_of_is_gone_in_the_end(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unconfirmed_worker_is_removed_after_the_timeout(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "CONFIRM_S", 0.05)
     followed.router.restart()
     followed.router.send(KINDS.KIND_UP, "b")
@@ -124,7 +126,7 @@ async def test_whom_it_never_speaks_of_is_gone_in_the_end(followed: Followed, mo
     assert followed.gone == ["a"]
 
 
-async def test_only_the_router_that_is_followed_now_may_drop(
+async def test_workers_are_removed_only_by_the_current_router(
     followed: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "CONFIRM_S", 1.0)

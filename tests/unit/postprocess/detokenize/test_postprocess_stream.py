@@ -184,11 +184,11 @@ def test_bytes_and_offsets_are_those_of_the_text(data: st.DataObject) -> None:
     stream = Stream(replace(TEXT_OPTIONS, skip_special_tokens=False), known.vocabulary, Limits())
     text = stream.feed(tokens) + stream.end(FinishReason.STOP)
     assert stream.recorder is not None
-    told = stream.recorder.take()
-    assert len(told) == stream.tokens_seen
-    pieces = split(told)
+    reported = stream.recorder.take()
+    assert len(reported) == stream.tokens_seen
+    pieces = split(reported)
     assert b"".join(pieces).decode(errors="replace").lstrip() == text.lstrip(), "but for the space that opens a text"
-    for piece, offset in zip(pieces, told.offsets, strict=True):
+    for piece, offset in zip(pieces, reported.offsets, strict=True):
         try:
             whole = piece.decode()
         except UnicodeDecodeError:

@@ -131,8 +131,8 @@ def test_ids_have_the_engines_form_and_are_the_same_again() -> None:
         ("functions.f:0", r"functions\.f:0"),
         ("", r"call_[0-9A-Za-z]{24}"),
     ):
-        told = [Echo(ParserContext(TOOLS, identity=identity)).call(0, given, "f", "{}") for identity in "aab"]
-        starts = [events[0] for events in told if isinstance(events[0], CallStart)]
+        reported = [Echo(ParserContext(TOOLS, identity=identity)).call(0, given, "f", "{}") for identity in "aab"]
+        starts = [events[0] for events in reported if isinstance(events[0], CallStart)]
         assert all(re.fullmatch(form, start.id) for start in starts), given
         assert starts[0] == starts[1]
         assert (starts[0] == starts[2]) == ("functions" in given)

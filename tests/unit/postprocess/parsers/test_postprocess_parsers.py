@@ -20,8 +20,8 @@ def one(tool: str, text: str, reasoning: str = "", **more: object) -> ParsedDelt
     return parsed(ParserNames(tool, reasoning), [text], context)
 
 
-def calls(said: ParsedDelta) -> list[tuple[str, str]]:
-    return [call[:2] for call in said.calls]
+def calls(message: ParsedDelta) -> list[tuple[str, str]]:
+    return [call[:2] for call in message.calls]
 
 
 SHAPES = {

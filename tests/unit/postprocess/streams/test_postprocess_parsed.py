@@ -273,7 +273,7 @@ async def test_an_operator_knows_better() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--tool-parsers", "tekken=nope"], "'nope' is not available; use one of"),
         (["--reasoning-parsers", "tekken"], "does not have the form MODEL=PARSER"),
@@ -281,12 +281,12 @@ async def test_an_operator_knows_better() -> None:
     ],
 )
 def test_parsers_in_the_settings_are_checked_at_the_start(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         PostprocessSettings.load(flags)
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_settings_name_parsers_by_model() -> None:

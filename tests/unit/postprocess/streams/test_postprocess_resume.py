@@ -129,7 +129,7 @@ async def test_resumed_stream_that_had_ended_ends_again() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], [1] * (INLINE_TOKENS + 1)], ids=["inline", "in parts"])
-async def test_a_caller_that_got_more_than_there_is_hears_so(tokens: list[int]) -> None:
+async def test_resume_with_more_tokens_than_sent_is_an_error(tokens: list[int]) -> None:
     session, client = await session_of(tekken().vocabulary), Client()
     session.open(1, "request", PLAIN, {}, Resume(tokens, text_sent=1))
     await session.settle()

@@ -1,4 +1,4 @@
-"""The block index against a model that walks sets."""
+"""The block index: events, matching, tiers."""
 
 from __future__ import annotations
 

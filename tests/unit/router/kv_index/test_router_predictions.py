@@ -106,7 +106,7 @@ def test_computed_blocks_are_not_speculative(expected: Expected) -> None:
     expected.held.mark_computed("nobody")
 
 
-def test_the_end_of_a_request_is_the_end_of_its_bridge_but_not_of_what_a_silent_rank_cached(expected: Expected) -> None:
+def test_ended_request_drops_predictions_except_on_ranks_without_events(expected: Expected) -> None:
     expected.held.end_request(expected.send(A, [1, 2]))
     assert expected.overlap(A, [1, 2]) == NO_OVERLAP
     expected.held.end_request(expected.send(A, [1, 2], silent=True))

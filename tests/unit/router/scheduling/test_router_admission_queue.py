@@ -80,13 +80,13 @@ async def free(queues: AdmissionQueues[str], desk: Desk, places: int = 1) -> Non
     await settle()
 
 
-async def test_who_finds_a_place_does_not_wait(queues: AdmissionQueues[str], desk: Desk) -> None:
+async def test_request_with_a_free_worker_does_not_wait(queues: AdmissionQueues[str], desk: Desk) -> None:
     desk.free = 1
     assert await come(queues, desk, "a") == ("a", 0)
     assert queues.length(M) == 0
 
 
-async def test_who_cannot_wait_is_refused_at_once(queues: AdmissionQueues[str], desk: Desk) -> None:
+async def test_request_without_a_wait_is_refused_at_once(queues: AdmissionQueues[str], desk: Desk) -> None:
     with pytest.raises(AllBusy) as refused:
         await come(queues, desk, "a", wait_ms=0)
     assert refused.value.retry_after_ms == UNKNOWN_MS
@@ -125,7 +125,7 @@ async def test_request_without_a_wait_does_not_bypass_the_queue(queues: Admissio
     assert desk.served == ["a"]
 
 
-async def test_who_can_run_elsewhere_is_not_held_up(queues: AdmissionQueues[str], desk: Desk) -> None:
+async def test_request_of_another_scope_is_not_blocked(queues: AdmissionQueues[str], desk: Desk) -> None:
     async def elsewhere(*, place: bool = True) -> str:
         if not place:
             raise AllBusy
@@ -155,7 +155,7 @@ async def test_a_repeated_request_is_answered_although_others_wait(queues: Admis
     assert not waiting.done()
 
 
-async def test_the_line_is_bounded_and_a_better_priority_takes_the_last_place(
+async def test_full_queue_replaces_the_last_request_by_a_higher_priority(
     queues: AdmissionQueues[str], desk: Desk
 ) -> None:
     tasks = [come(queues, desk, name) for name in "abc"]
@@ -176,7 +176,7 @@ async def test_waiting_ends_at_its_deadline(queues: AdmissionQueues[str], desk: 
     assert queues.length(M) == 0
 
 
-async def test_who_leaves_is_not_served(queues: AdmissionQueues[str], desk: Desk) -> None:
+async def test_cancelled_wait_is_not_served(queues: AdmissionQueues[str], desk: Desk) -> None:
     leaver, stayer = come(queues, desk, "a"), come(queues, desk, "b")
     await settle()
     leaver.cancel()
@@ -199,7 +199,7 @@ async def test_reservation_for_a_caller_that_left_goes_to_the_next(queues: Admis
     assert desk.abandoned == ["a"]
 
 
-async def test_who_cannot_wait_is_not_refused_for_a_line_that_has_just_ended(
+async def test_request_without_a_wait_is_served_after_the_queue_has_emptied(
     queues: AdmissionQueues[str], desk: Desk
 ) -> None:
     waiting = come(queues, desk, "a")
@@ -239,7 +239,7 @@ async def test_reservation_for_a_caller_that_leaves_at_the_grant_is_released(
     assert desk.abandoned == ["a"]
 
 
-async def test_an_error_is_for_the_one_who_made_it(queues: AdmissionQueues[str], desk: Desk) -> None:
+async def test_error_of_an_attempt_fails_only_its_request(queues: AdmissionQueues[str], desk: Desk) -> None:
     async def broken(*, place: bool = True) -> str:
         if not place:
             raise AllBusy
@@ -253,7 +253,7 @@ async def test_an_error_is_for_the_one_who_made_it(queues: AdmissionQueues[str],
     assert (await waiting)[0] == "a"
 
 
-async def test_those_who_wait_hear_that_the_router_stops(desk: Desk) -> None:
+async def test_waiting_requests_fail_when_the_router_stops(desk: Desk) -> None:
     tasks = TaskOwner()
     queues: AdmissionQueues[str] = AdmissionQueues(tasks, 3, desk.abandon)
     waiting = come(queues, desk, "a")
@@ -263,7 +263,7 @@ async def test_those_who_wait_hear_that_the_router_stops(desk: Desk) -> None:
         await asyncio.wait_for(waiting, 20)
 
 
-async def test_an_empty_line_leaves_no_task(desk: Desk) -> None:
+async def test_empty_queue_has_no_task(desk: Desk) -> None:
     tasks = TaskOwner()
     queues: AdmissionQueues[str] = AdmissionQueues(tasks, 3, desk.abandon)
     waiting = come(queues, desk, "a")
@@ -275,7 +275,7 @@ async def test_an_empty_line_leaves_no_task(desk: Desk) -> None:
     assert tasks.alive == 0
 
 
-def test_when_to_come_again_follows_the_pace_and_the_line() -> None:
+def test_retry_after_follows_the_service_rate_and_the_queue() -> None:
     now = 100.0
     pace = ServiceRate(lambda: now)
     pace.ended(1)

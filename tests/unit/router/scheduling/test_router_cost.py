@@ -1,4 +1,4 @@
-"""The cost function and the choice, against known answers."""
+"""The cost function, selection and preselection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router without gRPC: the routing scenario known from elsewhere, policies, and what must never mix."""
+"""Routing without gRPC: a known scenario, policies, metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owners' leases and growing output in both stores, and what becomes of reports about unknown requests."""
+"""Reservations, leases and memory of both stores."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ async def test_a_replica_that_alone_lost_the_store_for_a_moment_reads_it_anew() 
         assert holds(two)
 
 
-async def test_an_answer_that_is_slower_than_the_feed_changes_nothing_any_more() -> None:
+async def test_answer_older_than_the_feed_is_ignored() -> None:
     store = SharedStore()
     async with routers(store) as (one, two):
         old, _ = await one.worker_manager.attach(worker())
@@ -116,7 +116,7 @@ async def test_an_answer_that_is_slower_than_the_feed_changes_nothing_any_more()
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["registered", "removed"])
-async def test_what_was_changed_before_the_store_was_read_is_not_changed_again_after(there: bool) -> None:
+async def test_change_during_a_rebuild_is_not_applied_twice(there: bool) -> None:
     store = SharedStore()
     view = ModelState(MODEL, registry := Registry())
     view.apply(WorkerUp(worker()))
@@ -131,7 +131,7 @@ async def test_what_was_changed_before_the_store_was_read_is_not_changed_again_a
     assert (registry.get(MODEL, "w") is not None) is there
 
 
-async def test_an_answer_from_before_the_store_was_read_changes_nothing_after() -> None:
+async def test_answer_older_than_a_rebuild_is_superseded() -> None:
     store = SharedStore()
     await store.register(worker(), "s", 60_000)
     view = ModelState(MODEL, registry := Registry())

@@ -99,7 +99,7 @@ async def registered(store: MemoryStore) -> list[str]:
 # The load book
 
 
-async def test_two_who_settle_at_once_tell_everything_once() -> None:
+async def test_concurrent_replays_book_once() -> None:
     store = HeldStore()
     bookkeeper = ReservationManager(store, StoreHealth(store), Random(1))
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})  # the store is away: booked here
@@ -110,7 +110,7 @@ async def test_two_who_settle_at_once_tell_everything_once() -> None:
     assert (await store.pulse(MODEL)).loads == {}
 
 
-async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_any_more() -> None:
+async def test_prompt_computed_during_its_booking_is_no_load() -> None:
     store = HeldStore()
     bookkeeper = ReservationManager(store, StoreHealth(store), Random(1))
     await bookkeeper.select(MODEL, [OFFER], TERMS, {})
@@ -120,7 +120,7 @@ async def test_a_prompt_that_is_computed_while_its_booking_travels_is_no_load_an
     assert (load.prefill, load.decode, load.requests) == (0, 7, 1)
 
 
-async def test_a_prompt_is_computed_although_the_store_had_booked_it_unheard() -> None:
+async def test_prompt_with_a_lost_store_answer_can_be_marked_computed() -> None:
     store = HeldStore()
     bookkeeper = ReservationManager(store, StoreHealth(store), Random(1))
     await store.select(MODEL, [OFFER], TERMS)  # its answer was lost
@@ -144,7 +144,7 @@ class Unheard(MemoryStore):
 
 
 @pytest.mark.parametrize("again", ["", "there", "away"])
-async def test_who_is_refused_here_after_the_store_booked_it_unheard_is_not_booked(again: str) -> None:
+async def test_refused_request_with_a_lost_store_answer_is_not_booked(again: str) -> None:
     store = Unheard()
     health = StoreHealth(store)
     keeping = asyncio.create_task(health.keep(_nothing))
@@ -164,7 +164,7 @@ async def test_who_is_refused_here_after_the_store_booked_it_unheard_is_not_book
 
 
 @pytest.mark.parametrize("settling", [False, True], ids=["before", "while"])
-async def test_a_pair_that_another_replica_freed_is_not_booked_when_the_store_returns(settling: bool) -> None:
+async def test_pair_freed_by_another_replica_is_not_booked_after_recovery(settling: bool) -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
     router._synchronizer.view(MODEL)
@@ -268,7 +268,7 @@ async def test_a_worker_that_a_second_look_at_the_store_found_is_no_orphan() -> 
     assert registry.get(MODEL, "w") is not None
 
 
-async def test_an_orphan_that_is_given_up_while_the_store_brings_it_back_stays() -> None:
+async def test_orphan_dropped_while_the_store_restores_it_stays() -> None:
     store, view, registry = await lost_its_store()
     await store.register(worker(), "s", 60_000)
     async with store.during("blocks", view.rebuild(store)):
@@ -306,7 +306,7 @@ class Halfway(MemoryStore):
         raise StoreUnavailable("a test")
 
 
-async def test_a_store_that_answers_nothing_but_pings_is_not_asked_without_a_pause() -> None:
+async def test_store_that_answers_only_pings_is_polled_with_pauses() -> None:
     router = Router(store := Halfway(), random=Random(1))
     router.start()
     await settle(5_000)

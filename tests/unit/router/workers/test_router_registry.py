@@ -1,4 +1,4 @@
-"""The registry and its watches; the inbox of a stream; settings."""
+"""The worker registry, adapters, the flood guard, inboxes and settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from services.router.registration.flood_guard import LEAST_HASHES, MOST_MESSAGES
 from services.router.registration.inbox import Inbox
 from services.router.settings import RouterSettings
 from services.router.workers.registry import Registry, UpdateKind, WorkerUpdate
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.workers.worker import Role, Worker, WorkerRank, with_adapter
 from tests.support.oracles.errors import raises_error
 
 
-def worker(worker_id: str, epoch: int = 1, model: str = "m") -> Worker:
-    return Worker(worker_id, "x:1", epoch, model, Role.AGGREGATED, 16, "s", 10, 2, b"\xffdoc")
+def worker(worker_id: str, epoch: int = 1, model: str = "m", adapters: tuple[str, ...] = ()) -> Worker:
+    return Worker(worker_id, "x:1", epoch, model, Role.AGGREGATED, 16, "s", 10, 2, b"\xffdoc", adapters=adapters)
 
 
 async def test_a_watch_starts_with_who_is_there() -> None:
@@ -154,3 +154,11 @@ def test_a_new_window_starts_from_nothing() -> None:
     flood.count(10, LEAST_HASHES)
     with pytest.raises(SluiceError):
         flood.count(10, 1)
+
+
+def test_adapter_of_some_workers_selects_those_workers() -> None:
+    workers = [worker("a"), worker("b", adapters=("poet",)), worker("c", adapters=("poet", "clerk"))]
+    assert [one.worker_id for one in with_adapter(workers, "poet")] == ["b", "c"]
+    assert with_adapter(workers, "") == workers
+    assert with_adapter(workers[:2], "clerk") == workers[:2], "unknown to every card: the worker decides"
+    assert Worker.from_json(workers[1].to_json()) == workers[1]

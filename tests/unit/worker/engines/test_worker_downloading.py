@@ -67,9 +67,9 @@ async def test_without_weights_only_the_tokenizers_files(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("source", ["mistral-common:tekken", "./here", "/nowhere", "~/there"])
 async def test_what_is_no_hub_id_is_not_fetched(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", Hub(Path(), AssertionError("asked")))
-    told: Told = []
-    await download(source, lambda phase, share: told.append((phase, share)))
-    assert told == []
+    reported: Told = []
+    await download(source, lambda phase, share: reported.append((phase, share)))
+    assert reported == []
 
 
 async def test_download_of_an_unknown_model_raises_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:

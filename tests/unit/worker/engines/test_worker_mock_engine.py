@@ -125,38 +125,38 @@ async def test_drain_waits_for_running_requests(make: Any) -> None:
 
 
 async def test_events_and_a_cleared_cache_replay_to_the_truth(make: Any) -> None:
-    heard: list[KvEvent] = []
+    received: list[KvEvent] = []
     prompt = array("I", range(3, 103))
     async with make() as engine:
         (source,) = engine.kv_event_sources()
         assert engine.kv_event_sources()[0] is source
-        source.subscribe(heard.extend)
+        source.subscribe(received.extend)
         await collect(engine, request("a", prompt, max_tokens=1))
         present: set[int] = set()
-        replay(heard, present)
+        replay(received, present)
         assert present == set(block_hashes(prompt, 16))
         await engine.clear_cache()
-        assert isinstance(heard[-1], CacheCleared)
+        assert isinstance(received[-1], CacheCleared)
         assert engine.load()[0].cached_blocks == 0
         again = await collect(engine, request("b", prompt, max_tokens=1))
     assert again[0].cached_tokens == 0
 
 
 async def test_clearing_while_a_step_runs_keeps_the_events_in_order(make: Any) -> None:
-    heard: list[KvEvent] = []
+    received: list[KvEvent] = []
     async with make(timing="fixed", fixed_step_ms=1000, fixed_prefill_us=0, speedup=1) as engine:
-        engine.kv_event_sources()[0].subscribe(heard.extend)
+        engine.kv_event_sources()[0].subscribe(received.extend)
         sink = RecordingSink()
         engine.submit(request(prompt=range(3, 103), max_tokens=2, ignore_eos=True), GenerateContext("r"), sink)
         for _ in range(5):
             await asyncio.sleep(0)
         assert engine.load()[0].cached_blocks
-        assert not heard  # the step that computes the prompt is still running
+        assert not received  # the step that computes the prompt is still running
         await engine.clear_cache()
         async with asyncio.timeout(10):
             await sink.done.wait()
         present: set[int] = set()
-        replay(heard, present)
+        replay(received, present)
         assert present == set()
         assert engine.load()[0].cached_blocks == 0
 

@@ -113,11 +113,11 @@ async def test_refuse_is_retryable_elsewhere(folder: Path) -> None:
 
 @pytest.mark.parametrize(("fault", "times"), [("drop_events", 0), ("double_events", 2), ("none", 1)])
 async def test_events_are_dropped_or_doubled(folder: Path, fault: str, times: int) -> None:
-    heard: list[KvEvent] = []
+    received: list[KvEvent] = []
     async with engine(folder, fault=[fault]) as engine_:
-        engine_.kv_event_sources()[0].subscribe(heard.extend)
+        engine_.kv_event_sources()[0].subscribe(received.extend)
         await ended(submit(engine_, prompt=range(3, 40), max_tokens=1))
-    assert len(heard) == times
+    assert len(received) == times
 
 
 async def test_crash_ends_the_process_after_so_many_steps(folder: Path) -> None:

@@ -216,7 +216,7 @@ def test_a_choice_is_one_of_them_and_all_come_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("guided", "said"),
+    ("guided", "message"),
     [
         (StructuredOutput("regex", "("), "not a valid regular expression"),
         (StructuredOutput("regex", r"(a)\1"), "not supported"),
@@ -240,10 +240,10 @@ def test_a_choice_is_one_of_them_and_all_come_up() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_followed_is_refused_in_bounded_time(guided: StructuredOutput, said: str) -> None:
+def test_what_cannot_be_followed_is_refused_in_bounded_time(guided: StructuredOutput, message: str) -> None:
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="response_format") as refusal:
         guided_text(guided, Random(0))
-    assert said in refusal.value.message
+    assert message in refusal.value.message
 
 
 def test_the_answer_is_the_constrained_text_and_then_it_ends() -> None:

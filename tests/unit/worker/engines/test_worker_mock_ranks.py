@@ -33,14 +33,14 @@ async def ended(worker: Worker, name: str, rank: int | None, max_tokens: int = 2
 
 
 async def test_every_rank_has_a_separate_cache_with_events(worker: Worker) -> None:
-    heard: list[list[KvEvent]] = [[] for _ in range(RANKS)]
-    for source, events in zip(worker.engine.kv_event_sources(), heard, strict=True):
+    received: list[list[KvEvent]] = [[] for _ in range(RANKS)]
+    for source, events in zip(worker.engine.kv_event_sources(), received, strict=True):
         source.subscribe(events.extend)
     assert [source.rank for source in worker.engine.kv_event_sources()] == [0, 1, 2]
     assert [await ended(worker, f"cold-{rank}", rank) for rank in range(2)] == [(FinishReason.LENGTH, 0)] * 2
-    assert not heard[2]
+    assert not received[2]
     present: list[set[int]] = [set(), set()]
-    for blocks, events in zip(present, heard, strict=False):
+    for blocks, events in zip(present, received, strict=False):
         replay(events, blocks)
     assert present[0] == present[1] != set()
     assert (await ended(worker, "warm", 1))[1] >= 48

@@ -73,20 +73,20 @@ def test_vllm_sampling_fields_match_the_table() -> None:
 
 
 def test_every_constraint_of_vllm_can_be_asked_for() -> None:
-    told: set[str] = set()
+    reported: set[str] = set()
     for kind, grammar in GRAMMARS.items():
         asked = request(
             guided=StructuredOutput(kind, grammar), sampling=SamplingParams(engine_options={"whitespace_pattern": "x"})
         )
         arguments = vllm.sampling_arguments(asked, vllm.Facts(100))
         assert "extra_args" not in arguments
-        told |= arguments["structured_outputs"].keys()
-    assert told == ours(vllm_fields.GUIDED_FIELDS) | {"whitespace_pattern"}
+        reported |= arguments["structured_outputs"].keys()
+    assert reported == ours(vllm_fields.GUIDED_FIELDS) | {"whitespace_pattern"}
 
 
 def test_sglang_sampling_fields_match_the_table() -> None:
-    told = {name for kind, grammar in GRAMMARS.items() for name in to_sglang(StructuredOutput(kind, grammar))}
-    assert told == ours(sglang_fields.FIELDS)
+    reported = {name for kind, grammar in GRAMMARS.items() for name in to_sglang(StructuredOutput(kind, grammar))}
+    assert reported == ours(sglang_fields.FIELDS)
     options: dict[str, Any] = dict.fromkeys(sglang.SAMPLING_OPTIONS, 1)
     assert to_sglang(StructuredOutput("regex", "a"), **options).keys() >= sglang.SAMPLING_OPTIONS
 

@@ -1,4 +1,4 @@
-"""Requests and settings in SGLang's words, without SGLang."""
+"""Requests, settings and metrics of SGLang, without SGLang."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ LENGTH = {"type": "length", "length": 3}
 
 
 def chunk(token_ids: list[int], completed: int, finish: dict[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
-    told = {"completion_tokens": completed, "cached_tokens": 2, "finish_reason": finish, **meta}
-    return {"output_ids": token_ids, "meta_info": told}
+    reported = {"completion_tokens": completed, "cached_tokens": 2, "finish_reason": finish, **meta}
+    return {"output_ids": token_ids, "meta_info": reported}
 
 
 def flown(*chunks: dict[str, Any], handoff: bytes | None = None, skip: int = 0, **fields: Any) -> RecordingSink:

@@ -1,4 +1,4 @@
-"""What a model's folder says before anything is loaded, and what is wrong with one in a sentence."""
+"""A model's folder, sizes and sampling plan, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ def test_a_snapshot_is_compared_with_the_events_before_it(
         truth -= set(removed)
     assert view.hashes == truth
     assert view.faults == []
-    told = (truth - lost) | gained
-    for part in snapshot(len(steps), sorted(told)):
+    reported = (truth - lost) | gained
+    for part in snapshot(len(steps), sorted(reported)):
         view.take_snapshot(part)
-    assert (view.lost, view.gained) == (len(truth - told), len(told - truth))
-    assert view.hashes == told
+    assert (view.lost, view.gained) == (len(truth - reported), len(reported - truth))
+    assert view.hashes == reported
 
 
 def test_a_snapshot_ahead_of_the_events_is_not_compared() -> None:

@@ -1,4 +1,4 @@
-"""Whatever is missed, repeated or begun anew: in the end the mirror is the engine's cache."""
+"""Missed, repeated, restarted and invalid events: the mirror becomes the cache of the engine."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_replay_does_not_overtake_what_is_published_meanwhile() -> None:
     assert heard.held == hashes({2})
 
 
-def test_what_the_engine_forgot_is_a_loss_and_the_mirror_claims_nothing_of_it() -> None:
+def test_batches_missing_from_a_replay_are_a_loss() -> None:
     publisher, heard = Publisher(buffer=2), ObservedStream()
     heard.sequencer.live(*publisher.step(1))
     for name in range(2, 8):
@@ -179,7 +179,7 @@ def test_an_unknown_parent_asks_for_the_whole_story_once() -> None:
     assert heard.sequencer.replay_from is None, "not again and again"
 
 
-def test_who_listens_late_hears_what_is_there() -> None:
+def test_late_subscriber_receives_the_present_blocks() -> None:
     source = EngineCacheSource(0, 4, counts_copies=True, can_replay=False)
     publisher = Publisher()
     source.sequencer.live(*publisher.step(1))
@@ -193,7 +193,7 @@ def test_who_listens_late_hears_what_is_there() -> None:
     assert source.degraded == "kv_events_lost"
 
 
-def test_who_joins_late_without_a_replay_takes_the_first_batch_as_it_comes() -> None:
+def test_late_join_without_a_replay_starts_at_the_first_batch() -> None:
     publisher, heard = Publisher(), ObservedStream(can_replay=False)
     publisher.step(1)
     heard.sequencer.join()

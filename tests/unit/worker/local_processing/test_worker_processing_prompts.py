@@ -118,7 +118,7 @@ async def test_a_prompt_that_takes_too_long_is_a_typed_error(gated: Gated) -> No
 
 
 async def test_a_request_that_is_given_up_is_neither_gone_on_with_nor_failed() -> None:
-    heard: list[object] = []
+    received: list[object] = []
     begun, leave = asyncio.Event(), asyncio.Event()
 
     async def prepare(request: GenerateRequest) -> GenerateRequest:
@@ -128,15 +128,15 @@ async def test_a_request_that_is_given_up_is_neither_gone_on_with_nor_failed() -
 
     tasks = TaskOwner()
     preparing = PromptPreparation(prepare, tasks)
-    preparing.start(text("a", "one"), heard.append, heard.append)
-    preparing.start(text("b", "two"), heard.append, heard.append)
+    preparing.start(text("a", "one"), received.append, received.append)
+    preparing.start(text("b", "two"), received.append, received.append)
     await begun.wait()
     assert preparing.give_up("one")
     assert not preparing.give_up("one")
     leave.set()
     await until(lambda: tasks.alive == 0)
-    assert [request.request_id for request in heard if isinstance(request, GenerateRequest)] == ["two"]
-    assert len(heard) == 1
+    assert [request.request_id for request in received if isinstance(request, GenerateRequest)] == ["two"]
+    assert len(received) == 1
     assert len(preparing) == 0
 
 
@@ -147,8 +147,8 @@ async def test_a_request_that_is_given_up_is_neither_gone_on_with_nor_failed() -
         (ValueError("a user's class"), ErrorKind.INTERNAL),
     ],
 )
-async def test_whatever_goes_wrong_is_heard_as_a_typed_error(raised: Exception, kind: ErrorKind) -> None:
-    heard: list[SluiceError] = []
+async def test_any_failure_of_a_prompt_is_a_typed_error(raised: Exception, kind: ErrorKind) -> None:
+    received: list[SluiceError] = []
 
     async def prepare(request: GenerateRequest) -> GenerateRequest:
         raise raised
@@ -157,10 +157,10 @@ async def test_whatever_goes_wrong_is_heard_as_a_typed_error(raised: Exception, 
         raise AssertionError("there is nothing to go on with")
 
     tasks = TaskOwner()
-    PromptPreparation(prepare, tasks).start(text("a"), go_on, heard.append)
-    await until(lambda: bool(heard))
-    assert heard[0].kind is kind
-    assert "a user's class" not in heard[0].message
+    PromptPreparation(prepare, tasks).start(text("a"), go_on, received.append)
+    await until(lambda: bool(received))
+    assert received[0].kind is kind
+    assert "a user's class" not in received[0].message
 
 
 FACTS = TokenizerFacts(

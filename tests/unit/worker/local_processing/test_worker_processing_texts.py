@@ -309,7 +309,7 @@ async def test_tool_call_is_parsed_and_ends_with_the_engine(desk: BatchDetokeniz
         ({"prompt_tail": (1 << 20,)}, "token_ids"),
     ],
 )
-async def test_wrong_options_are_refused_before_the_engine_hears_of_it(
+async def test_invalid_options_are_refused_before_the_engine(
     desk: BatchDetokenizer, options: dict[str, Any], param: str
 ) -> None:
     one = ask(desk, **options)
@@ -324,7 +324,7 @@ async def test_a_text_of_another_model_is_refused(desk: BatchDetokenizer) -> Non
         Asked(desk, request, ObservedStream()).begin()
 
 
-async def test_a_request_that_is_forgotten_hears_nothing_more(desk: BatchDetokenizer) -> None:
+async def test_forgotten_request_receives_nothing(desk: BatchDetokenizer) -> None:
     one, other = ask(desk, "one"), ask(desk, "other")
     one.begin()
     other.begin()

@@ -190,7 +190,7 @@ async def test_an_engine_that_only_embeds_is_asked_for_a_vector() -> None:
     await worker.cleanup()
 
 
-def test_who_is_refused_again_and_again_is_not_kept() -> None:
+def test_repeated_refusals_use_no_memory() -> None:
     gate = AdmissionGate(WorkerStatus(), 0)
     refused = SluiceError(ErrorKind.UNAVAILABLE, "The worker sleeps.")
     gate.close(refused)

@@ -74,8 +74,8 @@ async def test_an_action_that_is_refused_changes_nothing(
 
 async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) -> None:
     async with mock(folder) as (worker, controls):
-        said: list[str] = []
-        worker.gate.on_serving = said.append
+        received: list[str] = []
+        worker.gate.on_serving = received.append
         await served(worker, "warm", prompt=range(3, 40))
         assert worker.load()[0].cached_blocks > 0
         delivery = StreamResponseSink()
@@ -83,14 +83,14 @@ async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) ->
         await controls.run("sleep", {"level": "2"})
         assert delivery.ended
         assert delivery.delivered == 300
-        assert said == [ASLEEP]
+        assert received == [ASLEEP]
         assert worker.load()[0].cached_blocks == 0
         with raises_error(code="asleep", retryable=True):
             await served(worker)
         with pytest.raises(SluiceError):
             await embed(worker, "tiny", [array("I", [1])], 0, "")
         await controls.run("wake", {})
-        assert said == [ASLEEP, ""]
+        assert received == [ASLEEP, ""]
         assert await served(worker)
 
 
@@ -193,14 +193,14 @@ async def test_an_engine_that_embeds_wrongly_is_found_out(vectors: Sequence[byte
 
 
 @pytest.mark.parametrize(
-    ("cause", "said"),
+    ("cause", "message"),
     [
         (MemoryError(), "not enough memory"),
         (ValueError("no config.json in folder\nTraceback: secret"), "ValueError: no config.json in folder."),
         (SluiceError(ErrorKind.NOT_FOUND, "Model folder x does not exist."), "Model folder x does not exist."),
     ],
 )
-async def test_an_engine_that_cannot_start_is_one_sentence(cause: Exception, said: str) -> None:
+async def test_an_engine_that_cannot_start_is_one_sentence(cause: Exception, message: str) -> None:
     class Unable(ScriptedEngine):
         async def start(self, worker_id: str) -> EngineConfig:
             raise cause
@@ -208,7 +208,7 @@ async def test_an_engine_that_cannot_start_is_one_sentence(cause: Exception, sai
     worker = Worker(Unable(), "w")
     with pytest.raises(SluiceError) as error:
         await worker.start()
-    assert said in error.value.message
+    assert message in error.value.message
     assert "secret" not in error.value.message
     assert "\n" not in error.value.message
 

@@ -1,4 +1,4 @@
-"""The worker around an engine: refusals, exactly one end, drain, failure, cleanup."""
+"""The worker around an engine: refusals, exactly one end, drain, failure, broken contracts."""
 
 from __future__ import annotations
 
