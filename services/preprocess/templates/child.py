@@ -34,12 +34,20 @@ ALARM_S = 2.0
 _FILES = 16
 
 
-class CacheBound:
-    """Empties the cache of compiled templates before they take too much memory."""
+class TemplateCache:
+    """Keeps the last template, and empties the cache of compiled ones before they take too much memory."""
 
     def __init__(self) -> None:
         self._chars = 0
         self._misses = 0
+        self._encoded = b""
+        self._source = ""
+
+    def source(self, encoded: bytes) -> str:
+        """Returns a template as text; the same object for a repeated one, whose hash Python keeps."""
+        if encoded != self._encoded:
+            self._encoded, self._source = encoded, str(encoded, "utf-8")
+        return self._source
 
     def enforce(self, source: str) -> None:
         """Counts the template of the last request if it was compiled."""
@@ -52,10 +60,10 @@ class CacheBound:
             self._chars = self._misses = 0
 
 
-def answer(cache: CacheBound, limit_s: float, max_chars: int, request: bytes) -> bytes:
+def answer(cache: TemplateCache, limit_s: float, max_chars: int, request: bytes) -> bytes:
     """Returns the reply to one request."""
     end = SOURCE_SIZE.size + SOURCE_SIZE.unpack_from(request)[0]
-    source = str(request[SOURCE_SIZE.size : end], "utf-8")
+    source = cache.source(request[SOURCE_SIZE.size : end])
     try:
         if end == len(request):
             templates.compiled(source)
@@ -96,7 +104,7 @@ class TemplateService(ForkedService):
         resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))
 
     def serve(self, channel: Channel) -> None:
-        handle = partial(answer, CacheBound(), self._limit_s, self._max_chars)
+        handle = partial(answer, TemplateCache(), self._limit_s, self._max_chars)
         serve(channel, handle, self._limit_s + ALARM_S, lambda reply: reply.startswith(ENDS))
 
 
