@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
@@ -18,7 +17,7 @@ Sluice = Callable[..., int]
 def sluice(monkeypatch: pytest.MonkeyPatch) -> Sluice:
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["sluice", *arguments])
-        monkeypatch.setenv("COLUMNS", os.environ.get("COLUMNS", "200"))
+        monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
             main()
         return int(ended.value.code or 0)

@@ -18,7 +18,7 @@ from services.worker.engines.transformers.engine import TransformersEngine
 from services.worker.engines.transformers.folder import read_folder
 from services.worker.engines.transformers.options import Options
 from services.worker.engines.transformers.sampling import History, SamplingPlan, plan_of
-from services.worker.engines.transformers.sizing import Plan, Shape, fit
+from services.worker.engines.transformers.sizing import Plan, Shape, fit, free_memory
 from services.worker.engines.transformers.starting import start_engine
 from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
@@ -229,3 +229,7 @@ def test_bad_words_ban_the_token_that_would_complete_them() -> None:
     history.add(6)
     history.add(7)
     assert history.banned(words) == {4, 8}
+
+
+def test_free_memory_of_this_machine_is_positive() -> None:
+    assert free_memory() > 1 << 20
