@@ -5,7 +5,9 @@ What is imported here must not need more than the standard library: the other in
 
 from __future__ import annotations
 
-TESTED_VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+from services.common import engine_versions
+
+TESTED_VERSIONS = {"vllm": engine_versions.VLLM, "sglang": engine_versions.SGLANG}
 """Of each engine's package, the version whose ids `make test-engines` proves."""
 
 NOT_NEEDED = {"sglang": ("torchvision", "torchaudio", "sgl_kernel", "triton")}

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from services.common import engine_versions
+
 
 @dataclass(frozen=True, slots=True)
 class BundledParsers:
@@ -27,7 +29,7 @@ def _names(text: str) -> frozenset[str]:
 
 ENGINES: dict[str, BundledParsers] = {
     "vllm": BundledParsers(
-        "0.33.0",
+        engine_versions.VLLM,
         _names(
             "apertus beam cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 "
             "deepseek_v41  dots ernie45 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc "
@@ -45,7 +47,7 @@ ENGINES: dict[str, BundledParsers] = {
         ),
     ),
     "sglang": BundledParsers(
-        "0.5.23",
+        engine_versions.SGLANG,
         _names(
             "apertus2509 beam cohere_command4 deepseekv3 deepseekv31 deepseekv32 deepseekv4 deepseekv41 dots "
             "gemma4  gigachat3 gigachat35 glm glm45 glm47 gpt-oss hermes hunyuan inkling interns1 iquest_q1 "
