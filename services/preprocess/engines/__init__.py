@@ -5,7 +5,7 @@ What is imported here must not need more than the standard library: the other in
 
 from __future__ import annotations
 
-from services.common import engine_versions
+from services.common.engines import versions as engine_versions
 
 TESTED_VERSIONS = {"vllm": engine_versions.VLLM, "sglang": engine_versions.SGLANG}
 """Of each engine's package, the version whose ids `make test-engines` proves."""

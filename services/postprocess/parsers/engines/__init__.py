@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from services.common import engine_versions
+from services.common.engines import versions as engine_versions
 
 
 @dataclass(frozen=True, slots=True)

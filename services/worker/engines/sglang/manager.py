@@ -28,7 +28,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
-from services.common import engine_versions
+from services.common.engines import versions as engine_versions
 from services.common.errors import invalid
 from services.common.tasks import TaskOwner
 from services.worker.engines.inprocess import private_surface

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from services.common import engine_versions, models
+from services.common import models
+from services.common.engines import versions as engine_versions
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.tasks import TaskOwner
 from services.worker.contract.engine import EngineConfig, Load

@@ -1,0 +1,1 @@
+"""Facts about the engines that more than one service needs."""
