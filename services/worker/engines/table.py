@@ -9,8 +9,8 @@ from services.common.errors import SluiceError
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import LLMEngine
 from services.worker.engines import BUILT_IN, find_engine
+from services.worker.engines.inprocess.sampling import fields_table
 from services.worker.engines.sglang import fields as sglang_fields
-from services.worker.engines.shared.sampling_fields import fields_table
 from services.worker.engines.vllm import fields as vllm_fields
 
 BEGIN = "<!-- made by `sluice engines --write`; do not edit -->"

@@ -14,7 +14,6 @@ SHARED = {
     "Child": "a child process, behind each of its transports",
     "Constraint": "a constraint on the output, before and after compilation",
     "Controls": "control actions, of a worker and of each engine",
-    "DisaggRules": "rules of disaggregated requests, in gateway and router",
     "Engine": "the packages of parsers behind one protocol",
     "EngineTokenizer": "a tokenizer implemented by an engine, and its protocol in the child process",
     "Facts": "properties of a started engine, or of a model's parsers, that a mapping needs",

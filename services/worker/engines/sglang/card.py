@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common import models
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
-from services.worker.contract.generation import Role
+from services.worker.engines.inprocess import card
+from services.worker.engines.inprocess.card import HOSTED
 from services.worker.engines.sglang.sampling import Facts
 from services.worker.settings import WorkerSettings
 
-CAPABILITIES = frozenset(
+CAPABILITIES = HOSTED | (SAMPLING - {Capability.ALLOWED_TOKEN_IDS, Capability.BAD_WORDS})
+_EMBEDDING_ONLY = frozenset(
     {
         Capability.TOKEN_IDS,
-        Capability.LOGPROBS,
-        Capability.PROMPT_LOGPROBS,
-        *GUIDED,
-        *(SAMPLING - {Capability.ALLOWED_TOKEN_IDS, Capability.BAD_WORDS}),
-        Capability.PRIORITY,
-        Capability.CACHE_SALT,
+        Capability.EMBEDDINGS,
         Capability.DATA_PARALLEL_RANK,
         Capability.LORA,
         Capability.LORA_LOADING,
-        Capability.EMBEDDINGS,
-        Capability.KV_EVENTS,
-        Capability.PREFILL,
-        Capability.DECODE,
         Capability.SLEEP,
         Capability.CLEAR_CACHE,
         Capability.PROFILE,
-    }
-)
-
-_GENERATION_ONLY = frozenset(
-    {
-        Capability.LOGPROBS,
-        Capability.PROMPT_LOGPROBS,
-        *GUIDED,
-        *SAMPLING,
-        Capability.PRIORITY,
-        Capability.CACHE_SALT,
-        Capability.KV_EVENTS,
-        Capability.PREFILL,
-        Capability.DECODE,
     }
 )
 _NEEDS_TOKENIZER = GUIDED | {Capability.MIN_TOKENS}
@@ -57,7 +36,7 @@ def capabilities(engine: Any) -> frozenset[Capability]:
     value = manager.config_value
     missing: set[Capability] = set()
     if not manager.is_generation:
-        missing |= _GENERATION_ONLY
+        missing |= CAPABILITIES - _EMBEDDING_ONLY
     else:
         missing.add(Capability.EMBEDDINGS)
     if value("skip_tokenizer_init"):
@@ -97,40 +76,37 @@ def request_facts(engine: Any, context_length: int) -> Facts:
     )
 
 
-def engine_config(settings: WorkerSettings, path: Path, engine: Any, version: str) -> EngineConfig:
+def engine_config(
+    settings: WorkerSettings, path: Path, engine: Any, info: Mapping[str, Any], version: str
+) -> EngineConfig:
     """Returns the description of the started engine.
 
     Args:
         path: Folder of the model's tokenizer files.
+        info: What the first scheduler reported at its start.
     """
     manager = engine.tokenizer_manager
     value = manager.config_value
-    info = engine._scheduler_init_result.scheduler_infos[0]
     page = int(value("page_size"))
-    running = int(value("max_running_requests") or 0)
-    processor = settings.spec.processor or models.detect_processor(path)
     supported = capabilities(engine)
     total_blocks = int(info["max_total_num_tokens"]) // page
     _check_memory(settings, total_blocks)
-    return EngineConfig(
-        model=settings.spec.name,
-        source=settings.spec.source,
-        processor=processor,
-        fingerprint=models.fingerprint(path),
+    return card.engine_config(
+        settings,
+        path,
+        "sglang",
         # SGLang reserves a few positions; a prompt one token shorter than this always fits.
         context_length=min(int(manager.context_len), int(info["max_req_input_len"]) + 1),
         vocab_size=int(manager.model_config.vocab_size),
         block_size=page,
         total_blocks=total_blocks,
-        max_sequences=running,
+        max_sequences=int(value("max_running_requests") or 0),
         max_batched_tokens=max(int(value("chunked_prefill_size") or 0), 0),
         eos_token_ids=tuple(sorted(manager.model_config.hf_eos_token_id or ())),
-        capabilities=frozenset(supported),
+        capabilities=supported,
         accepted=frozenset({Capability.SEED} - supported),
         adapters=tuple(sorted(manager.lora_registry.get_all_adapters())),
         data_parallel_size=int(value("dp_size")),
-        role=Role[settings.role.upper()],
-        engine="sglang",
         engine_version=version,
     )
 

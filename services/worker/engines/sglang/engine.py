@@ -6,16 +6,16 @@ import asyncio
 import itertools
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
-from services.worker.contract.delta_stream import DeltaStream
-from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
+from services.worker.contract.generation import FinishReason, GenerateRequest
+from services.worker.engines.inprocess.engine import InProcessEngine, embeddings_only, starting
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.controls import Controls
 from services.worker.engines.sglang.handoff import BootstrapInfo, bootstrap_for
@@ -28,7 +28,7 @@ from services.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 
-class SglangEngine(LLMEngine):
+class SglangEngine(InProcessEngine):
     """Hosts SGLang; its receiver passes chunks directly to sinks, so a token costs no task switch."""
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
@@ -63,12 +63,7 @@ class SglangEngine(LLMEngine):
         config = self._started()
         manager = self._runtime.manager
         if not manager.is_generation:
-            raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION,
-                "This worker only computes embeddings; send the request to a model that generates text.",
-                param="model",
-                code="unsupported_by_engine",
-            )
+            raise embeddings_only()
         if len(self._states) >= self._settings.max_waiting + max(config.max_sequences, 1) * config.data_parallel_size:
             raise overloaded(f"The engine's queue is full ({len(self._states)} requests in flight); try again later.")
         bootstrap = bootstrap_for(request, config.role, self._runtime.bootstrap_host, self._runtime.bootstrap_port)
@@ -83,16 +78,6 @@ class SglangEngine(LLMEngine):
         self._request_tasks[rid] = self.tasks.spawn(self._run_request(state, engine_input), f"sglang-{rid}")
         if bootstrap is not None and not bootstrap.sent_tokens and config.role.name == "PREFILL":
             self._hand_over(state, bootstrap)
-
-    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
-        stream = DeltaStream()
-        self.submit(request, context, stream)
-        try:
-            async with aclosing(stream.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            self.abort(context)
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
@@ -193,9 +178,7 @@ class SglangEngine(LLMEngine):
 
     def _started(self) -> EngineConfig:
         if self._config is None:
-            raise SluiceError(
-                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
-            )
+            raise starting()
         return self._config
 
 

@@ -1,8 +1,8 @@
-"""Lists what sets each field of SGLang's SamplingParams (0.5.23), without exception."""
+"""Lists what sets each field of SGLang's SamplingParams, without exception."""
 
 from __future__ import annotations
 
-from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, INTERNAL, REFUSED, TEXT, WORKER
+from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, INTERNAL, REFUSED, TEXT, WORKER
 
 FIELDS: dict[str, str] = {
     "temperature": "temperature",

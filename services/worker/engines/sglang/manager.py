@@ -1,4 +1,4 @@
-"""All imports from SGLang in the worker's process; import this module after installing the stubs."""
+"""All imports from SGLang and uses of its private parts in the worker's process; install the stubs first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
 
 import sglang
@@ -28,8 +28,10 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
+from services.common.engine_packages import SGLANG
 from services.common.errors import invalid
 from services.common.tasks import TaskOwner
+from services.worker.engines.inprocess import private_surface
 from services.worker.engines.sglang import processes
 from services.worker.engines.sglang.options import Flags
 
@@ -50,12 +52,28 @@ __all__ = [
     "known_flags",
     "launch",
     "parse",
+    "scheduler_info",
     "shut_down",
+    "stop_watchdog",
 ]
 
 RENDEZVOUS, CRASH_FILE = processes.RENDEZVOUS, processes.CRASH_FILE
 VERSION: str = sglang.__version__
 logging.getLogger("sglang").setLevel(logging.WARNING)
+_MANAGER = "sglang.srt.managers.tokenizer_manager:TokenizerManager"
+_ENGINE = "sglang.srt.entrypoints.engine:Engine"
+private_surface.check(
+    "sglang",
+    VERSION,
+    (SGLANG,),
+    [
+        *(f"{_MANAGER}.{name}" for name in ("init_running_status", "auto_create_handle_loop", "handle_loop")),
+        f"{_MANAGER}._wait_one_response",
+        f"{_ENGINE}._launch_detokenizer_subprocesses",
+        *(f"{_ENGINE}.{name}" for name in ("init_tokenizer_manager_func", "run_scheduler_process_func")),
+    ],
+)
+
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -182,6 +200,18 @@ def _restore(root: logging.Logger, handlers: list[logging.Handler], level: int) 
     """Restores the root logger's handlers and level, which SGLang replaces."""
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+def scheduler_info(engine: Any) -> Mapping[str, Any]:
+    """Returns what the first scheduler reported at its start."""
+    info: Mapping[str, Any] = engine._scheduler_init_result.scheduler_infos[0]
+    return info
+
+
+def stop_watchdog(manager: Any) -> None:
+    """Stops SGLang's watchdog, which would kill this process when a scheduler exits."""
+    if manager._subprocess_watchdog is not None:
+        manager._subprocess_watchdog.stop()
 
 
 def kill(pid: int) -> None:

@@ -12,43 +12,33 @@ from services.worker.contract.generation import (
     GenerateRequest,
     PositionLogprobs,
     TokenLogprob,
-    Usage,
 )
-from services.worker.engines.sglang.sampling import stop_ids
-from services.worker.engines.shared.grammar_compiler import naming_constraint
-
-LOWEST_LOGPROB = -9999.0
-"""Replaces negative infinity, which JSON cannot represent."""
+from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB, InflightState
+from services.worker.engines.inprocess.sampling import stop_ids
 
 Chunk = Mapping[str, Any]
 """One item of SGLang's stream: the new `output_ids`, and `meta_info`."""
 
 
-class RequestState:
+class RequestState(InflightState):
     """State of one request in flight.
 
     Args:
         rid: Engine request id.
         handoff: The handoff with which the request ends on a prefill worker; None on other workers.
         skip: Number of leading tokens that the prefill worker has already returned.
-
-    Attributes:
-        ended: Whether the sink has finished; later chunks are dropped.
     """
 
     def __init__(self, request: GenerateRequest, rid: str, sink: Sink, handoff: bytes | None = None, skip: int = 0):
+        super().__init__(len(request.token_ids), sink, request.guided)
         self.request = request
         self.rid = rid
-        self.ended = False
-        self._sink = sink
         self._handoff = handoff
         self._skip = skip
         self._stops = stop_ids(request.stop)
         # SGLang's ignore_eos disables every stop id, so the remaining ones are checked here.
         self._checked_stops = self._stops if request.stop.ignore_eos else frozenset()
         self._received = 0
-        self._sent = 0
-        self._cached_tokens: int | None = None
 
     def take(self, chunk: Chunk) -> None:
         """Processes one chunk; pushes its tokens and finishes the sink if it is the last one."""
@@ -64,28 +54,14 @@ class RequestState:
         if stop_at is not None:
             token_ids = token_ids[: stop_at + 1]
         if token_ids:
-            self._begin(meta)
-            self._sent += len(token_ids)
+            if self._cached_tokens is None:
+                self._begin(meta)
+            self._completion_tokens += len(token_ids)
             self._sink.push(token_ids, self._logprobs(meta, first, len(token_ids)))
         if stop_at is not None:
             self.end(FinishReason.STOP, stop_token_id=token_ids[-1])
         elif finish is not None:
             self._finish(finish, token_ids)
-
-    def end(
-        self,
-        reason: FinishReason,
-        *,
-        stop_token_id: int | None = None,
-        error: SluiceError | None = None,
-        handoff: bytes = b"",
-    ) -> None:
-        """Finishes the sink unless it has finished."""
-        if not self.ended:
-            self.ended = True
-            usage = Usage(len(self.request.token_ids), self._sent, self._cached_tokens or 0)
-            cause = None if error is None else naming_constraint(error, self.request.guided)
-            self._sink.finish(reason, usage, stop_token_id=stop_token_id, error=cause, handoff=handoff)
 
     def _new_tokens(self, output_ids: Sequence[int], completed: int) -> tuple[list[int], int]:
         """Returns the chunk's tokens that were not pushed yet, and their offset in the chunk."""
@@ -100,19 +76,16 @@ class RequestState:
         """Returns the index of the first token that ends the request; None if there is none."""
         if not self._checked_stops:
             return None
-        earliest = max(self.request.stop.min_tokens - self._sent, 0)
+        earliest = max(self.request.stop.min_tokens - self._completion_tokens, 0)
         return next(
             (i for i, token_id in enumerate(token_ids) if i >= earliest and token_id in self._checked_stops), None
         )
 
     def _begin(self, meta: Mapping[str, Any]) -> None:
-        if self._cached_tokens is None:
-            self._cached_tokens = int(meta.get("cached_tokens") or 0)
-            count = self.request.prompt_logprobs
-            chosen = meta.get("input_token_logprobs") if count is not None else None
-            self._sink.begin(
-                self._cached_tokens, positions(chosen or (), meta.get("input_top_logprobs") or (), count or 0)
-            )
+        self._cached_tokens = int(meta.get("cached_tokens") or 0)
+        count = self.request.prompt_logprobs
+        chosen = meta.get("input_token_logprobs") if count is not None else None
+        self._sink.begin(self._cached_tokens, positions(chosen or (), meta.get("input_top_logprobs") or (), count or 0))
 
     def _logprobs(self, meta: Mapping[str, Any], first: int, count: int) -> list[PositionLogprobs]:
         if self.request.logprobs is None:

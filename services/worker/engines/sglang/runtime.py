@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from services.common import models
+from services.common.engine_packages import SGLANG
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.tasks import TaskOwner
 from services.worker.contract.engine import EngineConfig, Load
@@ -107,23 +108,20 @@ class SglangRuntime:
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"SGLang failed to start: {reason}") from error
         self.manager.owner = tasks
         self.manager.auto_create_handle_loop()
-        if (
-            self.manager._subprocess_watchdog is not None
-        ):  # it would kill this process; ChildWatch notifies the worker instead
-            await self._in_thread(self.manager._subprocess_watchdog.stop)
+        await self._in_thread(self.sglang.stop_watchdog, self.manager)
         self._child_watch = ChildWatch(self.engine.get_all_child_pids(), lambda pid: self._on_exit(pid, on_failure))
 
     def config(self) -> EngineConfig:
         """Returns the description of the started engine."""
-        return card.engine_config(self._settings, self._path, self.engine, self.sglang.VERSION)
+        info = self.sglang.scheduler_info(self.engine)
+        return card.engine_config(self._settings, self._path, self.engine, info, self.sglang.VERSION)
 
     def load(self) -> Sequence[Load]:
         """Returns the load by rank, from the schedulers' shared memory."""
         page = int(self.manager.config_value("page_size"))
         ranks = int(self.manager.config_value("dp_size"))
-        cached = self.events.cached_blocks()
         by_rank = {snapshot.dp_rank: snapshot for snapshot in self.manager.load_snapshot_reader.read_all()}
-        loads = [_load(by_rank.get(rank), page, cached[rank] if rank < len(cached) else 0) for rank in range(ranks)]
+        loads = [_load(by_rank.get(rank), page, self.events.cached_blocks(rank)) for rank in range(ranks)]
         if ranks > 1:
             return loads
         # The scheduler's snapshot is some steps old; the number of requests in flight is exact.
@@ -194,7 +192,7 @@ def _import() -> ModuleType:
     except ImportError as error:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,
-            f"SGLang cannot be imported: {error}; install sglang 0.5.23 in the worker's environment.",
+            f"SGLang cannot be imported: {error}; install sglang {SGLANG} in the worker's environment.",
         ) from error
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from services.common.errors import invalid
 from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop, StructuredOutput
+from services.worker.engines.inprocess import sampling as inprocess
+from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, given, output_limit, set_by, stop_ids
 from services.worker.engines.sglang.fields import FIELDS
-from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, set_by
 
 SAMPLING_OPTIONS = set_by(FIELDS, ENGINE_OPTIONS)
 """Fields of SGLang's SamplingParams allowed in engine_options."""
@@ -29,31 +30,19 @@ REQUEST_OPTIONS = frozenset(
 )
 """Fields of SGLang's GenerateReqInput allowed in engine_options."""
 
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
 _MAX_SEED = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Properties of the started engine that the mapping needs.
+class Facts(inprocess.Facts):
+    """Adds what only the mapping to SGLang's parameters needs.
 
     Attributes:
-        context_length: Maximum number of prompt and output tokens.
-        defaults: Sampling options of the model's generation config.
         has_priorities: Whether the scheduler supports priorities.
         low_first: Whether lower priority values run first.
         has_seeds: Whether seeds make outputs reproducible; if not, seeds are not sent.
     """
 
-    context_length: int
-    defaults: Mapping[str, Any]
     has_priorities: bool = False
     low_first: bool = True
     has_seeds: bool = False
@@ -100,20 +89,15 @@ def sampling_params(request: GenerateRequest, facts: Facts) -> dict[str, Any]:
     params = {
         **facts.defaults,
         **_sampling(request.sampling, facts),
-        **_stop(request.stop, facts.context_length - len(request.token_ids)),
+        **_stop(request.stop, facts.room(request)),
     }
     if request.guided is not None:
         params |= _guided(request.guided)
     return params
 
 
-def stop_ids(stop: Stop) -> frozenset[int]:
-    """Returns the token ids that end the request."""
-    return stop.stop_token_ids - frozenset(stop.eos_token_ids) if stop.ignore_eos else stop.stop_token_ids
-
-
 def _sampling(sampling: SamplingParams, facts: Facts) -> dict[str, Any]:
-    params: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(sampling, name)) is not None}
+    params: dict[str, Any] = given(sampling)
     if sampling.top_k is not None:
         params["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
     if sampling.seed is not None and facts.has_seeds:
@@ -125,7 +109,7 @@ def _sampling(sampling: SamplingParams, facts: Facts) -> dict[str, Any]:
 
 def _stop(stop: Stop, room: int) -> dict[str, Any]:
     """With ignore_eos SGLang stops at no id; it still needs them to suppress these ids before min_new_tokens."""
-    limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
+    limit = output_limit(stop, room)
     params: dict[str, Any] = {"max_new_tokens": limit}
     ends = stop_ids(stop)
     if ends:

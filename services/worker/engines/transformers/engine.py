@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 from array import array
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
 from services.common.hashing import seed_for
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import SAMPLING, Capability
-from services.worker.contract.delta_stream import DeltaStream
-from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
+from services.worker.contract.generation import FinishReason, GenerateRequest
+from services.worker.engines.inprocess.engine import InProcessEngine, starting
 from services.worker.engines.shared.download import download
 from services.worker.engines.shared.grammar_compiler import GrammarCompiler
 from services.worker.engines.transformers import guidance, options
@@ -28,7 +28,7 @@ from services.worker.settings import WorkerSettings
 STOP_TIMEOUT_S = 3.0
 
 
-class TransformersEngine(LLMEngine):
+class TransformersEngine(InProcessEngine):
     """Serves any causal language model that supports transformers' continuous batching.
 
     The library's thread schedules and computes; this class runs on the event loop and is notified once per step.
@@ -115,16 +115,6 @@ class TransformersEngine(LLMEngine):
             self._add(started, state, None)
         else:
             self.tasks.spawn(self._prepare(started, state), f"prepare-{state.key}")
-
-    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
-        stream = DeltaStream()
-        self.submit(request, context, stream)
-        try:
-            async with aclosing(stream.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            self.abort(context)
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
@@ -218,9 +208,7 @@ class TransformersEngine(LLMEngine):
 
     def _ready(self) -> Started:
         if self._started is None:
-            raise SluiceError(
-                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
-            )
+            raise starting()
         return self._started
 
     def _add(self, started: Started, state: RequestState, constraint: Any) -> None:

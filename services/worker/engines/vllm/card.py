@@ -5,36 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from services.common import models
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
-from services.worker.contract.generation import Role
-from services.worker.engines.vllm.sampling import Facts
+from services.worker.engines.inprocess import card
+from services.worker.engines.inprocess.card import HOSTED
+from services.worker.engines.inprocess.sampling import Facts
 from services.worker.settings import WorkerSettings
 
-CAPABILITIES = frozenset(
-    {
-        Capability.TOKEN_IDS,
-        Capability.PROMPT_EMBEDS,
-        Capability.LOGPROBS,
-        Capability.PROMPT_LOGPROBS,
-        *GUIDED,
-        *SAMPLING,
-        Capability.PRIORITY,
-        Capability.CACHE_SALT,
-        Capability.DATA_PARALLEL_RANK,
-        Capability.LORA,
-        Capability.LORA_LOADING,
-        Capability.EMBEDDINGS,
-        Capability.KV_EVENTS,
-        Capability.PREFILL,
-        Capability.DECODE,
-        Capability.SLEEP,
-        Capability.CLEAR_CACHE,
-        Capability.PROFILE,
-    }
-)
-
+CAPABILITIES = HOSTED | SAMPLING | {Capability.PROMPT_EMBEDS}
 _POOLING = frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS, Capability.LORA, Capability.LORA_LOADING})
 
 
@@ -93,11 +71,10 @@ def engine_config(
         path: Folder of the model's tokenizer files.
         config: vLLM's VllmConfig after the start.
     """
-    return EngineConfig(
-        model=settings.spec.name,
-        source=settings.spec.source,
-        processor=settings.spec.processor or models.detect_processor(path),
-        fingerprint=models.fingerprint(path),
+    return card.engine_config(
+        settings,
+        path,
+        "vllm",
         context_length=int(config.model_config.max_model_len),
         vocab_size=int(config.model_config.get_vocab_size()),
         block_size=int(config.cache_config.block_size),
@@ -105,10 +82,8 @@ def engine_config(
         max_sequences=int(config.scheduler_config.max_num_seqs),
         max_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
         eos_token_ids=eos_token_ids(config),
-        capabilities=frozenset(capabilities(config, has_events=has_events)),
+        capabilities=capabilities(config, has_events=has_events),
         adapters=adapters,
         data_parallel_size=int(config.parallel_config.data_parallel_size),
-        role=Role[settings.role.upper()],
-        engine="vllm",
         engine_version=version,
     )

@@ -5,29 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from services.common import models
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import invalid
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
-from services.worker.contract.delta_stream import DeltaStream
-from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load, Sink
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
+from services.worker.contract.generation import FinishReason, GenerateRequest, Role
+from services.worker.engines.inprocess.engine import InProcessEngine, embed_each, embeddings_only, starting
+from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.shared.download import download
 from services.worker.engines.shared.grammar_compiler import GrammarCompiler
 from services.worker.engines.vllm import card, library, options
 from services.worker.engines.vllm.adapters import Adapters
 from services.worker.engines.vllm.controls import Controls
-from services.worker.engines.vllm.embedding import embed_all
 from services.worker.engines.vllm.events import CacheEvents
 from services.worker.engines.vllm.handoff import Handoff, read_handoff
 from services.worker.engines.vllm.inflight_requests import InflightRequests
 from services.worker.engines.vllm.outputs import RequestState
-from services.worker.engines.vllm.sampling import Facts, sampling_arguments
+from services.worker.engines.vllm.sampling import sampling_arguments
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ HEALTH_CHECK_INTERVAL_S = 0.25
 SHUTDOWN_TIMEOUT_S = 3.0
 
 
-class VllmEngine(LLMEngine):
+class VllmEngine(InProcessEngine):
     """Hosts vLLM's AsyncLLM: the scheduler and the model run in child processes, their client in the worker."""
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
@@ -119,12 +118,7 @@ class VllmEngine(LLMEngine):
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
         llm = self._require_llm()
         if self._config.model_config.runner_type == "pooling":
-            raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION,
-                "This worker only computes embeddings; send the request to a model that generates text.",
-                param="model",
-                code="unsupported_by_engine",
-            )
+            raise embeddings_only()
         handoff = _handoff_of(request)
         params = library.sampling_params(sampling_arguments(request, self._facts, handoff))
         prompt = self._prompt(request, handoff)
@@ -169,16 +163,6 @@ class VllmEngine(LLMEngine):
         adapter = self._adapters.find(name)
         return library.lora_request(adapter.name, adapter.number, adapter.path)
 
-    async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
-        stream = DeltaStream()
-        self.submit(request, context, stream)
-        try:
-            async with aclosing(stream.deltas()) as deltas:
-                async for delta in deltas:
-                    yield delta
-        finally:
-            self.abort(context)
-
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
         self._states.cancel(context.request_id)
@@ -218,7 +202,8 @@ class VllmEngine(LLMEngine):
         llm = self._require_llm()
         if self._config.model_config.runner_type != "pooling":
             return await super().embed(inputs, dimensions, lora)
-        return await embed_all(llm, inputs, dimensions, self._lora(lora))
+        adapter = self._lora(lora)
+        return await embed_each(inputs, lambda token_ids: library.embed(llm, token_ids, dimensions, adapter))
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         available = await asyncio.to_thread(card.capabilities, self._config, has_events=bool(self._events.sources))
@@ -229,12 +214,12 @@ class VllmEngine(LLMEngine):
 
     def _require_llm(self) -> Any:
         if self._llm is None:
-            raise _starting()
+            raise starting()
         return self._llm
 
     def _require_controls(self) -> Controls:
         if self._controls is None:
-            raise _starting()
+            raise starting()
         return self._controls
 
     async def _abort_in_vllm(self, engine_ids: list[str]) -> None:
@@ -258,12 +243,6 @@ class VllmEngine(LLMEngine):
         error = library.engine_exited()
         self._states.end_all(FinishReason.ERROR, error)
         raise error
-
-
-def _starting() -> SluiceError:
-    return SluiceError(
-        ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
-    )
 
 
 def _has_role(request: GenerateRequest, role: Role) -> bool:

@@ -1,8 +1,8 @@
-"""Lists what sets each field of vLLM's SamplingParams and StructuredOutputsParams (0.32), without exception."""
+"""Lists what sets each field of vLLM's SamplingParams and StructuredOutputsParams, without exception."""
 
 from __future__ import annotations
 
-from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, INTERNAL, REFUSED, TEXT, WORKER
+from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, INTERNAL, REFUSED, TEXT, WORKER
 
 FIELDS: dict[str, str] = {
     "temperature": "temperature",

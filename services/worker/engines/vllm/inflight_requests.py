@@ -11,6 +11,7 @@ from typing import Any
 from services.common.errors import ErrorKind, SluiceError, internal
 from services.common.tasks import TaskOwner
 from services.worker.contract.generation import FinishReason
+from services.worker.engines.vllm import library
 from services.worker.engines.vllm.outputs import RequestState
 
 log = logging.getLogger(__name__)
@@ -93,9 +94,7 @@ class InflightRequests:
             self._forget(request_id, entry)
             return
         entry.engine_id = collector.request_id
-        collector.put = lambda output: self._receive(request_id, entry, output)
-        if collector.output is not None:
-            self._receive(request_id, entry, collector.output)
+        library.push_outputs(collector, lambda output: self._receive(request_id, entry, output))
         if entry.cancelled:
             self._abort(entry)
 

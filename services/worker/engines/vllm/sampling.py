@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import invalid
 from services.worker.contract.generation import GenerateRequest, Role, SamplingParams, Stop, StructuredOutput
-from services.worker.engines.shared.sampling_fields import ENGINE_OPTIONS, set_by
+from services.worker.engines.inprocess.sampling import (
+    ENGINE_OPTIONS,
+    SAME_NAME,
+    Facts,
+    given,
+    output_limit,
+    set_by,
+    stop_ids,
+)
 from services.worker.engines.vllm.fields import FIELDS, GUIDED_FIELDS
 from services.worker.engines.vllm.handoff import Handoff
 
@@ -21,31 +28,8 @@ OPTIONS = set_by(FIELDS, ENGINE_OPTIONS) - {"extra_args"}
 GUIDED_OPTIONS = set_by(GUIDED_FIELDS, ENGINE_OPTIONS)
 """Fields of StructuredOutputsParams allowed in engine_options."""
 
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "thinking_token_budget",
-)
+_SAME_NAME = (*SAME_NAME, "top_k", "seed", "thinking_token_budget")
 _GUIDED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Properties of the started engine that the mapping needs.
-
-    Attributes:
-        context_length: Maximum number of prompt and output tokens.
-        defaults: Sampling options of the model's generation config.
-    """
-
-    context_length: int
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def sampling_arguments(request: GenerateRequest, facts: Facts, handoff: Handoff | None = None) -> dict[str, Any]:
@@ -63,7 +47,7 @@ def sampling_arguments(request: GenerateRequest, facts: Facts, handoff: Handoff 
     sampling = request.sampling
     arguments: dict[str, Any] = {
         **_sampling(sampling, facts.defaults),
-        **_stop(request.stop, room(request, facts), 0 if handoff is None else 1),
+        **_stop(request.stop, facts.room(request), 0 if handoff is None else 1),
         **_engine_options(sampling.engine_options),
     }
     if request.logprobs is not None:
@@ -79,17 +63,9 @@ def sampling_arguments(request: GenerateRequest, facts: Facts, handoff: Handoff 
     return arguments
 
 
-def room(request: GenerateRequest, facts: Facts) -> int:
-    """Returns the number of tokens that fit into the context after the prompt."""
-    length = request.embeds.length if request.embeds is not None else len(request.token_ids)
-    return facts.context_length - length
-
-
 def _sampling(sampling: SamplingParams, defaults: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {name: defaults[name] for name in _SAME_NAME if defaults.get(name) is not None}
-    for name in _SAME_NAME:
-        if (value := getattr(sampling, name)) is not None:
-            arguments[name] = value
+    arguments |= given(sampling, _SAME_NAME)
     if sampling.logit_bias:
         arguments["logit_bias"] = dict(sampling.logit_bias)
     if sampling.allowed_token_ids:
@@ -100,12 +76,11 @@ def _sampling(sampling: SamplingParams, defaults: Mapping[str, Any]) -> dict[str
 
 
 def _stop(stop: Stop, room: int, generated: int) -> dict[str, Any]:
-    limit = room if stop.max_tokens is None else min(stop.max_tokens, room)
-    ignored = frozenset(stop.eos_token_ids) if stop.ignore_eos else frozenset()
+    limit = output_limit(stop, room)
     return {
         "max_tokens": max(limit - generated, 1),
         "min_tokens": max(min(stop.min_tokens, limit) - generated, 0),
-        "stop_token_ids": sorted(stop.stop_token_ids - ignored),
+        "stop_token_ids": sorted(stop_ids(stop)),
         "ignore_eos": stop.ignore_eos,
     }
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from services.common import models
-from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
-from services.worker.contract.generation import Role
-from services.worker.engines.vllm.sampling import Facts
+from services.worker.engines.inprocess import card
+from services.worker.engines.inprocess.card import VLLM_AND_SGLANG
+from services.worker.engines.inprocess.sampling import Facts
 from services.worker.settings import WorkerSettings
 
 _WITHOUT_FIELD = frozenset(
@@ -21,22 +21,7 @@ _WITHOUT_FIELD = frozenset(
         Capability.ENGINE_OPTIONS,
     }
 )
-CAPABILITIES = frozenset(
-    {
-        Capability.TOKEN_IDS,
-        Capability.LOGPROBS,
-        Capability.PROMPT_LOGPROBS,
-        *GUIDED,
-        *(SAMPLING - _WITHOUT_FIELD),
-        Capability.DATA_PARALLEL_RANK,
-        Capability.EMBEDDINGS,
-        Capability.KV_EVENTS,
-        Capability.PREFILL,
-        Capability.DECODE,
-        Capability.CLEAR_CACHE,
-        Capability.PROFILE,
-    }
-)
+CAPABILITIES = VLLM_AND_SGLANG | (SAMPLING - _WITHOUT_FIELD)
 
 
 def capabilities(model: Any, server: Any, *, has_events: bool, profiles: bool) -> frozenset[Capability]:
@@ -87,11 +72,11 @@ def engine_config(
         source: Folder or hub id of these files on the card.
         flags: Keyword arguments of `capabilities`.
     """
-    return EngineConfig(
-        model=settings.spec.name,
+    return card.engine_config(
+        settings,
+        path,
+        "vllm-grpc",
         source=source,
-        processor=settings.spec.processor or models.detect_processor(path),
-        fingerprint=models.fingerprint(path),
         context_length=int(model.max_context_length),
         vocab_size=int(model.vocab_size),
         block_size=int(server.block_size),
@@ -101,7 +86,5 @@ def engine_config(
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         capabilities=capabilities(model, server, **flags),
         data_parallel_size=max(int(server.data_parallel_size), 1),
-        role=Role[settings.role.upper()],
-        engine="vllm-grpc",
         engine_version=loads.version,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,6 @@ from services.worker.engines.vllm_grpc import wire
 
 CALL_TIMEOUT_S = 10.0
 PROFILE_TIMEOUT_S = 60.0
-MAX_CONCURRENT_EMBEDDINGS = 64
 
 _ERROR_KINDS = {
     grpc.StatusCode.INVALID_ARGUMENT: ErrorKind.INVALID_ARGUMENT,
@@ -92,25 +90,10 @@ class Client:
         """Aborts requests by id; the server ignores unknown ids."""
         await self._call(self._stub.Abort, self._pb.AbortRequest(request_ids=request_ids))
 
-    async def embed(self, name: str, inputs: Sequence[array[int]], timeout_s: float) -> list[bytes]:
-        """Returns vectors in input order; computes at most `MAX_CONCURRENT_EMBEDDINGS` at a time."""
-        limit = asyncio.Semaphore(MAX_CONCURRENT_EMBEDDINGS)
-
-        async def one(index: int, token_ids: array[int]) -> bytes:
-            request = self._pb.EmbedRequest(
-                request_id=f"{name}-{index}", tokenized=self._pb.TokenizedInput(input_ids=token_ids)
-            )
-            async with limit:
-                return wire.read_vector(await self._call(self._stub.Embed, request, timeout_s))
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(index, token_ids)) for index, token_ids in enumerate(inputs)]
-        except BaseExceptionGroup as failures:
-            raise next(
-                (error for error in failures.exceptions if isinstance(error, SluiceError)), failures.exceptions[0]
-            ) from None
-        return [task.result() for task in tasks]
+    async def embed(self, request_id: str, token_ids: array[int], timeout_s: float) -> bytes:
+        """Returns the vector of one input as little-endian float32."""
+        request = self._pb.EmbedRequest(request_id=request_id, tokenized=self._pb.TokenizedInput(input_ids=token_ids))
+        return wire.read_vector(await self._call(self._stub.Embed, request, timeout_s))
 
     def generate(self, message: Any) -> Any:
         """Returns the call of one generation, an async iterator of GenerateResponse."""

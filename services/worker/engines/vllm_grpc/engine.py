@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from array import array
@@ -20,11 +21,12 @@ from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.engines.inprocess.engine import embed_each, embeddings_only, starting
+from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.grammar_compiler import naming_constraint
 from services.worker.engines.vllm.handoff import read_handoff
 from services.worker.engines.vllm.options import kv_events_config
-from services.worker.engines.vllm.sampling import Facts
 from services.worker.engines.vllm_grpc import card, tokenizer, wire
 from services.worker.engines.vllm_grpc.client import Client, error_of
 from services.worker.engines.vllm_grpc.feed import GrpcFeed
@@ -167,12 +169,7 @@ class VllmGrpcEngine(LLMEngine):
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         client = self._require_client()
         if not self._is_generation():
-            raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION,
-                "This worker only computes embeddings; send the request to a model that generates text.",
-                param="model",
-                code="unsupported_by_engine",
-            )
+            raise embeddings_only()
         disaggregation = request.disaggregation
         handoff = None
         if disaggregation is not None and disaggregation.role is Role.DECODE and disaggregation.handoff:
@@ -239,7 +236,10 @@ class VllmGrpcEngine(LLMEngine):
         if dimensions:
             raise invalid("vLLM's gRPC server cannot truncate embeddings; omit dimensions.", param="dimensions")
         name = f"{self._prefix}embed-{time.monotonic_ns()}"
-        return Embedded(await client.embed(name, inputs, EMBED_TIMEOUT_S), sum(len(token_ids) for token_ids in inputs))
+        numbers = itertools.count()
+        return await embed_each(
+            inputs, lambda token_ids: client.embed(f"{name}-{next(numbers)}", token_ids, EMBED_TIMEOUT_S)
+        )
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         if action in ("start_profile", "stop_profile"):
@@ -252,9 +252,7 @@ class VllmGrpcEngine(LLMEngine):
 
     def _require_client(self) -> Client:
         if self._client is None:
-            raise SluiceError(
-                ErrorKind.UNAVAILABLE, "The engine is still starting; try again shortly.", code="engine_starting"
-            )
+            raise starting()
         return self._client
 
     async def _poll(self, client: Client) -> None:

@@ -12,9 +12,10 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.cache_events import CacheTier
 from services.worker.contract.engine import Load
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
+from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB
+from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.vllm.handoff import Handoff
-from services.worker.engines.vllm.outputs import LOWEST_LOGPROB
-from services.worker.engines.vllm.sampling import Facts, sampling_arguments
+from services.worker.engines.vllm.sampling import sampling_arguments
 from services.worker.kv_events.events import (
     EngineBatch,
     EngineCleared,

@@ -1,9 +1,8 @@
 """Generates an example of a JSON schema.
 
 Supported keywords: type, enum, const, properties, required, additionalProperties, items, prefixItems, minItems,
-maxItems, uniqueItems, minProperties, maxProperties, minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf,
-minLength, maxLength, pattern, format, anyOf, oneOf, allOf and $ref within the document.
-
+maxItems, minimum, maximum, exclusiveMinimum, exclusiveMaximum, minLength, maxLength, pattern, format, anyOf, oneOf,
+allOf and $ref within the document.
 Annotation keywords are ignored; every other keyword is rejected.
 """
 
@@ -26,10 +25,10 @@ _ANNOTATIONS = frozenset(
     | {"deprecated", "readOnly", "writeOnly", "strict", "name", "contentEncoding", "contentMediaType"}
 )
 _KEYWORDS = {
-    "object": frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"}),
-    "array": frozenset({"items", "prefixItems", "minItems", "maxItems", "uniqueItems"}),
+    "object": frozenset({"properties", "required", "additionalProperties"}),
+    "array": frozenset({"items", "prefixItems", "minItems", "maxItems"}),
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
 }
 _GENERAL_KEYWORDS = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "nullable"})
 _SUPPORTED = _ANNOTATIONS.union(_GENERAL_KEYWORDS, *_KEYWORDS.values())
@@ -117,40 +116,15 @@ class Examples:
 
     def _intersection(self, key: str, one: Any, other: Any) -> Any:
         """Returns a value of a keyword that satisfies both values."""
-        self._effort.spend(self._size(one) + self._size(other))
+        self._count_value([one, other])
         if one == other or key in _ANNOTATIONS:
             return one
         if key == "properties":
-            return {
-                **one,
-                **{
-                    name: {"allOf": [one[name], subschema]} if name in one else subschema
-                    for name, subschema in other.items()
-                },
-            }
+            shared = {name: {"allOf": [one[name], other[name]]} for name in one.keys() & other.keys()}
+            return {**one, **other, **shared}
         if key == "required":
             return list(dict.fromkeys([*one, *other]))
-        if key == "enum":
-            self._effort.spend(len(one) * len(other))
-            return [value for value in one if value in other]
-        if key == "type":
-            return _common_type(one, other)
-        if key.startswith(("min", "exclusiveMin")):
-            return max(one, other)
-        if key.startswith(("max", "exclusiveMax")):
-            return min(one, other)
         raise UnsupportedSchema(f"two values of {key!r} cannot be combined")
-
-    def _size(self, schema: Any) -> int:
-        """Returns the number of nodes of a schema, counted against the budget."""
-        waiting, size = [schema], 0
-        while waiting:
-            node = waiting.pop()
-            size += 1
-            self._effort.spend()
-            if isinstance(node, dict | list):
-                waiting += node.values() if isinstance(node, dict) else node
-        return size
 
     def _resolve(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -170,9 +144,8 @@ class Examples:
         branches = list(_non_empty_list(schema[keyword], keyword))
         self._effort.spend(len(branches))
         self._random.shuffle(branches)
-        # At depth, try small branches first, so that a recursive schema terminates.
-        if depth > MAX_OPTIONAL_DEPTH:
-            branches.sort(key=self._size)
+        if depth > MAX_OPTIONAL_DEPTH:  # plain values first, so that a recursive schema terminates
+            branches.sort(key=_is_nested)
         problem = UnsupportedSchema(f"{keyword} has no supported branch")
         for branch in branches:
             try:
@@ -219,10 +192,6 @@ class Examples:
         for name in required:
             if name not in members:
                 members[name] = self.of(schema.get("additionalProperties", True), depth + 1)
-        while len(members) < schema.get("minProperties", 0):
-            members[f"more{len(members)}"] = self.of(schema.get("additionalProperties", True), depth + 1)
-        if len(members) > schema.get("maxProperties", math.inf):
-            members = {name: value for name, value in members.items() if name in required}
         self._effort.write(sum(map(len, members)))
         return members
 
@@ -232,15 +201,8 @@ class Examples:
         minimum, maximum = schema.get("minItems", 0), schema.get("maxItems", math.inf)
         length = min(max(minimum, len(prefix), 1 if depth < MAX_OPTIONAL_DEPTH else 0), maximum)
         items: list[Any] = [self.of(subschema, depth + 1) for subschema in prefix[: int(length)]]
-        for _ in range(16 * (1 + int(min(length, MAX_VALUES)))):
-            if len(items) >= length:
-                return items
-            value = self.of(schema.get("items", True), depth + 1)
-            self._effort.spend(len(items) if schema.get("uniqueItems") else 1)
-            if not (schema.get("uniqueItems") and value in items):
-                items.append(value)
-        if len(items) < length:
-            raise UnsupportedSchema("an array requires more distinct items than were generated")
+        while len(items) < length:
+            items.append(self.of(schema.get("items", True), depth + 1))
         return items
 
     def _string(self, schema: dict[str, Any]) -> str:
@@ -269,22 +231,17 @@ class Examples:
         return words[: min(maximum, max(minimum, len(words)))]
 
     def _number(self, schema: dict[str, Any], kind: str) -> float:
-        step = schema.get("multipleOf", 1)
-        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        low = max(schema.get("minimum", -math.inf), schema.get("exclusiveMinimum", -math.inf))
+        high = min(schema.get("maximum", math.inf), schema.get("exclusiveMaximum", math.inf))
+        first = math.ceil(low) if low > -math.inf else math.floor(min(0, high)) - 8
+        candidates: list[float] = list(range(first, first + 10))
+        if kind == "number" and math.isfinite(low + high):
+            candidates += (low, high, (low + high) / 2)
         above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
-        if kind == "integer" and step != int(step):
-            step = 1 if (1 / step).is_integer() else step * 10
-        start = max(low, above)
-        if math.isinf(start):
-            start = min(0, high, below)
-        first = math.ceil(start / step) if low > -math.inf or above > -math.inf else math.floor(start / step) - 8
-        candidates = [number * step for number in range(first, first + 10)]
-        if kind == "number" and "multipleOf" not in schema:
-            candidates.append((max(low, above) + min(high, below)) / 2)
-        matching_values = [value for value in candidates if low <= value <= high and above < value < below]
-        if not matching_values:
+        allowed = [value for value in candidates if low <= value <= high and above < value < below]
+        if not allowed:
             raise UnsupportedSchema("no number was found within its bounds")
-        chosen: float = self._random.choice(matching_values)
+        chosen = self._random.choice(allowed)
         return int(chosen) if float(chosen).is_integer() else chosen
 
 
@@ -294,12 +251,9 @@ def _non_empty_list(value: Any, keyword: str) -> list[Any]:
     return value
 
 
-def _common_type(one: Any, other: Any) -> Any:
-    left, right = ([kind] if isinstance(kind, str) else list(kind) for kind in (one, other))
-    common = [kind for kind in left if kind in right]
-    if not common:
-        raise UnsupportedSchema("allOf requires incompatible types")
-    return common
+def _is_nested(schema: Any) -> bool:
+    scalars = ("string", "integer", "number", "boolean", "null")
+    return not isinstance(schema, dict) or not ("const" in schema or "enum" in schema or schema.get("type") in scalars)
 
 
 def _implied_type(schema: dict[str, Any]) -> str:

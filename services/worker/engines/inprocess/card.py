@@ -1,0 +1,54 @@
+"""The parts of a model card that do not depend on the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from services.common import models
+from services.worker.contract.capabilities import GUIDED, Capability
+from services.worker.contract.engine import EngineConfig
+from services.worker.contract.generation import Role
+from services.worker.settings import WorkerSettings
+
+VLLM_AND_SGLANG = frozenset(
+    {
+        Capability.TOKEN_IDS,
+        Capability.LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        *GUIDED,
+        Capability.DATA_PARALLEL_RANK,
+        Capability.EMBEDDINGS,
+        Capability.KV_EVENTS,
+        Capability.PREFILL,
+        Capability.DECODE,
+        Capability.CLEAR_CACHE,
+        Capability.PROFILE,
+    }
+)
+"""What vLLM and SGLang can do, also through vLLM's gRPC server; each adds its sampling parameters and more."""
+HOSTED = VLLM_AND_SGLANG | {
+    Capability.PRIORITY,
+    Capability.CACHE_SALT,
+    Capability.LORA,
+    Capability.LORA_LOADING,
+    Capability.SLEEP,
+}
+"""The same for an engine in the worker's process."""
+
+
+def engine_config(settings: WorkerSettings, path: Path, engine: str, **measured: Any) -> EngineConfig:
+    """Returns the description of a started engine.
+
+    Args:
+        path: Folder of the model's tokenizer files.
+        measured: Further fields of EngineConfig, as the engine reports them.
+    """
+    return EngineConfig(
+        **{"source": settings.spec.source, **measured},
+        model=settings.spec.name,
+        processor=settings.spec.processor or models.detect_processor(path),
+        fingerprint=models.fingerprint(path),
+        role=Role[settings.role.upper()],
+        engine=engine,
+    )

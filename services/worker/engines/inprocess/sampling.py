@@ -1,0 +1,72 @@
+"""Parts of the mapping of requests that do not depend on the engine, and tables of what sets each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
+
+ENGINE_OPTIONS = "engine_options"
+TEXT = "*text*"
+WORKER = "*worker*"
+REFUSED = "*refused*"
+INTERNAL = "*internal*"
+NOT_OURS = frozenset({TEXT, WORKER, REFUSED, INTERNAL})
+"""TEXT: handled by postprocessing, which stops the engine. WORKER: a constant. INTERNAL: set by the engine itself."""
+
+SAME_NAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+"""Sampling parameters with the same name and meaning in vLLM and SGLang."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Properties of the started engine that the mapping needs.
+
+    Attributes:
+        context_length: Maximum number of prompt and output tokens.
+        defaults: Sampling options of the model's generation config.
+    """
+
+    context_length: int
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def room(self, request: GenerateRequest) -> int:
+        """Returns the number of tokens that fit into the context after the prompt."""
+        length = request.embeds.length if request.embeds is not None else len(request.token_ids)
+        return self.context_length - length
+
+
+def given(sampling: SamplingParams, names: Iterable[str] = SAME_NAME) -> dict[str, Any]:
+    """Returns the parameters of the request by name, without those that it does not set."""
+    return {name: value for name in names if (value := getattr(sampling, name)) is not None}
+
+
+def output_limit(stop: Stop, room: int) -> int:
+    """Returns the maximum number of output tokens."""
+    return room if stop.max_tokens is None else min(stop.max_tokens, room)
+
+
+def stop_ids(stop: Stop) -> frozenset[int]:
+    """Returns the token ids that end the request."""
+    return stop.stop_token_ids - frozenset(stop.eos_token_ids) if stop.ignore_eos else stop.stop_token_ids
+
+
+def set_by(fields: Mapping[str, str], source: str) -> frozenset[str]:
+    """Returns the fields set by `source`."""
+    return frozenset(name for name, by in fields.items() if by == source)
+
+
+def fields_table(title: str, fields: Mapping[str, str]) -> str:
+    """Returns a Markdown table of the fields and what sets each of them."""
+    lines = [f"| {title} | set by |", "| --- | --- |"]
+    lines += [f"| `{name}` | {by if by in NOT_OURS else f'`{by}`'} |" for name, by in fields.items()]
+    return "\n".join(lines) + "\n"
