@@ -20,14 +20,12 @@ from services.common.security import identity
 from services.common.security.identity import Caller
 from services.router.messages import queries as query_messages
 from services.router.messages import workers as messages
-from services.router.registration.inbox import Inbox
 from services.router.registration.stream import HEARTBEATS_PER_LEASE, WorkerStream
-from services.router.registration.stream_messages import WorkerMessage
+from services.router.registration.stream_messages import Inbox, WorkerMessage
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import reservation_id, scoped, within
 from services.router.router import Router
-from services.router.scheduling.queries import Query
-from services.router.scheduling.request_limits import check_owner
+from services.router.scheduling.queries import Query, check_owner
 from services.router.workers.worker import Worker, WorkerRank
 from sluice.v1 import router_pb2, router_pb2_grpc
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.registration.flood_guard import LEAST_HASHES, MOST_MESSAGES, MOST_TURNOVERS, WINDOW_S, FloodGuard
+from services.router.registration.stream_messages import (
+    LEAST_HASHES,
+    MOST_MESSAGES,
+    MOST_TURNOVERS,
+    WINDOW_S,
+    FloodGuard,
+)
 from services.router.workers.worker import Role, Worker
 
 

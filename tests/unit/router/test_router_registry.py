@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import SluiceError, invalid
-from services.router.registration.inbox import Inbox
+from services.router.registration.stream_messages import Inbox
 from services.router.settings import RouterSettings
 from services.router.workers.registry import Registry, UpdateKind, WorkerUpdate
 from services.router.workers.worker import Role, Worker, WorkerRank
