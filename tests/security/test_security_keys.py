@@ -13,10 +13,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from services.common import file_watcher
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.admission import keys, tenants
 from services.gateway.admission import permit as permits
+from services.gateway.admission import tenants
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, KeyFile, create, write
@@ -28,7 +29,7 @@ from services.gateway.pipeline import tenant_cache
 from services.gateway.workers.capabilities import able
 from services.gateway.workers.registry import WorkerEntry
 from sluice.cli.commands import app
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.suite import Suite
 from tests.support.servers.survival import asking, staged
@@ -319,7 +320,7 @@ def gate_of(path: Path | None, tenant_salt: TenantSalt = "auto") -> Gate:
 
 
 def test_salts_are_on_as_soon_as_the_file_has_two_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watcher, "CHECK_EVERY_S", 0.0)
     path = tmp_path / "keys.json"
     write(path, [ALICE_RECORD, ANNA_RECORD])
     gates = {mode: gate_of(path, mode) for mode in ("auto", "on", "off")}

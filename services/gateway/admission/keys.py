@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import os
 import re
 import secrets
@@ -21,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.file_watcher import WatchedFiles
 from services.gateway.admission import scopes
 from services.gateway.admission.scopes import Scope
 
-log = logging.getLogger(__name__)
-
 PREFIX = "sluice"
-LOOK_EVERY_S = 1.0
 MOST_PRIORITY = 9
 MOST_WEIGHT = 100
 _ID = re.compile(r"[0-9a-f]{12}")
@@ -145,48 +142,19 @@ class KeyRing:
 
 
 class KeyFile:
-    """The keys in a file, read again within a second of its change.
-
-    A file that vanishes or cannot be understood later changes nothing: what was read last stays true.
+    """The keys of a file that is reloaded as described at WatchedFiles.
 
     Raises:
-        SluiceError: FAILED_PRECONDITION when it cannot be read at first.
+        SluiceError: FAILED_PRECONDITION if the initial load fails.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._state = _state(path)
-        self._looked_at = time.monotonic()
-        self._ring = KeyRing(read(path))
+        self._file = WatchedFiles("The API keys file", [path], lambda: KeyRing(read(path)))
 
     @property
     def ring(self) -> KeyRing:
-        """What the file holds now."""
-        now = time.monotonic()
-        if now - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = now
-            self._look()
-        return self._ring
-
-    def _look(self) -> None:
-        state = _state(self._path)
-        if state == self._state:
-            return
-        self._state = state
-        try:
-            self._ring = KeyRing(read(self._path))
-        except SluiceError as error:
-            log.error("%s The keys read last stay valid.", error.message)
-        else:
-            log.info("the API keys were read again", extra={"file": str(self._path), "keys": len(self._ring)})
-
-
-def _state(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+        """The current keys."""
+        return self._file.value
 
 
 def read(path: Path) -> list[ApiKey]:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sluice.cli import diff
 from sluice.cli.diff import Side, first_difference
+from sluice.cli.errors import BadFlag
 from sluice.cli.main import main
-from sluice.cli.up.plan import BadFlag
 from tests.support.data.loaded_tokenizers import tiny_folder
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from services.common import file_watcher
 from services.common.errors import SluiceError
-from services.gateway.admission import keys
 from services.gateway.admission.keys import ApiKey, KeyFile, KeyRing, create, read, write
 
 
@@ -40,7 +40,7 @@ def test_a_revoked_key_stays_known_and_does_not_get_in() -> None:
 
 
 def test_the_file_is_read_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watcher, "CHECK_EVERY_S", 0.0)
     path = tmp_path / "keys.json"
     (first, one), (second, two) = create("one"), create("two")
     write(path, [one])
@@ -56,7 +56,7 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path, monkeypatch: pyt
 def test_a_file_that_breaks_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str | None
 ) -> None:
-    monkeypatch.setattr(keys, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(file_watcher, "CHECK_EVERY_S", 0.0)
     path = tmp_path / "keys.json"
     shown, one = create("one")
     write(path, [one])
