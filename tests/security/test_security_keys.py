@@ -13,8 +13,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from services.common import file_watcher
 from services.common.errors import ErrorKind, SluiceError
+from services.common.security import file_watcher
 from services.common.tasks import TaskOwner
 from services.gateway.admission import permit as permits
 from services.gateway.admission import tenants

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from services.common import file_watcher as watched
 from services.common.errors import ErrorKind, SluiceError
 from services.common.rpc.auth_interceptor import AccessInterceptor
 from services.common.rpc.bearer_channel import BearerChannel
+from services.common.security import file_watcher as watched
 from services.common.security.bearer_tokens import AcceptedTokens, ShownTokens, accepted_tokens, digest_of, shown_tokens
 from services.common.security.identity import Caller
 from tests.support.data.tokens import accept, replace

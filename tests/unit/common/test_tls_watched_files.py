@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.common import file_watcher as watched
 from services.common.errors import ErrorKind, SluiceError
-from services.common.file_watcher import WatchedFiles
+from services.common.security import file_watcher as watched
+from services.common.security.file_watcher import WatchedFiles
 
 
 @pytest.fixture(autouse=True)

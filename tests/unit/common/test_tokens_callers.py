@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from services.common import file_watcher as watched
 from services.common.errors import SluiceError
 from services.common.rpc.channels import open_channel
+from services.common.security import file_watcher as watched
 from services.common.security.bearer_tokens import AcceptedToken, accepted_tokens, digest_of
 from services.common.security.identity import CALLERS, Caller, both, of_certificate
 from services.common.security.rpc_policy import may_call

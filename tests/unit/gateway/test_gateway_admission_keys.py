@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.common import file_watcher
 from services.common.errors import SluiceError
+from services.common.security import file_watcher
 from services.gateway.admission.keys import ApiKey, KeyFile, KeyRing, create, read, write
 
 
