@@ -249,7 +249,7 @@ class Simulation:
             worker.scheduler.submit(Running(request, arrival.output_tokens, number))
         except SluiceError:  # its queue is full
             self.outcome.shed += 1
-            await self._router.free([route.reservation_id])
+            await self._router.lifecycle.free([route.reservation_id])
             return
         self._flights[name] = _Flight(self._now, route.reservation_id)
         self._start_step(worker)
@@ -272,9 +272,9 @@ class Simulation:
             await attachment.handle([worker.batch(step.events)])
         begun = [sequence for sequence, _ in step.rows if sequence.token_count == sequence.prompt_tokens + 1]
         if begun:
-            await self._router.mark_prefill_complete(list(map(self._begin, begun)))
+            await self._router.lifecycle.mark_prefill_complete(list(map(self._begin, begun)))
         if step.ended:
-            await self._router.free(list(map(self._end, step.ended)))
+            await self._router.lifecycle.free(list(map(self._end, step.ended)))
         self._start_step(worker)
 
     def _begin(self, sequence: Running) -> str:

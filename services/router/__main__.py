@@ -15,7 +15,7 @@ from services.router.preprocess_client import PreprocessBodies
 from services.router.reservations.cost import CostModel
 from services.router.router import Router, RouterConfig
 from services.router.scheduling.disaggregation import DisaggRules
-from services.router.scheduling.thresholds import Thresholds
+from services.router.scheduling.selection import Thresholds
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
 from services.router.store.base import Store

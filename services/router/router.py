@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -21,18 +21,14 @@ from services.router.scheduling.admission_queue import AdmissionQueues
 from services.router.scheduling.decisions import Decision, Decisions
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
-from services.router.scheduling.openai_prompts import Bodies, NoBodies
-from services.router.scheduling.prompts import in_blocks
-from services.router.scheduling.queries import Prompt, Query, Route
-from services.router.scheduling.request_limits import check
+from services.router.scheduling.prompts import Bodies, NoBodies, in_blocks
+from services.router.scheduling.queries import Prompt, Query, Route, check
 from services.router.scheduling.scheduler import Scheduler
-from services.router.scheduling.selection import SchedulingRequest, Selector, SelectorConfig
-from services.router.scheduling.session_affinity import SessionAffinity
-from services.router.scheduling.thresholds import Thresholds
+from services.router.scheduling.selection import SchedulingRequest, Selector, SelectorConfig, Thresholds
 from services.router.store.base import Store
+from services.router.store.session_affinity import SessionAffinity
 from services.router.store.store_health import StoreHealth
-from services.router.sync.load_reconciler import LoadReconciler, ReadReport
-from services.router.sync.load_reports import Reports, UsedBlocks
+from services.router.sync.load_reconciler import LoadReconciler, ReadReport, Reports, UsedBlocks
 from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.reservation_owners import Owners
@@ -218,14 +214,6 @@ class Router:
         if not choice.repeated and worker.role is not Role.DECODE:
             view.predict(worker, slot, blocks.hashes, overlap, query.request_id)
         return choice, overlap
-
-    async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
-        """Releases prefill load; returns the number of unknown ids."""
-        return await self.lifecycle.mark_prefill_complete(reservations)
-
-    async def free(self, reservations: Sequence[str]) -> int:
-        """Releases all load; returns the number of unknown ids."""
-        return await self.lifecycle.free(reservations)
 
     def report(self, worker: Worker) -> bytes:
         """Returns a worker's last load report; empty before the first one."""

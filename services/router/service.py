@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -20,14 +21,12 @@ from services.common.security import identity
 from services.common.security.identity import Caller
 from services.router.messages import queries as query_messages
 from services.router.messages import workers as messages
-from services.router.registration.inbox import Inbox
 from services.router.registration.stream import HEARTBEATS_PER_LEASE, WorkerStream
-from services.router.registration.stream_messages import WorkerMessage
+from services.router.registration.stream_messages import Inbox, WorkerMessage
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import reservation_id, scoped, within
 from services.router.router import Router
-from services.router.scheduling.queries import Query
-from services.router.scheduling.request_limits import check_owner
+from services.router.scheduling.queries import Query, check_owner
 from services.router.workers.worker import Worker, WorkerRank
 from sluice.v1 import router_pb2, router_pb2_grpc
 
@@ -52,6 +51,25 @@ class _OpenStream:
     inbox: Inbox[WorkerMessage]
 
 
+def _unary(
+    verb: str,
+) -> Callable[
+    [Callable[[RouterService, Q], Awaitable[A]]], Callable[[RouterService, Q, Context], Coroutine[Any, Any, A]]
+]:
+    """Makes a handler a unary RPC: within the span of the verb, with typed errors as statuses."""
+
+    def decorate(
+        handle: Callable[[RouterService, Q], Awaitable[A]],
+    ) -> Callable[[RouterService, Q, Context], Coroutine[Any, Any, A]]:
+        async def call(self: RouterService, request: Q, context: Context) -> A:
+            with telemetry.stage(f"router.{verb}", parent=telemetry.carrier_of_metadata(context.invocation_metadata())):
+                return await answer(context, MethodType(handle, self), request)
+
+        return call
+
+    return decorate
+
+
 class RouterService(router_pb2_grpc.RouterServicer):
     """Implements the Router service."""
 
@@ -68,10 +86,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         for open_stream in self._open_streams:
             open_stream.inbox.end(_stopping())
 
-    async def RouteQuery(
-        self, request: router_pb2.RouteQueryRequest, context: Context
-    ) -> router_pb2.RouteQueryResponse:
-        return await self._unary("query", self._route, request, context)
+    @_unary("query")
+    async def RouteQuery(self, request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
+        return await self._route(request)
 
     async def Session(  # type: ignore[override]  # reads and writes by context
         self, calls: AsyncIterator[router_pb2.RouteCalls], context: Context
@@ -89,12 +106,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         query = query_messages.query_of(request, self._cost, identity.current.get().scope)
         return query_messages.response_of(await self._router.query(query))
 
-    async def AddRequest(
-        self, request: router_pb2.AddRequestRequest, context: Context
-    ) -> router_pb2.AddRequestResponse:
-        return await self._unary("add", self._add, request, context)
-
-    async def _add(self, request: router_pb2.AddRequestRequest) -> router_pb2.AddRequestResponse:
+    @_unary("add")
+    async def AddRequest(self, request: router_pb2.AddRequestRequest) -> router_pb2.AddRequestResponse:
         query_messages.check_request_id(request.request_id)
         prompt = query_messages.prompt_of(request.prompt, request.lora, request.cache_salt)
         only = frozenset((request.worker_id,))
@@ -117,93 +130,69 @@ class RouterService(router_pb2_grpc.RouterServicer):
             overlap=query_messages.overlap_of(overlap),
         )
 
+    @_unary("mark")
     async def MarkPrefillComplete(
-        self, request: router_pb2.MarkPrefillCompleteRequest, context: Context
+        self, request: router_pb2.MarkPrefillCompleteRequest
     ) -> router_pb2.MarkPrefillCompleteResponse:
-        async def handle(request: router_pb2.MarkPrefillCompleteRequest) -> router_pb2.MarkPrefillCompleteResponse:
-            ids = within(identity.current.get().scope, request.reservation_ids)
-            unknown = await self._router.lifecycle.mark_prefill_complete(ids)
-            unknown += len(request.reservation_ids) - len(ids)
-            return router_pb2.MarkPrefillCompleteResponse(unknown=unknown)
+        ids = within(identity.current.get().scope, request.reservation_ids)
+        unknown = await self._router.lifecycle.mark_prefill_complete(ids)
+        unknown += len(request.reservation_ids) - len(ids)
+        return router_pb2.MarkPrefillCompleteResponse(unknown=unknown)
 
-        return await self._unary("mark", handle, request, context)
+    @_unary("free")
+    async def FreeRequest(self, request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
+        scope = identity.current.get().scope
+        ids = within(scope, request.reservation_ids)
+        theirs = frozenset(within(scope, (each.reservation_id for each in request.outcomes)))
+        outcomes = [query_messages.outcome_of(each) for each in request.outcomes if each.reservation_id in theirs]
+        unknown = await self._router.lifecycle.free(ids, outcomes)
+        return router_pb2.FreeRequestResponse(unknown=unknown + len(request.reservation_ids) - len(ids))
 
-    async def FreeRequest(
-        self, request: router_pb2.FreeRequestRequest, context: Context
-    ) -> router_pb2.FreeRequestResponse:
-        async def handle(request: router_pb2.FreeRequestRequest) -> router_pb2.FreeRequestResponse:
-            scope = identity.current.get().scope
-            ids = within(scope, request.reservation_ids)
-            theirs = frozenset(within(scope, (each.reservation_id for each in request.outcomes)))
-            outcomes = [query_messages.outcome_of(each) for each in request.outcomes if each.reservation_id in theirs]
-            unknown = await self._router.lifecycle.free(ids, outcomes)
-            return router_pb2.FreeRequestResponse(unknown=unknown + len(request.reservation_ids) - len(ids))
+    @_unary("progress")
+    async def ReportProgress(self, request: router_pb2.ReportProgressRequest) -> router_pb2.ReportProgressResponse:
+        outputs = {each.reservation_id: each.output_tokens for each in request.progress}
+        ids = within(identity.current.get().scope, outputs)
+        unknown = await self._router.lifecycle.progress({each: outputs[each] for each in ids})
+        return router_pb2.ReportProgressResponse(unknown=unknown + len(outputs) - len(ids))
 
-        return await self._unary("free", handle, request, context)
+    @_unary("decisions")
+    async def GetDecisions(self, request: router_pb2.GetDecisionsRequest) -> router_pb2.GetDecisionsResponse:
+        found = self._router.decisions.latest(request.model, request.limit or DEFAULT_DECISIONS)
+        return router_pb2.GetDecisionsResponse(decisions=[query_messages.decision_of(each) for each in found])
 
-    async def ReportProgress(
-        self, request: router_pb2.ReportProgressRequest, context: Context
-    ) -> router_pb2.ReportProgressResponse:
-        async def handle(request: router_pb2.ReportProgressRequest) -> router_pb2.ReportProgressResponse:
-            outputs = {each.reservation_id: each.output_tokens for each in request.progress}
-            ids = within(identity.current.get().scope, outputs)
-            unknown = await self._router.lifecycle.progress({each: outputs[each] for each in ids})
-            return router_pb2.ReportProgressResponse(unknown=unknown + len(outputs) - len(ids))
+    @_unary("list")
+    async def ListWorkers(self, request: router_pb2.ListWorkersRequest) -> router_pb2.ListWorkersResponse:
+        self._router.check_ready()
+        workers = self._router.registry.workers(request.model)
+        return router_pb2.ListWorkersResponse(
+            workers=[messages.worker_info(worker, self._router.report(worker)) for worker in workers]
+        )
 
-        return await self._unary("progress", handle, request, context)
+    @_unary("loads")
+    async def GetLoads(self, request: router_pb2.GetLoadsRequest) -> router_pb2.GetLoadsResponse:
+        self._router.check_ready()
+        loads = await self._router.loads(request.model)
+        return router_pb2.GetLoadsResponse(
+            loads=[
+                messages.booked_load(slot, load, self._router.report(worker))
+                for slot, (worker, load) in sorted(loads.items())
+            ]
+        )
 
-    async def GetDecisions(
-        self, request: router_pb2.GetDecisionsRequest, context: Context
-    ) -> router_pb2.GetDecisionsResponse:
-        async def handle(request: router_pb2.GetDecisionsRequest) -> router_pb2.GetDecisionsResponse:
-            found = self._router.decisions.latest(request.model, request.limit or DEFAULT_DECISIONS)
-            return router_pb2.GetDecisionsResponse(decisions=[query_messages.decision_of(each) for each in found])
-
-        return await self._unary("decisions", handle, request, context)
-
-    async def ListWorkers(
-        self, request: router_pb2.ListWorkersRequest, context: Context
-    ) -> router_pb2.ListWorkersResponse:
-        async def handle(request: router_pb2.ListWorkersRequest) -> router_pb2.ListWorkersResponse:
-            self._router.check_ready()
-            workers = self._router.registry.workers(request.model)
-            return router_pb2.ListWorkersResponse(
-                workers=[messages.worker_info(worker, self._router.report(worker)) for worker in workers]
-            )
-
-        return await self._unary("list", handle, request, context)
-
-    async def GetLoads(self, request: router_pb2.GetLoadsRequest, context: Context) -> router_pb2.GetLoadsResponse:
-        async def handle(request: router_pb2.GetLoadsRequest) -> router_pb2.GetLoadsResponse:
-            self._router.check_ready()
-            loads = await self._router.loads(request.model)
-            return router_pb2.GetLoadsResponse(
-                loads=[
-                    messages.booked_load(slot, load, self._router.report(worker))
-                    for slot, (worker, load) in sorted(loads.items())
-                ]
-            )
-
-        return await self._unary("loads", handle, request, context)
-
-    async def GetOverlaps(
-        self, request: router_pb2.GetOverlapsRequest, context: Context
-    ) -> router_pb2.GetOverlapsResponse:
-        async def handle(request: router_pb2.GetOverlapsRequest) -> router_pb2.GetOverlapsResponse:
-            prompt = query_messages.prompt_of(request.prompt, request.lora, request.cache_salt)
-            prompt = await self._router.tokenized(request.model, prompt)
-            return router_pb2.GetOverlapsResponse(
-                overlaps=[
-                    router_pb2.WorkerOverlap(
-                        worker_id=slot.worker_id,
-                        data_parallel_rank=slot.rank,
-                        overlap=query_messages.overlap_of(overlap),
-                    )
-                    for slot, overlap in sorted(self._router.overlaps(request.model, prompt).items())
-                ]
-            )
-
-        return await self._unary("overlaps", handle, request, context)
+    @_unary("overlaps")
+    async def GetOverlaps(self, request: router_pb2.GetOverlapsRequest) -> router_pb2.GetOverlapsResponse:
+        prompt = query_messages.prompt_of(request.prompt, request.lora, request.cache_salt)
+        prompt = await self._router.tokenized(request.model, prompt)
+        return router_pb2.GetOverlapsResponse(
+            overlaps=[
+                router_pb2.WorkerOverlap(
+                    worker_id=slot.worker_id,
+                    data_parallel_rank=slot.rank,
+                    overlap=query_messages.overlap_of(overlap),
+                )
+                for slot, overlap in sorted(self._router.overlaps(request.model, prompt).items())
+            ]
+        )
 
     async def DumpIndex(
         self, request: router_pb2.DumpIndexRequest, context: Context
@@ -328,10 +317,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 metrics.resyncs.add(len(replies.resyncs))
             for message in messages.replies_of(replies):
                 await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
-
-    async def _unary(self, verb: str, handle: Callable[[Q], Awaitable[A]], request: Q, context: Context) -> A:
-        with telemetry.stage(f"router.{verb}", parent=telemetry.carrier_of_metadata(context.invocation_metadata())):
-            return await answer(context, handle, request)
 
 
 def _host(context: Context) -> str:

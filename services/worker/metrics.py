@@ -18,7 +18,11 @@ ROUTED = "the worker registers with a router (`--routers`)"
 REQUESTS = METRICS.counter(
     "requests",
     "completed generations",
-    Label("reason", "finish reason", tuple(reason.name.lower() for reason in FinishReason)),
+    Label(
+        "reason",
+        "finish reason",
+        tuple(reason.name.lower() for reason in FinishReason if reason is not FinishReason.TOOL_CALLS),
+    ),
 )
 REFUSED = METRICS.counter(
     "refused", "requests rejected before they reached the engine", Label("error", "kind", ERROR_KINDS)

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from services.common.security.identity import CALLERS, OPERATOR, WORKER
+from sluice.cli.errors import BadFlag
 from sluice.cli.private_files import write
 from sluice.cli.up.tls import AUTHORITY, SERVICES, TRUST_DOMAIN
 
@@ -32,10 +33,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_.])?")
 CLOCK_SKEW = timedelta(minutes=5)
 MAX_COMMON_NAME = 64  # of X.509
-
-
-class BadFolder(Exception):
-    """Raised if the certificates cannot be created; the message is one sentence."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +71,13 @@ def make(folder: Path, options: Options) -> list[str]:
     """Creates missing files, and with `renew` every certificate again; returns a sentence about each.
 
     Raises:
-        BadFolder: a file cannot be read or written, or the existing authority is invalid.
+        BadFlag: a file cannot be read or written, or the existing authority is invalid.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return _make(folder, options)
     except OSError as error:
-        raise BadFolder(f"{error.filename or folder}: {error.strerror}.") from error
+        raise BadFlag(f"{error.filename or folder}: {error.strerror}.") from error
 
 
 def _make(folder: Path, options: Options) -> list[str]:
@@ -89,15 +86,13 @@ def _make(folder: Path, options: Options) -> list[str]:
         *(_of_worker(one, options) for one in options.workers),
     ]
     if not _TRUST_DOMAIN.fullmatch(options.trust_domain):
-        raise BadFolder(f"--trust-domain {options.trust_domain!r} may contain only a-z, 0-9, '.', '-' and '_'.")
+        raise BadFlag(f"--trust-domain {options.trust_domain!r} may contain only a-z, 0-9, '.', '-' and '_'.")
     lines = []
     existing = (folder / f"{AUTHORITY}.pem").exists(), (folder / f"{AUTHORITY}.key").exists()
     if existing == (True, False):
-        raise BadFolder(
-            f"{folder} has {AUTHORITY}.pem without {AUTHORITY}.key: restore the key, or use another folder."
-        )
+        raise BadFlag(f"{folder} has {AUTHORITY}.pem without {AUTHORITY}.key: restore the key, or use another folder.")
     if existing == (False, True):  # creating an authority would overwrite it
-        raise BadFolder(
+        raise BadFlag(
             f"{folder} has {AUTHORITY}.key without {AUTHORITY}.pem: restore the certificate, or move the key away."
         )
     if not all(existing):
@@ -130,7 +125,7 @@ def _of_worker(worker_id: str, options: Options) -> _CertificateRequest:
 
 def _file_name(name: str) -> str:
     if not _FILE_NAME.fullmatch(name) or name == AUTHORITY:
-        raise BadFolder(f"{name!r} cannot be the name of a certificate; use letters, digits, '-' and '.'.")
+        raise BadFlag(f"{name!r} cannot be the name of a certificate; use letters, digits, '-' and '.'.")
     return name
 
 
@@ -157,11 +152,11 @@ def _read_authority(folder: Path) -> _Authority:
             _elliptic(load_pem_private_key(key.read_bytes(), None)),
         )
     except (ValueError, TypeError) as error:
-        raise BadFolder(
+        raise BadFlag(
             f"{certificate} and {key} are not an authority created by `sluice certs`; use another folder."
         ) from error
     if authority.certificate.public_key() != authority.key.public_key():
-        raise BadFolder(f"{key} is not the key of {certificate}; restore the matching pair.")
+        raise BadFlag(f"{key} is not the key of {certificate}; restore the matching pair.")
     return authority
 
 
@@ -213,7 +208,7 @@ def _general_name(host: str) -> x509.GeneralName:
     except ValueError:
         pass
     if not _HOST_NAME.fullmatch(host):
-        raise BadFolder(f"--host {host!r} is not an address or an ASCII host name; pass each one in a separate --host.")
+        raise BadFlag(f"--host {host!r} is not an address or an ASCII host name; pass each one in a separate --host.")
     return x509.DNSName(host)
 
 

@@ -9,7 +9,7 @@ import typer
 
 from sluice import __version__
 from sluice.cli import commands_live, commands_security, commands_up, commands_worker
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
 
 app = typer.Typer(
     name="sluice",

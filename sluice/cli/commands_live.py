@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from sluice.cli.errors import BadFlag
 from sluice.cli.trust import Tls, TlsCa, TlsCert, TlsKey, Trust
-from sluice.cli.up.plan import BadFlag
 
 Gateway = Annotated[str, typer.Option(envvar="SLUICE_GATEWAY", metavar="URL", help="URL of the gateway")]
 Router = Annotated[
@@ -51,7 +50,7 @@ def top(
     from sluice.cli.live.endpoint import Endpoint
 
     endpoint = Endpoint(gateway, "", api_key, "", Trust(tls, tls_ca, tls_cert, tls_key))
-    _end(lambda: command.run(endpoint, once, as_json, console()))
+    raise typer.Exit(command.run(endpoint, once, as_json, console()))
 
 
 def route(
@@ -78,7 +77,7 @@ def route(
     if not text:
         raise BadFlag("TEXT must not be empty; pass the prompt to route")
     endpoint = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
-    _end(lambda: command.run(endpoint, text, model, raw, tenant, as_json, console()))
+    raise typer.Exit(command.run(endpoint, text, model, raw, tenant, as_json, console()))
 
 
 def workers(
@@ -97,7 +96,7 @@ def workers(
     from sluice.cli.live.endpoint import Endpoint
 
     endpoint = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
-    _end(lambda: command.run(endpoint, as_json, console()))
+    raise typer.Exit(command.run(endpoint, as_json, console()))
 
 
 def doctor(
@@ -127,21 +126,10 @@ def doctor(
     from sluice.cli.live.endpoint import Endpoint
 
     endpoint = Endpoint(gateway, router, api_key, router_token, Trust(tls, tls_ca, tls_cert, tls_key))
-    _end(lambda: command.run(endpoint, redis, as_json, console()))
+    raise typer.Exit(command.run(endpoint, redis, as_json, console()))
 
 
 def console() -> Console:
     """Returns a console as wide as the terminal, or one that cuts nothing if there is no terminal."""
     limited = sys.stdout.isatty() or "COLUMNS" in os.environ
     return Console(highlight=False, width=None if limited else UNLIMITED_WIDTH)
-
-
-def _end(command: Callable[[], int]) -> None:
-    """Exits with the command's exit code; an unreachable service is one sentence and exit code 2."""
-    from sluice.cli.live.client import NotReached
-
-    try:
-        code = command()
-    except NotReached as error:
-        raise BadFlag(str(error)) from error
-    raise typer.Exit(code)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag, needs_extra
 
 SCOPES = "infer, priority, pin-worker, template, operate"
 KeysFile = Annotated[
@@ -60,10 +60,8 @@ def certs(
     ] = False,
 ) -> None:
     """Create a development certificate authority and a certificate for each service, for `sluice up --tls DIR`."""
-    try:
+    with needs_extra("certs", "cli"):
         from sluice.cli import certs as command
-    except ImportError as error:
-        raise BadFlag(f"certs needs the package {error.name}: install sluice-llm[cli]") from error
     options = command.Options(
         names=tuple(name or command.NAMES),
         workers=tuple(worker or ()),
@@ -72,11 +70,8 @@ def certs(
         renew=renew,
         trust_domain=trust_domain,
     )
-    try:
-        for line in command.make(folder, options):
-            typer.echo(line)
-    except command.BadFolder as error:
-        raise BadFlag(str(error)) from error
+    for line in command.make(folder, options):
+        typer.echo(line)
 
 
 def tokens(
@@ -101,11 +96,8 @@ def tokens(
     """
     from sluice.cli import tokens as command
 
-    try:
-        for line in command.make(folder, command.Options(tuple(worker or ()), scheduler, rotate or "")):
-            typer.echo(line)
-    except command.BadTokens as error:
-        raise BadFlag(str(error)) from error
+    for line in command.make(folder, command.Options(tuple(worker or ()), scheduler, rotate or "")):
+        typer.echo(line)
 
 
 def keys_help(context: typer.Context) -> None:

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from sluice.cli.commands_live import AsJson, console
+from sluice.cli.errors import BadFlag, needs_extra
 from sluice.cli.trust import Tls, TlsCa, TlsCert, TlsKey, Trust
-from sluice.cli.up.plan import BadFlag
 
 
 def add_to(app: typer.Typer) -> None:
@@ -29,10 +29,8 @@ def worker() -> None:
 
     In addition, --tls DIR sets its TLS flags to the certificates that `sluice certs DIR` created.
     """
-    try:
+    with needs_extra("worker", "worker"):
         from sluice.cli import worker as command
-    except ImportError as error:
-        raise BadFlag(f"worker needs the package {error.name}: install sluice-llm[worker]") from error
     command.run_worker(sys.argv[sys.argv.index("worker") + 1 :])  # unparsed: the engine's own flags follow `--`
 
 
@@ -64,11 +62,9 @@ def diff_tokenizers(
     sglang_python: Annotated[str, typer.Option(help="Python interpreter that has sglang; default: this one")] = "",
 ) -> None:
     """Show where two tokenizers produce different prompts, side by side; exit code 1 if they do."""
-    try:
+    with needs_extra("diff-tokenizers", "preprocess"):
         from services.preprocess.tokenizers.engine import EngineOptions
         from sluice.cli import diff
-    except ImportError as error:
-        raise BadFlag(f"diff-tokenizers needs the package {error.name}: install sluice-llm[preprocess]") from error
     engines = {"vllm": EngineOptions(python=vllm_python), "sglang": EngineOptions(python=sglang_python)}
     if chats is not None and not chats.is_file():
         raise BadFlag(f"--chats {chats}: the file does not exist")
@@ -81,12 +77,10 @@ def tiny_model(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder to write; created if missing")],
 ) -> None:
     """Write a model folder for testing engines: a tiny tokenizer, a chat template, random weights. No download."""
-    try:
+    with needs_extra("tiny-model", "worker"):
         from sluice.cli import tiny_model as command
 
         typer.echo(command.run(folder))
-    except ImportError as error:
-        raise BadFlag(f"tiny-model needs the package {error.name}: install sluice-llm[worker]") from error
 
 
 def conformance(
@@ -118,10 +112,8 @@ def conformance(
     as_json: AsJson = False,
 ) -> None:
     """Test a running worker against every rule of the worker contract; exit code 1 if one is violated."""
-    try:
+    with needs_extra("conformance", "worker"):
         from sluice.cli import conformance as command
-    except ImportError as error:
-        raise BadFlag(f"conformance needs the package {error.name}: install sluice-llm[worker]") from error
     if list_rules:
         command.list_rules(console(), as_json)
         return

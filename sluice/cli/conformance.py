@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -20,8 +19,8 @@ from rich.text import Text
 
 from services.common.errors import ErrorKind, SluiceError
 from sluice import conformance
-from sluice.cli.trust import BadTrust, Trust
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
+from sluice.cli.trust import Trust
 from sluice.conformance import Patience, Report, Result, Rule, Target, Verdict, Watcher, junit
 
 Stop = Callable[[], Awaitable[None]]
@@ -126,7 +125,7 @@ async def _run(options: Options, chosen: Sequence[Rule], stop: Stop | None, cons
             opened.push_async_callback(watcher.close)
         target = Target(
             options.address,
-            _credentials(options),
+            options.trust.credentials(),
             watcher,
             prefill_peer=options.prefill_peer,
             stop=stop,
@@ -139,13 +138,6 @@ async def _run(options: Options, chosen: Sequence[Rule], stop: Stop | None, cons
             status.update(next(names))
 
         return await conformance.run(target, chosen, Patience().times(options.patience), show)
-
-
-def _credentials(options: Options) -> grpc.ChannelCredentials | None:
-    try:
-        return options.trust.credentials()
-    except BadTrust as error:
-        raise BadFlag(str(error)) from error
 
 
 def _stopper(command: str) -> Stop | None:

@@ -22,7 +22,7 @@ from services.preprocess.tokenizers.engine import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import PROBES
 from services.preprocess.validation import parse_chat
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
 
 BEFORE, AFTER = 4, 8
 SAME, DIFFERENT = 0, 1

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from services.common.errors import SluiceError
 from services.gateway.admission import keys, scopes
 from services.gateway.admission.keys import ApiKey
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
 
 ID_WIDTH = 12
 PIPED_WIDTH = 10_000

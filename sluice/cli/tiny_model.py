@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from sluice.cli import tiny_weights
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json", "model.safetensors")
 CONTEXT_LENGTH = 4096

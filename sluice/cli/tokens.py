@@ -17,6 +17,7 @@ from pathlib import Path
 from services.common.errors import SluiceError
 from services.common.security.bearer_tokens import digest_of, read_shown
 from services.common.security.identity import OPERATOR, WORKER
+from sluice.cli.errors import BadFlag
 from sluice.cli.private_files import MODE, write
 
 SHOWN, ACCEPTED = "shown-tokens", "accepted-tokens"
@@ -39,10 +40,6 @@ Arrow = tuple[str, str]
 """A caller and its callee, each a service or ``worker/ID``."""
 
 
-class BadTokens(Exception):
-    """Raised if the tokens cannot be created; the message is one sentence."""
-
-
 @dataclass(frozen=True)
 class Options:
     """Selects what to create: separate tokens for `workers`, tokens for a scheduler, a rotation step, the file mode."""
@@ -57,15 +54,15 @@ def make(folder: Path, options: Options) -> list[str]:
     """Creates missing tokens, then performs the rotation step, if any; returns a sentence about each.
 
     Raises:
-        BadTokens: a file cannot be read or written, or the step does not come after the last one.
+        BadFlag: a file cannot be read or written, or the step does not come after the last one.
     """
     for worker_id in options.workers:
         if not _WORKER_ID.fullmatch(worker_id):
-            raise BadTokens(f"--worker {worker_id!r} cannot name a folder; use letters, digits, '.', '-' and '_'.")
+            raise BadFlag(f"--worker {worker_id!r} cannot name a folder; use letters, digits, '.', '-' and '_'.")
     try:
         return _make(folder, options)
     except OSError as error:
-        raise BadTokens(f"{error.filename or folder}: {error.strerror}.") from error
+        raise BadFlag(f"{error.filename or folder}: {error.strerror}.") from error
 
 
 def _make(folder: Path, options: Options) -> list[str]:
@@ -97,7 +94,7 @@ def _rotate(shown: dict[Arrow, list[str]], accepted: dict[Arrow, set[str]], step
     prepared = all(len(tokens) > 1 for tokens in shown.values())
     if step == "prepare":
         if prepared:
-            raise BadTokens(
+            raise BadFlag(
                 "New tokens are already prepared; give every service its accepted-tokens, then use --rotate switch."
             )
         for tokens in shown.values():
@@ -105,13 +102,13 @@ def _rotate(shown: dict[Arrow, list[str]], accepted: dict[Arrow, set[str]], step
         return "prepared: give every service its accepted-tokens, then use --rotate switch"
     if step == "switch":
         if not prepared:
-            raise BadTokens("There are no new tokens to switch to; use --rotate prepare first.")
+            raise BadFlag("There are no new tokens to switch to; use --rotate prepare first.")
         for arrow, tokens in shown.items():
             accepted.setdefault(arrow, set()).update(map(digest_of, tokens))
             del tokens[0]
         return "switched: give every service its shown-tokens, then use --rotate finish"
     if prepared:
-        raise BadTokens("The new tokens are not in use yet; use --rotate switch first.")
+        raise BadFlag("The new tokens are not in use yet; use --rotate switch first.")
     accepted.clear()
     return "finished: give every service its accepted-tokens; the old tokens are invalid then"
 
@@ -133,7 +130,7 @@ def _read(folder: Path) -> tuple[dict[Arrow, list[str]], dict[Arrow, set[str]]]:
         try:
             found = read_shown(str(path), list(enumerate(_lines(path), 1)))
         except SluiceError as error:
-            raise BadTokens(error.message) from error
+            raise BadFlag(error.message) from error
         for token in found:
             shown.setdefault((caller, token.callee), []).append(token.secret)
     for path in sorted(folder.glob(f"*/{ACCEPTED}")):
@@ -189,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for sentence in make(parser.parse_args(argv).folder, Options(mode=READABLE)):
             print(sentence)
-    except BadTokens as error:
+    except BadFlag as error:
         print(f"tokens: {error}", file=sys.stderr)
         return 1
     return 0

@@ -12,6 +12,7 @@ import typer
 from services.common.errors import SluiceError
 from services.common.security.tls import PeerCredentials, channel_credentials
 from services.common.settings import TlsSettings
+from sluice.cli.errors import BadFlag
 
 Tls = Annotated[
     Path | None,
@@ -24,10 +25,6 @@ TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="client certi
 TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="private key of --tls-cert (PEM file)")]
 
 AUTHORITY, CLIENT, CLIENT_KEY = "ca.pem", "client.pem", "client.key"
-
-
-class BadTrust(Exception):
-    """Raised for TLS flags that cannot be used; the message is one sentence that names the flag."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +42,16 @@ class Trust:
         return self.folder is not None or self.ca is not None
 
     def check(self) -> None:
-        """Raises BadTrust for flags that are incomplete or contradictory."""
+        """Raises BadFlag for flags that are incomplete or contradictory."""
         files = self.ca or self.cert or self.key
         if self.folder is not None and files:
-            raise BadTrust("--tls names a folder with all files; omit --tls-ca, --tls-cert and --tls-key")
+            raise BadFlag("--tls names a folder with all files; omit --tls-ca, --tls-cert and --tls-key")
         if self.folder is not None and not (self.folder / AUTHORITY).is_file():
-            raise BadTrust(
+            raise BadFlag(
                 f"--tls {self.folder} has no {AUTHORITY}; create the certificates with `sluice certs {self.folder}`"
             )
         if files and (self.ca is None or (self.cert is None) is not (self.key is None)):
-            raise BadTrust("--tls-cert and --tls-key must be passed together, with --tls-ca")
+            raise BadFlag("--tls-cert and --tls-key must be passed together, with --tls-ca")
 
     def settings(self) -> TlsSettings:
         """Returns the files as TLS settings, without a certificate if the folder has no client certificate."""
@@ -68,7 +65,7 @@ class Trust:
         )
 
     def credentials(self) -> PeerCredentials | None:
-        """Returns credentials for gRPC, None for plain text; raises BadTrust if the files cannot be used."""
+        """Returns credentials for gRPC, None for plain text; raises BadFlag if the files cannot be used."""
         self.check()
         if not self.encrypted:
             return None
@@ -76,7 +73,7 @@ class Trust:
             return channel_credentials(self.settings())
         except SluiceError as error:
             flag = f"--tls {self.folder}" if self.folder is not None else f"--tls-ca {self.ca}"
-            raise BadTrust(f"{flag}: {error.message}") from error
+            raise BadFlag(f"{flag}: {error.message}") from error
 
     def context(self) -> ssl.SSLContext:
         """Returns a context for HTTPS that verifies the gateway and presents the client certificate, if any.

@@ -14,8 +14,8 @@ from services.common.runner import run
 from services.worker.__main__ import serve
 from services.worker.serving import status
 from services.worker.settings import WorkerSettings
+from sluice.cli.errors import BadFlag
 from sluice.cli.up import tls as tls_flags
-from sluice.cli.up.plan import BadFlag
 
 FLAG = "--tls"
 

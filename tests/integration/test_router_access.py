@@ -14,12 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pydantic import SecretStr
 
-from services.common import file_watcher as watched
 from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32
 from services.common.rpc.bearer_channel import BearerChannel
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
+from services.common.security import file_watcher as watched
 from services.common.security.tls import PeerCredentials
 from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import TokenizedPrompt

@@ -67,9 +67,11 @@ async def test_ten_replicas_book_ten_thousand_requests_at_once(redis: RedisServe
     ids = [route.reservation_id for route in routes]
     shares = [ids[number::REPLICAS] for number in range(REPLICAS)]
     halves = [share[: len(share) // 2] for share in shares]
-    marked = [replica.router.mark_prefill_complete(half) for replica, half in zip(replicas, halves, strict=True)]
+    marked = [
+        replica.router.lifecycle.mark_prefill_complete(half) for replica, half in zip(replicas, halves, strict=True)
+    ]
     assert await asyncio.gather(*marked) == [0] * REPLICAS
-    freed = [replica.router.free(share) for replica, share in zip(reversed(replicas), shares, strict=True)]
+    freed = [replica.router.lifecycle.free(share) for replica, share in zip(reversed(replicas), shares, strict=True)]
     assert await asyncio.gather(*freed) == [0] * REPLICAS
     await asyncio.gather(*(book(number, ttl_ms=1) for number in range(CALLS, CALLS + 500)))
 

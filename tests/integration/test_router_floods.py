@@ -6,7 +6,7 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.router.registration.flood_guard import LEAST_HASHES
+from services.router.registration.stream_messages import LEAST_HASHES
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 

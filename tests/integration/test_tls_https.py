@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from services.common import file_watcher as watched
 from services.common.errors import SluiceError
 from services.common.rpc.probe import probe_http
+from services.common.security import file_watcher as watched
 from services.common.security.settings import HttpsSettings
 from services.common.security.tls import https_context
 from services.gateway.http.server import HttpServer

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.common import file_watcher as watched
 from services.common.errors import SluiceError
 from services.common.observability.scrape_server import ScrapeEndpoint
+from services.common.security import file_watcher as watched
 from services.common.security.tls import metrics_context
 from services.common.settings import TlsSettings
 from tests.support.data.authority import Authority

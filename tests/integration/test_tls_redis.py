@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.common.redis.connect import connect
+from services.common.redis.connect import RenewingConnection, RenewingSentinelConnection, connect
 from services.common.redis.target import Credentials, parse
-from services.common.redis.tls import RenewingConnection, RenewingSentinelConnection
 from services.router.store.base import StoreUnavailable
 from services.router.store.redis import RedisStore
 from tests.support.data.authority import Authority

@@ -12,11 +12,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from services.common import file_watcher as watched
 from services.common.net.ports import free_port
 from services.common.rpc import rotating_channel as peers
 from services.common.rpc.channels import open_channel
 from services.common.rpc.server import GrpcServer
+from services.common.security import file_watcher as watched
 from services.common.security.tls import PeerCredentials, channel_credentials
 from services.common.settings import GrpcServiceSettings, TlsSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from services.common import file_watcher
 from services.common.errors import ErrorKind, SluiceError
+from services.common.security import file_watcher
 from services.common.tasks import TaskOwner
 from services.gateway import context
 from services.gateway.admission import tenants
@@ -30,7 +30,7 @@ from services.gateway.pipeline import tenant_cache
 from services.gateway.workers.capabilities import able
 from services.gateway.workers.registry import WorkerEntry
 from sluice.cli.commands import app
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.suite import Suite
 from tests.support.servers.survival import asking, staged

@@ -1,23 +1,18 @@
-"""Opens connections to a Redis of any topology."""
+"""Opens connections to a Redis of any topology, which reload TLS certificates whenever they connect."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import Connection, UnixDomainSocketConnection
+from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection
 from redis.backoff import NoBackoff
 
 from services.common.redis.target import Credentials, Target, Topology
-from services.common.redis.tls import (
-    RenewingConnection,
-    RenewingSentinelConnection,
-    renew_in_cluster,
-    renew_in_sentinels,
-)
 
 
 def connect(target: Target, timeout_s: float, connections: int) -> Any:
@@ -83,3 +78,37 @@ def _tls(credentials: Credentials) -> dict[str, Any]:
         "ssl_keyfile": credentials.key_file,
     }
     return {"ssl_cert_reqs": "required", **{name: str(path) for name, path in files.items() if path}}
+
+
+class RenewingConnection(SSLConnection):
+    """A connection that rereads its certificate files on reconnects; redis-py reads them once per connection object."""
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        previous, self.ssl_context.context = self.ssl_context.context, None
+        try:
+            return dict(super()._connection_arguments())
+        except OSError:
+            if previous is None:
+                raise
+            self.ssl_context.context = previous  # the files are being replaced: keep the previous ones
+            return dict(super()._connection_arguments())
+
+
+class RenewingSentinelConnection(SentinelManagedConnection, RenewingConnection):
+    """The same for the server that the sentinels name."""
+
+
+def renew_in_cluster(cluster: Any) -> Any:
+    """Makes a cluster client use RenewingConnection for its current and future nodes."""
+    for settings in (cluster.connection_kwargs, cluster.nodes_manager.connection_kwargs):
+        settings["connection_class"] = RenewingConnection
+    for node in cluster.nodes_manager.startup_nodes.values():
+        node.connection_class = RenewingConnection
+    return cluster
+
+
+def renew_in_sentinels(sentinel: Any) -> Any:
+    """Makes the connections to the sentinels themselves use RenewingConnection."""
+    for client in sentinel.sentinels:
+        client.connection_pool.connection_class = RenewingConnection
+    return sentinel

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from services.common.file_watcher import WatchedFiles
+from services.common.security.file_watcher import WatchedFiles
 from services.common.tasks import TaskOwner
 
 log = logging.getLogger(__name__)

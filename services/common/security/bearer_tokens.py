@@ -16,7 +16,7 @@ from typing import TypeVar
 from pydantic import SecretStr
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.file_watcher import WatchedFiles
+from services.common.security.file_watcher import WatchedFiles
 from services.common.security.identity import CALLERS, OPERATOR, SERVICES, WORKER, Caller, named
 
 DIGEST = "sha256:"

@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.file_watcher import WatchedFiles
 from services.common.security.bearer_tokens import ShownTokens, shown_tokens
+from services.common.security.file_watcher import WatchedFiles
 from services.common.security.settings import HttpsSettings, PeerTokenSettings, RouterTokenSettings, TlsSettings
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.file_watcher import WatchedFiles
+from services.common.security.file_watcher import WatchedFiles
 from services.gateway.admission import scopes
 from services.gateway.admission.scopes import Scope
 

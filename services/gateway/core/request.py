@@ -4,47 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any, Literal, Protocol, cast
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import SluiceError
+from services.common.types import FinishReason as FinishReason
+from services.common.types import PositionLogprobs as PositionLogprobs
+from services.common.types import Role as Role
+from services.common.types import TokenLogprob as TokenLogprob
 from services.gateway.core.routing_hints import NO_HINTS, RoutingHints
 
 BYTES_PER_TOKEN = 4
 """The estimate for prompts whose token ids are not known yet."""
-
-
-class FinishReason(IntEnum):
-    """Why a generation ended; values as in `sluice.v1.FinishReason`."""
-
-    STOP = 1
-    LENGTH = 2
-    TOOL_CALLS = 3
-    CANCELLED = 4
-    ERROR = 5
-    HANDOFF = 6
-
-    @classmethod
-    def of(cls, number: int) -> FinishReason:
-        """Returns the reason for a number received from a peer.
-
-        Raises:
-            SluiceError: INTERNAL for a number that this version does not define.
-        """
-        try:
-            return cls(number)
-        except ValueError:
-            raise SluiceError(
-                ErrorKind.INTERNAL, f"The stream ended for a reason that this version does not define ({number})."
-            ) from None
-
-
-class Role(IntEnum):
-    """The role of a worker; values as in `sluice.v1.WorkerRole`."""
-
-    AGGREGATED = 1
-    PREFILL = 2
-    DECODE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,23 +266,6 @@ class Finish:
     reasoning_tokens: int = 0
     degraded: tuple[str, ...] = ()
     migrations: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """One token with the natural logarithm of its probability."""
-
-    token_id: int
-    logprob: float
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """Log-probabilities at one position; `top` is sorted by descending probability."""
-
-    chosen: TokenLogprob
-    top: tuple[TokenLogprob, ...] = ()
 
 
 class Sink(Protocol):

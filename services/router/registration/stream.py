@@ -20,8 +20,14 @@ from services.router.kv_index.events import (
     WorkerUp,
 )
 from services.router.kv_index.rank_cache import ApplyResult
-from services.router.registration.flood_guard import FloodGuard
-from services.router.registration.stream_messages import Leaving, Replies, Report, SnapshotChunk, WorkerMessage
+from services.router.registration.stream_messages import (
+    FloodGuard,
+    Leaving,
+    Replies,
+    Report,
+    SnapshotChunk,
+    WorkerMessage,
+)
 from services.router.store.base import Applied, Lease, Store, StoreUnavailable
 from services.router.store.store_health import StoreHealth
 from services.router.sync.model_state import ModelState

@@ -9,7 +9,7 @@ from services.router.reservations.cost import MILLI
 from services.router.reservations.ids import by_model, prefill_halves, request_of
 from services.router.scheduling.decisions import Decisions, Outcome
 from services.router.scheduling.prompts import NOMINAL_BLOCK
-from services.router.scheduling.request_limits import check_tokens
+from services.router.scheduling.queries import check_tokens
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.synchronizer import IndexSynchronizer
 

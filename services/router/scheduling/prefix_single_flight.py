@@ -7,6 +7,7 @@ prefix.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -14,7 +15,7 @@ from services.router.kv_index.index import Overlap
 from services.router.sync.model_state import ModelState
 from services.router.workers.worker import WorkerRank
 
-MAX_WAIT_S = 1.0  # as long as the timeout of the store
+MAX_WAIT_S = 1.0  # in total, as long as the timeout of the store
 ROUNDS = 4  # a prompt may have to wait for several new prefixes in turn; after these it continues without waiting
 
 
@@ -34,6 +35,7 @@ class PrefixSingleFlight:
             wait: False for a query without a reservation, which affects no other query.
         """
         overlaps = view.match(hashes)
+        until = 0.0
         for _ in range(ROUNDS if wait else 0):
             covered = max((each.blocks + each.predicted for each in set(overlaps.values())), default=0)
             if covered >= len(hashes):
@@ -44,8 +46,10 @@ class PrefixSingleFlight:
                 async with self._deciding(key):
                     yield overlaps
                 return
+            now = time.monotonic()
+            until = until or now + MAX_WAIT_S
             try:
-                await asyncio.wait_for(first.wait(), MAX_WAIT_S)
+                await asyncio.wait_for(first.wait(), until - now)
             except TimeoutError:
                 break
             overlaps = view.match(hashes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.hashing import HASH_SCHEME, block_hashes
@@ -84,3 +85,25 @@ def _given(prompt: Prompt, card: Worker | None) -> array[int]:
             code="block_size_mismatch",
         )
     return unpack_u64(prompt.block_hashes, "prompt.block_hashes")
+
+
+class Bodies(Protocol):
+    """Tokenizes OpenAI bodies."""
+
+    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
+        """Returns the prompt as token ids, with block hashes if the model's workers have blocks."""
+        ...
+
+
+class NoBodies:
+    """Rejects OpenAI bodies; used without a preprocess service."""
+
+    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
+        """Raises SluiceError (FAILED_PRECONDITION)."""
+        raise SluiceError(
+            ErrorKind.FAILED_PRECONDITION,
+            "This router has no preprocess service to tokenize openai_body; set --preprocess, or send token_ids or "
+            "block_hashes.",
+            param="prompt.openai_body",
+            code="no_preprocess",
+        )

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.common.errors import check_name, invalid
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
 from services.router.workers.worker import Worker, WorkerRank
+
+MOST_TOKENS = 1 << 24
+MOST_MS = 24 * 3600 * 1000
+MOST_NAME = 512  # characters of a name chosen by the caller; names become keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +120,29 @@ class Route:
     seconds: float = 0.0
     stages: Mapping[str, float] = field(default_factory=dict)
     prompt: RoutedPrompt | None = None
+
+
+def check_tokens(name: str, tokens: int) -> None:
+    """Raises SluiceError (INVALID_ARGUMENT) for a length that no model supports."""
+    if tokens > MOST_TOKENS:
+        raise invalid(f"{name} is {tokens}; the maximum is {MOST_TOKENS}.", param=name)
+
+
+def check(query: Query) -> None:
+    """Raises SluiceError (INVALID_ARGUMENT) that names the first field out of bounds."""
+    check_tokens("prompt.prompt_tokens", query.prompt.prompt_tokens)
+    check_tokens("expected_output_tokens", query.expected_output_tokens)
+    times = {"ttl_ms": query.ttl_ms, "session_ttl_ms": query.session_ttl_ms, "max_wait_ms": query.max_wait_ms}
+    for name, milliseconds in times.items():
+        if milliseconds > MOST_MS:
+            raise invalid(f"{name} is {milliseconds}; the maximum is one day, {MOST_MS}.", param=name)
+    names = {"request_id": query.request_id, "session_id": query.session_id}
+    for name, text in names.items():
+        if len(text) > MOST_NAME:
+            raise invalid(f"{name} has {len(text)} characters; the maximum is {MOST_NAME}.", param=name)
+    check_owner(query.owner)
+
+
+def check_owner(owner: str) -> None:
+    """Raises SluiceError (INVALID_ARGUMENT) for an owner name that is too long or not printable."""
+    check_name(owner, "owner", MOST_NAME)

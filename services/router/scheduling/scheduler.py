@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,9 +14,8 @@ from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
 from services.router.scheduling.prompts import in_blocks, routed
 from services.router.scheduling.queries import Query, Route, Score
 from services.router.scheduling.selection import Part, SchedulingRequest, Selection, Selector
-from services.router.scheduling.session_affinity import SessionAffinity
-from services.router.scheduling.stopwatch import Stopwatch
 from services.router.store.base import Store
+from services.router.store.session_affinity import SessionAffinity
 from services.router.sync.model_state import ModelState
 from services.router.sync.synchronizer import IndexSynchronizer
 from services.router.workers.worker import Worker, WorkerRank
@@ -136,3 +136,22 @@ class Scheduler:
             return []
         found = self._selector.scores(request, decode.offers, booked)
         return found + self._selector.scores(request, prefill.offers, booked) if prefill else found
+
+
+class Stopwatch:
+    """Starts when created; `laps` has the seconds of each stage in order."""
+
+    def __init__(self) -> None:
+        self._started = self._lap = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        """Ends a stage and starts the next one."""
+        now = time.perf_counter()
+        self.laps[stage] = now - self._lap
+        self._lap = now
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._started

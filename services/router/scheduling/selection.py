@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -23,15 +24,16 @@ from services.router.scheduling.policies import (
     shortlist,
 )
 from services.router.scheduling.preselect import INDEPENDENT, MOST, LoadSnapshot, distinct_overlaps, preselect
-from services.router.scheduling.prompts import Blocks
+from services.router.scheduling.prompts import NOMINAL_BLOCK, Blocks
 from services.router.scheduling.queries import Query, Score
-from services.router.scheduling.thresholds import CLOSED, Thresholds
 from services.router.store.base import Store
-from services.router.sync.load_reports import Reports
+from services.router.sync.load_reconciler import Reports
 from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
+
+CLOSED = Limits(0, 0, 0)  # every load reaches these limits, so the rank accepts no requests
 
 ATTEMPTS = 2  # the request may have a reservation on a worker that was removed since
 
@@ -291,3 +293,31 @@ def _of_part(offers: list[Offer], part: Part) -> list[Offer]:
 
 def _limited(offers: list[Offer], limits: Mapping[WorkerRank, Limits]) -> list[Offer]:
     return [offer._replace(limits=limits.get(offer.slot)) for offer in offers] if limits else offers
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Busy thresholds of a rank; a rank that reaches any of them is busy. 0 disables a threshold.
+
+    Attributes:
+        kv_share: share of its KV blocks, reserved or in use as last reported.
+        prefill_tokens: prompt tokens reserved and not computed yet.
+        requests: requests reserved.
+    """
+
+    kv_share: float = 0.0
+    prefill_tokens: int = 0
+    requests: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.kv_share or self.prefill_tokens or self.requests)
+
+    def limits(self, worker: Worker, slot: WorkerRank, used_blocks: Mapping[WorkerRank, int]) -> Limits | None:
+        """Returns the reserved loads at which a rank accepts no more requests; None without thresholds."""
+        if not self:
+            return None
+        most_blocks = self.kv_share * worker.total_blocks or math.inf
+        if used_blocks.get(slot, 0) >= most_blocks:
+            return CLOSED
+        block = worker.block_size or NOMINAL_BLOCK
+        return Limits(self.prefill_tokens / block or math.inf, most_blocks, self.requests or math.inf)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from random import Random
 
 from services.common.errors import ErrorKind, SluiceError
@@ -22,11 +25,12 @@ from services.router.kv_index.index import BlockIndex
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Offer
 from services.router.reservations.table import Choice, Reservation, ReservationParams, ReservationTable
-from services.router.store.base import KNOWN_FOR_S, Applied, Lease, Position, Pulse, Store, StoredModel
-from services.router.store.feed import Feed
-from services.router.store.local_affinity import LocalSessionAffinity
+from services.router.store.base import KNOWN_FOR_S, Applied, FellBehind, Lease, Position, Pulse, Store, StoredModel
+from services.router.store.session_affinity import LocalSessionAffinity
 from services.router.workers.claims import Claim, Claims, Hold
 from services.router.workers.worker import Worker, WorkerRank
+
+QUIET_S = 0.5
 
 FEED_LIMIT = 1_024  # followers run in the same process and are never far behind
 
@@ -254,3 +258,41 @@ class MemoryStore(Store):
 
     async def sweep_owners(self, model: str) -> int:
         return self._model(model).book.drop_owners()
+
+
+class Feed:
+    """Numbered changes, at most the latest `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self._changes: deque[Change] = deque(maxlen=limit)
+        self._last = 0
+        self._appended = asyncio.Event()
+
+    @property
+    def position(self) -> Position:
+        """Position after the last change."""
+        return Position(self._last)
+
+    def append(self, change: Change) -> None:
+        """Appends a change and notifies followers."""
+        self._changes.append(change)
+        self._last += 1
+        self._appended.set()
+        self._appended = asyncio.Event()
+
+    async def follow(self, position: Position) -> AsyncIterator[list[Change]]:
+        """Implements Store.follow."""
+        number = position.number
+        while True:
+            oldest = self._last - len(self._changes)
+            if not oldest <= number <= self._last:
+                raise FellBehind
+            if number < self._last:
+                changes = list(islice(self._changes, number - oldest, None))
+                number = self._last
+                yield changes
+                continue
+            try:
+                await asyncio.wait_for(self._appended.wait(), QUIET_S)
+            except TimeoutError:
+                yield []

@@ -17,7 +17,7 @@ from services.common.redis.scripts import FAILURES, closed_is_lost
 from services.common.redis.target import Target
 from services.common.tasks import TaskOwner
 from services.router.store.base import StoreUnavailable
-from services.router.store.scripts import NAMES, Script
+from services.router.store.scripts import Script, all_scripts
 
 MOST_AT_ONCE = 128  # calls per round trip
 MOST_WAITING = 50_000
@@ -76,7 +76,7 @@ class RedisClient:
         self._lanes = lanes
         self._busy_lanes = 0
         self._waiting: deque[_Batch] = deque()
-        self._scripts = {name: Script(name) for name in NAMES}
+        self._scripts = all_scripts()
         self._tasks = TaskOwner()
 
     async def close(self) -> None:

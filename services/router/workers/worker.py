@@ -6,21 +6,13 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+from services.common.types import Role as Role
 from services.router.workers.claims import Claim
 
 KV_EVENTS = "kv_events"  # capability: the engine reports KV events
-
-
-class Role(IntEnum):
-    """Role of a worker, with the numbers of `sluice.v1.WorkerRole`."""
-
-    AGGREGATED = 1
-    PREFILL = 2
-    DECODE = 3
 
 
 class WorkerRank(NamedTuple):

@@ -5,32 +5,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from services.common.errors import SluiceError
+from services.common.types import FinishReason as FinishReason
+from services.common.types import PositionLogprobs as PositionLogprobs
+from services.common.types import Role as Role
+from services.common.types import TokenLogprob as TokenLogprob
 
 if TYPE_CHECKING:
     from services.postprocess.detokenize.stream import StreamOptions
     from services.worker.generation.text_delta import TextDelta
-
-
-class FinishReason(IntEnum):
-    """Why a generation ended; values as in `sluice.v1.FinishReason`."""
-
-    STOP = 1
-    LENGTH = 2
-    CANCELLED = 4
-    ERROR = 5
-    HANDOFF = 6
-
-
-class Role(IntEnum):
-    """Role of a worker; values as in `sluice.v1.WorkerRole`."""
-
-    AGGREGATED = 1
-    PREFILL = 2
-    DECODE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,23 +117,6 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural log-probability of one token; rank 1 is the most likely token, 0 unknown."""
-
-    token_id: int
-    logprob: float
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PositionLogprobs:
-    """Log-probabilities at one position; `top` is sorted by descending probability."""
-
-    chosen: TokenLogprob
-    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.health import CLOCK_KEY, VERSION_KEY
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway.workers.overview import WorkerState, worker_states
+from sluice.cli.errors import BadFlag
 from sluice.cli.live.endpoint import DEFAULT_GATEWAY, DEFAULT_ROUTER, Endpoint
 from sluice.v1 import router_pb2, router_pb2_grpc
 
@@ -26,7 +27,7 @@ CONNECT_TIMEOUT_S = 3.0
 STATE_FIELDS = ["version", "unix_ms", "nodes", "rates", "workers", "hidden_workers", "requests", "degraded", "history"]
 
 
-class NotReached(Exception):
+class NotReached(BadFlag):
     """Raised if a service cannot be reached or its response is invalid; the message is one sentence with advice."""
 
 

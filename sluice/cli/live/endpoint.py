@@ -9,8 +9,8 @@ import httpx
 
 from services.common.net.addresses import host_port
 from services.common.security.tls import PeerCredentials
-from sluice.cli.trust import BadTrust, Trust
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
+from sluice.cli.trust import Trust
 
 DEFAULT_GATEWAY = "http://127.0.0.1:8000"
 DEFAULT_ROUTER = "127.0.0.1:50052"
@@ -35,17 +35,11 @@ class Endpoint:
         for flag, secret in (("--api-key", self.api_key), ("--router-token", self.router_token)):
             if not (secret.isascii() and secret.isprintable()):
                 raise BadFlag(f"{flag} contains characters that cannot be sent; it must be one line of ASCII")
-        try:
-            self.trust.check()
-        except BadTrust as error:
-            raise BadFlag(str(error)) from error
+        self.trust.check()
 
     def credentials(self) -> PeerCredentials:
         """Returns credentials for gRPC; raises BadFlag if the files do not match."""
-        try:
-            credentials = self.trust.credentials()
-        except BadTrust as error:
-            raise BadFlag(str(error)) from error
+        credentials = self.trust.credentials()
         return PeerCredentials(None if credentials is None else credentials.tls, self._token)
 
     def _token(self, callee: str) -> str:

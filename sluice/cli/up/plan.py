@@ -14,6 +14,7 @@ from services.common.errors import SluiceError
 from services.common.net.addresses import join
 from services.common.redis import target
 from services.worker.engines import engine_names
+from sluice.cli.errors import BadFlag
 from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.pipeline import PipelineFlags, router_arguments, worker_arguments
 from sluice.cli.up.processing import ProcessingFlags
@@ -34,10 +35,6 @@ _MAX_PROCESSES = {
     "gateways": 64,
 }
 _SHARED_BY_GATEWAYS = ("SLUICE_GATEWAY_LIMITS_REDIS_URL", "SLUICE_GATEWAY_RESPONSES_REDIS_URL")
-
-
-class BadFlag(Exception):
-    """Raised for an invalid flag; the message is one sentence that names it."""
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Cluster:
         await self.cache(
             "m", WorkerRank(route.worker.worker_id, route.rank), pack_u64(block_hashes(tokens(blocks), BLOCK))
         )
-        await self.router.free([route.reservation_id])
+        await self.router.lifecycle.free([route.reservation_id])
         return route
 
     async def __aenter__(self) -> Cluster:

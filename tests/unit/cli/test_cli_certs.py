@@ -14,11 +14,12 @@ from cryptography.x509.oid import ExtensionOID
 
 from services.common.security.tls import channel_credentials, server_credentials
 from services.common.settings import TlsSettings
-from sluice.cli.certs import NAMES, BadFolder, Options, make
+from sluice.cli.certs import NAMES, Options, make
+from sluice.cli.errors import BadFlag
 from sluice.cli.main import main
 from sluice.cli.up import tls as tls_flags
-from sluice.cli.up.plan import BadFlag, plan
 from sluice.cli.up.plan import Options as UpOptions
+from sluice.cli.up.plan import plan
 from tests.support.data.authority import Authority
 
 IDENTITIES = {name: f"spiffe://sluice/{name}" for name in tls_flags.SERVICES} | {"client": "spiffe://sluice/operator"}
@@ -59,7 +60,7 @@ def test_a_worker_can_have_a_certificate_that_names_it_alone(tmp_path: Path) -> 
     assert any("for spiffe://example.org/worker/gpu-0" in sentence for sentence in said)
     assert {"worker", "gpu-0", "spiffe://example.org/worker/gpu-0"} <= names_in(certificate(tmp_path, "worker-gpu-0"))
     for options in (Options(workers=("a/b",)), Options(workers=("",)), Options(trust_domain="Example Org")):
-        with pytest.raises(BadFolder):
+        with pytest.raises(BadFlag):
             make(tmp_path, options)
 
 
@@ -103,21 +104,21 @@ def test_what_is_there_stays_until_it_is_renewed_by_the_same_authority(tmp_path:
 def test_an_authority_that_cannot_issue_is_one_sentence(tmp_path: Path, spoil, message: str) -> None:  # type: ignore[no-untyped-def]
     make(tmp_path, Options())
     spoil(tmp_path)
-    with pytest.raises(BadFolder, match=message) as refused:
+    with pytest.raises(BadFlag, match=message) as refused:
         make(tmp_path, Options(renew=True))
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("options", [Options(names=("../x",)), Options(names=("ca",)), Options(hosts=("bücher.de",))])
 def test_names_that_cannot_be_are_refused(tmp_path: Path, options: Options) -> None:
-    with pytest.raises(BadFolder):
+    with pytest.raises(BadFlag):
         make(tmp_path, options)
     assert list(tmp_path.parent.glob("x*")) == []
 
 
 def test_a_folder_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadFolder, match="file"):
+    with pytest.raises(BadFlag, match="file"):
         make(tmp_path / "file", Options())
 
 
@@ -170,7 +171,7 @@ def test_an_authority_whose_certificate_is_elsewhere_keeps_its_key(tmp_path: Pat
     make(tmp_path, Options(names=("router",)))
     key = (tmp_path / "ca.key").read_bytes()
     (tmp_path / "ca.pem").unlink()
-    with pytest.raises(BadFolder, match=r"ca\.key without"):
+    with pytest.raises(BadFlag, match=r"ca\.key without"):
         make(tmp_path, Options(names=("router",)))
     assert (tmp_path / "ca.key").read_bytes() == key
 
@@ -186,7 +187,7 @@ def test_a_certificate_whose_key_is_gone_is_made_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["a.example,b.example", "a b", "", "h:443", "https://h", "-", "x" * 300])
 def test_what_is_no_host_name_is_refused(host: str, tmp_path: Path) -> None:
-    with pytest.raises(BadFolder, match="--host"):
+    with pytest.raises(BadFlag, match="--host"):
         make(tmp_path, Options(names=("router",), hosts=(host,)))
 
 

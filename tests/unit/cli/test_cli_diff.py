@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sluice.cli import diff
 from sluice.cli.diff import Side, first_difference
-from sluice.cli.up.plan import BadFlag
+from sluice.cli.errors import BadFlag
 from tests.support.data.loaded_tokenizers import tiny_folder
 from tests.unit.cli.conftest import Sluice
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from services.common import models
 from sluice.cli import commands
+from sluice.cli.errors import BadFlag
 from sluice.cli.up import supervisor as supervisor
 from sluice.cli.up.pipeline import PipelineFlags
-from sluice.cli.up.plan import BadFlag, Options, Process, check, plan
+from sluice.cli.up.plan import Options, Process, check, plan
 from sluice.cli.up.processing import ProcessingFlags
 from sluice.cli.up.supervisor import KEYS_FILE, KEYS_FLAG, invitation
 

@@ -11,8 +11,9 @@ import pytest
 from pydantic import SecretStr
 
 from services.common.security.bearer_tokens import accepted_tokens, digest_of, shown_tokens
+from sluice.cli.errors import BadFlag
 from sluice.cli.main import main
-from sluice.cli.tokens import ACCEPTED, CALLS, SHOWN, BadTokens, Options, make
+from sluice.cli.tokens import ACCEPTED, CALLS, SHOWN, Options, make
 
 NONE = SecretStr("")
 
@@ -107,14 +108,14 @@ def test_a_step_out_of_order_changes_nothing(tmp_path: Path, steps: tuple[str, .
     for step in steps[:-1]:
         make(tmp_path, Options(rotate=step))
     before = {path: path.read_bytes() for path in tmp_path.glob("*/*")}
-    with pytest.raises(BadTokens, match=message):
+    with pytest.raises(BadFlag, match=message):
         make(tmp_path, Options(rotate=steps[-1]))
     assert {path: path.read_bytes() for path in tmp_path.glob("*/*")} == before
 
 
 @pytest.mark.parametrize("worker_id", ["", "a/b", "..", "a b", "-x"])
 def test_a_worker_that_cannot_name_a_folder_is_refused(tmp_path: Path, worker_id: str) -> None:
-    with pytest.raises(BadTokens, match="--worker"):
+    with pytest.raises(BadFlag, match="--worker"):
         make(tmp_path, Options(workers=(worker_id,)))
     assert not any(tmp_path.iterdir())
 

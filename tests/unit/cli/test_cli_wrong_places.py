@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key as
 from sluice.cli import certs
 from sluice.cli.doctor.checks import examine
 from sluice.cli.doctor.finding import State
+from sluice.cli.errors import BadFlag
 from sluice.cli.live.client import NotReached, Running, reached
 from sluice.cli.live.endpoint import Endpoint
 from sluice.cli.trust import Trust
-from sluice.cli.up.plan import BadFlag
 
 Answer = Callable[[httpx.Request], httpx.Response]
 

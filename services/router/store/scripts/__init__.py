@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from importlib.resources import files
+from pathlib import Path
 
 
 class Script:
@@ -16,30 +17,7 @@ class Script:
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
-NAMES = (
-    "register_model",
-    "models",
-    "claim",
-    "renew_claim",
-    "release_claim",
-    "register",
-    "renew",
-    "leave",
-    "remove",
-    "apply",
-    "replace",
-    "load",
-    "blocks",
-    "select",
-    "book",
-    "mark",
-    "progress",
-    "renew_owners",
-    "free",
-    "session",
-    "set_session",
-    "pulse",
-    "sweep",
-    "sweep_owners",
-    "correct",
-)
+def all_scripts() -> dict[str, Script]:
+    """Returns every script by its name, which is the name of its file."""
+    paths = (Path(entry.name) for entry in files(__name__).iterdir())
+    return {path.stem: Script(path.stem) for path in paths if path.suffix == ".lua" and path.stem != "common"}

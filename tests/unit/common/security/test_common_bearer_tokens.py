@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from services.common import file_watcher as watched
 from services.common.errors import ErrorKind, SluiceError
 from services.common.rpc.auth_interceptor import AccessInterceptor
 from services.common.rpc.bearer_channel import BearerChannel
 from services.common.rpc.channels import open_channel
+from services.common.security import file_watcher as watched
 from services.common.security.bearer_tokens import (
     AcceptedToken,
     AcceptedTokens,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from services.common import file_watcher
 from services.common.errors import SluiceError
+from services.common.security import file_watcher
 from services.common.tasks import TaskOwner
 from services.gateway.admission.builder import build_gate
 from services.gateway.admission.keys import ApiKey, KeyFile, KeyRing, changed, create, read, write

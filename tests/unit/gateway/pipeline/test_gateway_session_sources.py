@@ -12,7 +12,7 @@ from services.gateway.admission.permit import Permit
 from services.gateway.context import NO_CONTEXT, RequestContext
 from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.settings import GatewaySettings
-from services.router.scheduling.session_affinity import LONGEST_ID
+from services.router.store.session_affinity import LONGEST_ID
 from tests.support.oracles.errors import raises_error
 
 

@@ -14,7 +14,7 @@ from services.router.reservations.cost import CostModel, Load
 from services.router.router import RouterConfig
 from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
 from services.router.scheduling.queries import Route
-from services.router.scheduling.thresholds import Thresholds
+from services.router.scheduling.selection import Thresholds
 from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
@@ -49,7 +49,7 @@ async def test_four_growing_prompts_go_to_one_prefill_worker() -> None:
             chosen.append(pair(route))
             hashes = pack_u64(block_hashes(tokens(blocks), BLOCK))
             await cluster.cache("m", WorkerRank(route.prefill_worker.worker_id, route.prefill_rank), hashes)
-            await cluster.router.mark_prefill_complete([route.reservation_id])
+            await cluster.router.lifecycle.mark_prefill_complete([route.reservation_id])
         prefills, decodes = {p for p, _ in chosen}, {d for _, d in chosen}
         assert len(prefills) == 1
         assert prefills <= {"p1", "p2"}
@@ -61,18 +61,18 @@ async def test_each_part_is_reserved_on_its_worker_and_released_at_its_end() -> 
         await cluster.add(prefill("p"), decode("d"))
         route = await cluster.ask(prompt("ABCD"), request_id="r", expected_output_tokens=2 * BLOCK)
         assert await cluster.loads() == {"p": Load(4, 0, 1), "d": Load(0, 6, 1)}
-        assert await cluster.router.mark_prefill_complete([route.reservation_id]) == 0
+        assert await cluster.router.lifecycle.mark_prefill_complete([route.reservation_id]) == 0
         assert await cluster.loads() == {"p": Load(), "d": Load(0, 6, 1)}
-        assert await cluster.router.free([route.reservation_id]) == 0
+        assert await cluster.router.lifecycle.free([route.reservation_id]) == 0
         assert await cluster.loads() == {"p": Load(), "d": Load()}
-        assert await cluster.router.free([route.reservation_id]) == 1
+        assert await cluster.router.lifecycle.free([route.reservation_id]) == 1
 
 
 async def test_freeing_alone_gives_both_halves_back() -> None:
     async with disagg() as cluster:
         await cluster.add(prefill("p"), decode("d"))
         route = await cluster.ask(prompt("ABCD"), request_id="r")
-        assert await cluster.router.free([route.reservation_id]) == 0
+        assert await cluster.router.lifecycle.free([route.reservation_id]) == 0
         assert await cluster.loads() == {"p": Load(), "d": Load()}
 
 
@@ -93,7 +93,7 @@ async def test_decode_workers_are_chosen_by_decode_load_and_prefill_workers_by_p
         short = await cluster.ask(prompt("XY"), request_id="short")
         assert long.prefill_worker != short.prefill_worker
         assert long.worker != short.worker
-        await cluster.router.mark_prefill_complete([long.reservation_id])
+        await cluster.router.lifecycle.mark_prefill_complete([long.reservation_id])
         third = await cluster.ask(prompt("UVW"), request_id="third")
         assert (third.prefill_worker, third.worker) == (long.prefill_worker, short.worker)
 

@@ -8,8 +8,7 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.router.reservations.cost import Load
-from services.router.scheduling.queries import Prompt, Query
-from services.router.scheduling.request_limits import MOST_MS, MOST_NAME, MOST_TOKENS
+from services.router.scheduling.queries import MOST_MS, MOST_NAME, MOST_TOKENS, Prompt, Query
 from services.router.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.routing import COST, Cluster, prompt, worker
@@ -52,7 +51,7 @@ async def test_the_largest_that_are_allowed_are_booked_and_given_back() -> None:
         await cluster.add(worker("a"))
         route = await cluster.router.query(largest)
         assert (await cluster.loads())["a"].requests == 1
-        await cluster.router.free([route.reservation_id])
+        await cluster.router.lifecycle.free([route.reservation_id])
         assert await cluster.loads() == {"a": Load()}
 
 

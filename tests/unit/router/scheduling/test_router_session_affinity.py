@@ -8,10 +8,10 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.router.router import RouterConfig
-from services.router.scheduling.thresholds import Thresholds
+from services.router.scheduling.selection import Thresholds
 from services.router.store.base import StoreUnavailable
-from services.router.store.local_affinity import LocalSessionAffinity
 from services.router.store.memory import MemoryStore
+from services.router.store.session_affinity import LocalSessionAffinity
 from services.router.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.routing import Cluster, prompt, worker
@@ -66,7 +66,7 @@ async def test_a_busy_worker_loses_the_session_to_another(cluster: Cluster) -> N
     await cluster.ask(prompt("A"), request_id="r2", session_id="s")
     moved = await cluster.ask(prompt("A"), request_id="r3", session_id="s")
     assert (moved.worker == first.worker, moved.session_hit) == (False, False)
-    await cluster.router.free([first.reservation_id])
+    await cluster.router.lifecycle.free([first.reservation_id])
     after = await cluster.ask(prompt("A"), request_id="r4", session_id="s")
     assert (after.worker, after.session_hit) == (moved.worker, True)
 

@@ -12,7 +12,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.router.reservations.cost import Limits, Load
 from services.router.router import RouterConfig
 from services.router.scheduling.queries import Route
-from services.router.scheduling.thresholds import CLOSED, Thresholds
+from services.router.scheduling.selection import CLOSED, Thresholds
 from services.router.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.router_cluster import until
@@ -51,7 +51,7 @@ async def test_overload_refuses_the_surplus() -> None:
         assert (len(served), len(refused)) == (3, 17)  # the third starts at 10 blocks, below 12.8
         assert {(error.kind, error.code) for error in refused} == {(ErrorKind.OVERLOADED, "overloaded")}
         assert all(error.retry_after_ms > 0 for error in refused)
-        await cluster.router.free([route.reservation_id for route in served])
+        await cluster.router.lifecycle.free([route.reservation_id for route in served])
         assert (await cluster.loads())["a"] == Load()
         assert len((await everybody(cluster, 20, first=20))[0]) == 3
 
@@ -94,7 +94,7 @@ async def test_prefill_load_counts_until_it_is_computed() -> None:
         first = await cluster.ask(prompt("ABCDE"), request_id="r1")
         with pytest.raises(SluiceError):
             await cluster.ask(prompt("VWXYZ"), request_id="r2")
-        await cluster.router.mark_prefill_complete([first.reservation_id])
+        await cluster.router.lifecycle.mark_prefill_complete([first.reservation_id])
         assert (await cluster.ask(prompt("VWXYZ"), request_id="r2")).worker.worker_id == "a"
 
 
@@ -120,11 +120,11 @@ async def test_waiting_requests_are_served_as_others_end_best_priority_first() -
             route = await cluster.ask(prompt("A"), request_id=f"p{priority}", priority=priority, max_wait_ms=60_000)
             order.append(priority)
             assert route.waited_ms >= 0
-            await cluster.router.free([route.reservation_id])
+            await cluster.router.lifecycle.free([route.reservation_id])
 
         waiting = [asyncio.create_task(wait(priority)) for priority in (3, 1, 2)]
         await until(lambda: cluster.router.queues.length("m") == 3)
-        await cluster.router.free([running.reservation_id])
+        await cluster.router.lifecycle.free([running.reservation_id])
         await asyncio.wait_for(asyncio.gather(*waiting), 60)
         assert order == [1, 2, 3]
         assert (await cluster.loads())["a"] == Load()
@@ -148,6 +148,6 @@ async def test_a_caller_that_leaves_the_line_leaves_nothing_behind() -> None:
         await until(lambda: cluster.router.queues.length("m") == 1)
         waiting.cancel()
         await asyncio.wait([waiting])
-        await cluster.router.free([running.reservation_id])
+        await cluster.router.lifecycle.free([running.reservation_id])
         assert (await cluster.loads())["a"] == Load()
         assert cluster.router.queues.length("m") == 0

@@ -71,7 +71,7 @@ async def test_leaked_reservations_are_given_back_once_they_are_old(desk: Desk) 
     assert (await desk.look("W", 1)).requests == 3
     assert (await desk.look("W", AFTER_S - 2)).requests == 3, "not old enough"
     assert (await desk.look("W", 3)).requests == 1
-    assert await desk.cluster.router.free(["m:leak1", "m:leak2", "m:live3"]) == 2
+    assert await desk.cluster.router.lifecycle.free(["m:leak1", "m:leak2", "m:live3"]) == 2
 
 
 async def test_young_reservations_are_on_their_way(desk: Desk) -> None:

@@ -8,8 +8,14 @@ from dataclasses import replace
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.router.registration.flood_guard import LEAST_HASHES, MOST_MESSAGES, MOST_TURNOVERS, WINDOW_S, FloodGuard
-from services.router.registration.inbox import Inbox
+from services.router.registration.stream_messages import (
+    LEAST_HASHES,
+    MOST_MESSAGES,
+    MOST_TURNOVERS,
+    WINDOW_S,
+    FloodGuard,
+    Inbox,
+)
 from services.router.settings import RouterSettings
 from services.router.workers.registry import Registry, UpdateKind, WorkerUpdate
 from services.router.workers.worker import Role, Worker, WorkerRank, with_adapter
