@@ -12,7 +12,7 @@ from typing import Any
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.kv_index.index import BlockIndex
 from services.router.workers.worker import WorkerRank
 
@@ -39,7 +39,7 @@ def some_hashes(random: Random, count: int) -> array[int]:
 
 def stored(sequence: int, hashes: array[int]) -> EventBatch:
     """An event batch that stores blocks."""
-    return EventBatch(0, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64(hashes)),))
+    return EventBatch(0, sequence, (BlockOp(CacheOperation.STORED, Tier.DEVICE, pack_u64(hashes)),))
 
 
 def index_of(workers: int) -> tuple[BlockIndex, list[WorkerRank]]:

@@ -16,7 +16,7 @@ from typing import Literal
 from services.common.errors import SluiceError
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.registration.stream import WorkerStream
 from services.router.reservations.cost import PREFILL_LOAD_SCALE, CostModel
 from services.router.router import Router, RouterConfig
@@ -24,9 +24,9 @@ from services.router.scheduling.queries import Prompt, Query
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import KV_EVENTS, Role, Worker
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
-from services.worker.contract.generation import FinishReason, GenerateRequest, Stop
+from services.worker.contract.generation import FinishReason, GenerateRequest, StopParams
 from services.worker.engines.mock.blocks import BlockPool
-from services.worker.engines.mock.scheduler import Scheduler, Step
+from services.worker.engines.mock.scheduler import MockScheduler, MockStep
 from services.worker.engines.mock.sequence import Sequence as Running
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import ModelledTiming
@@ -136,7 +136,7 @@ class MockWorker:
             document=b"",
             capabilities=(KV_EVENTS,),
         )
-        self.scheduler = Scheduler(
+        self.scheduler = MockScheduler(
             BlockPool(total_blocks),
             ModelledTiming(),
             _answer,
@@ -156,10 +156,10 @@ class MockWorker:
 
 def _op(event: KvEvent) -> BlockOp:
     if isinstance(event, BlocksStored):
-        return BlockOp(Kind.STORED, Tier.DEVICE, pack_u64(event.hashes))
+        return BlockOp(CacheOperation.STORED, Tier.DEVICE, pack_u64(event.hashes))
     if isinstance(event, BlocksRemoved):
-        return BlockOp(Kind.REMOVED, Tier.DEVICE, pack_u64(event.hashes))
-    return BlockOp(Kind.CLEARED, Tier.DEVICE, b"")
+        return BlockOp(CacheOperation.REMOVED, Tier.DEVICE, pack_u64(event.hashes))
+    return BlockOp(CacheOperation.CLEARED, Tier.DEVICE, b"")
 
 
 def _answer(request: GenerateRequest, limit: int) -> Answer:
@@ -185,7 +185,7 @@ class Simulation:
         self._cost = CostModel(prefill_load_scale=shape.prefill_load_scale)
         self._now = 0.0
         self._order = count()
-        self._agenda: list[tuple[float, int, MockWorker, Step]] = []
+        self._agenda: list[tuple[float, int, MockWorker, MockStep]] = []
         self._flights: dict[str, _Flight] = {}
         self.outcome = Outcome()
 
@@ -243,7 +243,7 @@ class Simulation:
             )
         )
         worker, _ = self._workers[route.worker.worker_id]
-        stop = Stop(max_tokens=arrival.output_tokens)
+        stop = StopParams(max_tokens=arrival.output_tokens)
         request = GenerateRequest(name, MODEL, tokens, stop=stop, cache_salt=arrival.salt)
         try:
             worker.scheduler.submit(Running(request, arrival.output_tokens, number))
@@ -265,7 +265,7 @@ class Simulation:
         worker.stepping = True
         heapq.heappush(self._agenda, (self._now + step.duration_s, next(self._order), worker, step))
 
-    async def _end_of_step(self, worker: MockWorker, step: Step) -> None:
+    async def _end_of_step(self, worker: MockWorker, step: MockStep) -> None:
         worker.stepping = False
         if step.events:
             _, attachment = self._workers[worker.card.worker_id]

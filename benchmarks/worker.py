@@ -32,7 +32,7 @@ from services.common.net.ports import free_port
 from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
 from services.worker.contract.engine import GenerateContext, Sink
-from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, Stop, Usage
+from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, StopParams, Usage
 from services.worker.engines.mock import MockEngine
 from services.worker.settings import WorkerSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
@@ -74,7 +74,7 @@ async def bare(streams: int, tokens: int) -> dict[str, float]:
     async def round_of(length: int) -> None:
         sinks = [Dropped() for _ in range(streams)]
         for index, sink in enumerate(sinks):
-            stop = Stop(max_tokens=length, ignore_eos=True)
+            stop = StopParams(max_tokens=length, ignore_eos=True)
             engine.submit(
                 GenerateRequest(f"r{index}", DEFAULT_NAME, PROMPT, stop=stop), GenerateContext(f"r{index}"), sink
             )

@@ -60,7 +60,7 @@ clients with the status shown, unless the gateway recovers from them by a retry 
 """
 
 
-class Row(NamedTuple):
+class ErrorRow(NamedTuple):
     """One message of one place in the code."""
 
     status: int
@@ -69,7 +69,7 @@ class Row(NamedTuple):
     message: str
 
 
-def collect(area: str) -> list[Row]:
+def collect(area: str) -> list[ErrorRow]:
     """Returns the errors of one package of `services`, without duplicates, by status, code and message."""
     rows = set()
     for path in sorted((ROOT / "services" / area).rglob("*.py")):
@@ -92,7 +92,7 @@ def _ticked(code: str) -> str:
     return f"`{code}`" if code else ""
 
 
-def _of_module(tree: ast.Module) -> Iterator[Row]:
+def _of_module(tree: ast.Module) -> Iterator[ErrorRow]:
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -108,7 +108,7 @@ def _of_module(tree: ast.Module) -> Iterator[Row]:
                     yield row
 
 
-def _row(call: ast.Call, name: str, assigned: dict[str, ast.expr]) -> Row | None:
+def _row(call: ast.Call, name: str, assigned: dict[str, ast.expr]) -> ErrorRow | None:
     arguments = list(call.args)
     if name in KINDS:
         kind = KINDS[name]
@@ -132,7 +132,7 @@ def _row(call: ast.Call, name: str, assigned: dict[str, ast.expr]) -> Row | None
     if isinstance(code, ast.Name):
         code = assigned.get(code.id)
     label = str(code.value) if isinstance(code, ast.Constant) else "overloaded" if name == "overloaded" else ""
-    return Row(SluiceError(kind, "", code=label).http_status, kind.name, label, text)
+    return ErrorRow(SluiceError(kind, "", code=label).http_status, kind.name, label, text)
 
 
 def _template(node: ast.expr | None) -> str:

@@ -22,7 +22,7 @@ from services.common.rpc.session import BatchWriter, serve_session
 from services.common.tasks import Stop
 from services.postprocess.detokenize.stream import Limits
 from services.postprocess.metrics import Metrics
-from services.postprocess.parsers.registry import Registry
+from services.postprocess.parsers.registry import ParserRegistry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
@@ -211,7 +211,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         settings.load_timeout_s,
         parsers=settings.parsers,
         native=settings.native_of,
-        check=Registry(settings.own_parsers, {**settings.engines, **settings.later_engines}).check,
+        check=ParserRegistry(settings.own_parsers, {**settings.engines, **settings.later_engines}).check,
     )
     limits = limits_of(settings)
     custom = CustomParsers(

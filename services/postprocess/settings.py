@@ -14,7 +14,7 @@ from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.engines import ENGINES, engine_of
-from services.postprocess.parsers.registry import Registry
+from services.postprocess.parsers.registry import ParserRegistry
 
 
 class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
@@ -98,7 +98,7 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
     def _check_parsers(self) -> Self:
         for names in self.parsers.values():
             try:
-                Registry(self.own_parsers, self.engines).check(names)
+                ParserRegistry(self.own_parsers, self.engines).check(names)
             except SluiceError as error:
                 raise ValueError(error.message) from None
         return self

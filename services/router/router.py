@@ -16,13 +16,13 @@ from services.router.metrics import Metrics
 from services.router.registration.manager import WorkerManager
 from services.router.reservations.cost import NO_LOAD, Load
 from services.router.reservations.ids import unscoped
-from services.router.reservations.table import AllBusy, Choice
+from services.router.reservations.table import AllBusy, ReservedRank
 from services.router.scheduling.admission_queue import AdmissionQueues
 from services.router.scheduling.decisions import Decision, Decisions
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
 from services.router.scheduling.prompts import Bodies, NoBodies, in_blocks
-from services.router.scheduling.queries import Prompt, Query, Route, check
+from services.router.scheduling.queries import Prompt, Query, RouteResult, check
 from services.router.scheduling.scheduler import Scheduler
 from services.router.scheduling.selection import SchedulingRequest, Selector, SelectorConfig, Thresholds
 from services.router.store.base import Store
@@ -96,7 +96,7 @@ class Router:
         )
         self.owners = Owners(store, self._health, self._synchronizer, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
-        self.queues: AdmissionQueues[Route] = AdmissionQueues(self._tasks, self.config.queue_limit, self._abandon)
+        self.queues: AdmissionQueues[RouteResult] = AdmissionQueues(self._tasks, self.config.queue_limit, self._abandon)
         self.metrics.watch_views(lambda: self._synchronizer.views, self.queues.length)
         self.lifecycle = RequestLifecycle(
             self._reservations, self._synchronizer, self.decisions, self.metrics, self.queues.ended
@@ -153,7 +153,7 @@ class Router:
         await self.owners.renew()
         await self.worker_manager.remove_departed()  # last, because workers may disconnect meanwhile
 
-    async def query(self, query: Query) -> Route:
+    async def query(self, query: Query) -> RouteResult:
         """Chooses a worker or a prefill/decode pair; reserves load there if the query has a request id.
 
         Raises:
@@ -166,7 +166,7 @@ class Router:
         if query.candidates is None:
             await self._disagg.wait_for_prefill(query.model)
 
-        async def attempt(*, place: bool = True) -> Route:
+        async def attempt(*, place: bool = True) -> RouteResult:
             view, workers = self._serving(query.model)
             return await self._scheduler.decide(query, view, with_adapter(workers, query.prompt.lora), place)
 
@@ -197,7 +197,7 @@ class Router:
         _, workers = self._serving(model)
         return await self._bodies.tokenized(model, prompt, workers)
 
-    async def add(self, slot: WorkerRank, query: Query) -> tuple[Choice, Overlap]:
+    async def add(self, slot: WorkerRank, query: Query) -> tuple[ReservedRank, Overlap]:
         """Reserves load on a rank chosen by the caller; SluiceError (NOT_FOUND) if it does not serve the model."""
         check(query)
         view, _ = self._serving(query.model)
@@ -272,12 +272,12 @@ class Router:
             retry_after_ms=1000,
         )
 
-    async def _abandon(self, route: Route) -> None:
+    async def _abandon(self, route: RouteResult) -> None:
         """Frees the reservation of a caller that has disconnected."""
         if route.reservation_id and not route.repeated:
             await self.lifecycle.free([route.reservation_id])
 
-    def _record(self, query: Query, route: Route) -> None:
+    def _record(self, query: Query, route: RouteResult) -> None:
         self.metrics.queries.add(1, {"policy": route.policy, "degraded": route.degraded})
         self.metrics.query_seconds.record(route.seconds)
         for stage, seconds in route.stages.items():
@@ -291,7 +291,7 @@ class Router:
             self.decisions.add(_decision(query, route))
 
 
-def _decision(query: Query, route: Route) -> Decision:
+def _decision(query: Query, route: RouteResult) -> Decision:
     prefill = route.prefill_worker
     expected = route.overlap.blocks + route.overlap.predicted
     return Decision(

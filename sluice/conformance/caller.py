@@ -18,7 +18,7 @@ from sluice.v1 import worker_pb2, worker_pb2_grpc
 CLOSE_S = 2.0
 
 
-class Caller:
+class ConformanceClient:
     """Runs requests on one session.
 
     Attributes:

@@ -16,7 +16,7 @@ from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.worker.contract.capabilities import Capability
-from sluice.conformance.caller import Caller
+from sluice.conformance.caller import ConformanceClient
 from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.patience import Patience
 from sluice.conformance.rule import RuleFailed
@@ -151,9 +151,9 @@ class Subject:
         return self.claims(Capability.IGNORE_EOS) or self.claims(Capability.MIN_TOKENS)
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Caller]:
+    async def session(self) -> AsyncIterator[ConformanceClient]:
         """Opens a session; cancels the requests still running at the end."""
-        caller = Caller(self.stub, self.patience)
+        caller = ConformanceClient(self.stub, self.patience)
         try:
             yield caller
         finally:

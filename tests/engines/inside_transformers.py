@@ -16,7 +16,7 @@ from services.common.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksStored, KvEvent
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import GenerateContext
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, SamplingParams, Stop
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, SamplingParams, StopParams
 from services.worker.engines.transformers.engine import TransformersEngine
 from services.worker.settings import WorkerSettings
 
@@ -33,7 +33,7 @@ async def engine_of(folder: str, **fields: Any) -> TransformersEngine:
 
 async def run(engine: TransformersEngine, name: str, prompt: list[int], tokens: int, **fields: Any) -> list[Delta]:
     """All deltas of one request."""
-    stop = fields.pop("stop", Stop(max_tokens=tokens, ignore_eos=True))
+    stop = fields.pop("stop", StopParams(max_tokens=tokens, ignore_eos=True))
     request = GenerateRequest(
         **{"request_id": name, "model": "tiny", "token_ids": array("I", prompt), "sampling": GREEDY, **fields},
         stop=stop,
@@ -157,7 +157,7 @@ async def death(folder: str) -> None:
     told: list[str] = []
     engine.on_failure = lambda name, error: told.append(f"{name}: {error}")
     stream = DeltaStream()
-    stop = Stop(max_tokens=800, ignore_eos=True)
+    stop = StopParams(max_tokens=800, ignore_eos=True)
     prompt = array("I", range(20, 40))
     engine.submit(GenerateRequest("r", "tiny", prompt, sampling=GREEDY, stop=stop), GenerateContext("r"), stream)
     deltas = stream.deltas()

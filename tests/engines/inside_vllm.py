@@ -15,7 +15,7 @@ from typing import Any
 
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.engine import GenerateContext
-from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
+from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
 from services.worker.engines.vllm import VllmEngine
 from services.worker.settings import WorkerSettings
 
@@ -58,7 +58,7 @@ async def run(question: dict[str, Any]) -> list[dict[str, Any]]:
                 config.model,
                 array("I", prompt),
                 sampling=SamplingParams(temperature=0.0),
-                stop=Stop(max_tokens=max_tokens, ignore_eos=True),
+                stop=StopParams(max_tokens=max_tokens, ignore_eos=True),
             )
             tokens: list[int] = []
             cached = 0

@@ -9,7 +9,7 @@ from array import array
 from typing import Any
 
 from services.worker.contract.engine import GenerateContext
-from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
+from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
 from services.worker.engines.mock.engine import MockEngine
 from services.worker.settings import WorkerSettings
 
@@ -34,7 +34,7 @@ async def _generated(engine: MockEngine, question: dict[str, Any], prompt: list[
         "tiny",
         array("I", prompt),
         sampling=SamplingParams(temperature=0.0),
-        stop=Stop(max_tokens=question["max_tokens"], ignore_eos=True),
+        stop=StopParams(max_tokens=question["max_tokens"], ignore_eos=True),
         logprobs=question.get("logprobs"),
     )
     deltas = [delta async for delta in engine.generate(request, GenerateContext("offline"))]

@@ -15,7 +15,7 @@ import pytest
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored
 from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.blocks import BlockPool
-from services.worker.engines.mock.scheduler import Scheduler
+from services.worker.engines.mock.scheduler import MockScheduler
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import FixedTiming
@@ -64,7 +64,7 @@ def of_vllm(model: Path, asked: list[tuple[list[int], int]]) -> list[dict[str, A
 def of_mock(asked: list[tuple[list[int], int]], said: list[list[int]]) -> list[dict[str, Any]]:
     """The mock's scheduler, with vLLM's answers put into its mouth."""
     answers = iter(said)
-    scheduler = Scheduler(
+    scheduler = MockScheduler(
         BlockPool(BLOCKS),
         FixedTiming(1.0, 0.0),
         lambda request, limit: Answer(array("I", next(answers)), FinishReason.LENGTH),

@@ -11,7 +11,7 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker, WorkerRank
 from sluice.v1 import router_pb2
@@ -105,7 +105,7 @@ async def test_a_replica_that_slept_while_the_stream_was_trimmed_reads_anew(redi
 
 
 def batch(sequence: int) -> EventBatch:
-    return EventBatch(0, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64([sequence])),))
+    return EventBatch(0, sequence, (BlockOp(CacheOperation.STORED, Tier.DEVICE, pack_u64([sequence])),))
 
 
 async def _hold(router: Any, blocks: int) -> bool:

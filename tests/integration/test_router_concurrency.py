@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from services.common.packing import pack_u64
 from services.router.reservations.cost import CostModel
-from services.router.scheduling.queries import Prompt, Query, Route
+from services.router.scheduling.queries import Prompt, Query, RouteResult
 from services.router.store.redis import RedisStore
 from tests.support.oracles.replication import MODEL, Engine, Replica
 from tests.support.servers.redis_server import RedisServer
@@ -47,7 +47,7 @@ async def test_ten_replicas_book_ten_thousand_requests_at_once(redis: RedisServe
         await engine.attach(replica)
     await until(lambda: all(len(replica.router.registry.workers(MODEL)) == WORKERS for replica in replicas))
 
-    async def book(number: int, ttl_ms: int = 600_000) -> Route:
+    async def book(number: int, ttl_ms: int = 600_000) -> RouteResult:
         return await replicas[number % REPLICAS].router.query(query(number, ttl_ms))
 
     routes = await asyncio.gather(*(book(number) for number in range(CALLS)))

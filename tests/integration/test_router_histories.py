@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from services.router.kv_index.events import Kind, Tier
+from services.router.kv_index.events import CacheOperation, Tier
 from services.router.store.redis import RedisStore
 from tests.support.oracles.replication import MODEL, Content, Engine, Replica, stored_content
 from tests.support.servers.redis_server import RedisServer
@@ -62,7 +62,7 @@ class World:
         engine, replica = self.engines[number % len(self.engines)], self.replicas[more % REPLICAS]
         match name:
             case "in order" | "lost" | "twice" | "late":
-                await self._cache(name, engine, number % engine.ranks, Kind(more), Tier(tier), hashes)
+                await self._cache(name, engine, number % engine.ranks, CacheOperation(more), Tier(tier), hashes)
             case "late comes":
                 while engine.late:
                     await engine.say(engine.late.pop(number % len(engine.late)))
@@ -85,8 +85,10 @@ class World:
             case "pause":
                 await asyncio.sleep(number / 10_000)
 
-    async def _cache(self, delivery: str, engine: Engine, rank: int, kind: Kind, tier: Tier, hashes: list[int]) -> None:
-        batch = engine.happens(rank, kind, tier, [] if kind is Kind.CLEARED else hashes)
+    async def _cache(
+        self, delivery: str, engine: Engine, rank: int, kind: CacheOperation, tier: Tier, hashes: list[int]
+    ) -> None:
+        batch = engine.happens(rank, kind, tier, [] if kind is CacheOperation.CLEARED else hashes)
         if delivery == "late":
             engine.late.append(batch)
         elif delivery != "lost":

@@ -11,7 +11,7 @@ import trustme
 from services.common.net.ports import free_port
 from services.common.packing import pack_u64, unpack_u64
 from services.common.redis.target import Credentials
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.reservations.cost import Load, Offer
 from services.router.reservations.table import ReservationParams
 from services.router.store.base import Lease, StoreUnavailable
@@ -30,7 +30,7 @@ def worker(model: str) -> Worker:
 
 
 def stored(sequence: int, *hashes: int) -> EventBatch:
-    return EventBatch(0, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64(hashes)),))
+    return EventBatch(0, sequence, (BlockOp(CacheOperation.STORED, Tier.DEVICE, pack_u64(hashes)),))
 
 
 async def held(store: RedisStore, model: str) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, Kind, Tier, encode_ops
+from services.router.kv_index.events import BlockOp, CacheOperation, Tier, encode_ops
 from services.router.store import redis as redis_store
 from services.router.store.base import StoredModel
 from services.router.store.redis import RedisStore
@@ -23,8 +23,8 @@ from tests.support.servers.redis_topologies import ask
 from tests.support.servers.routing import Cluster, worker
 
 EPOCH = "1".zfill(20)
-STORED = encode_ops([BlockOp(Kind.STORED, Tier.DEVICE, pack_u64([7, 8]))])
-NEWER_TIER = bytes([Kind.STORED, 9]) + STORED[2:]
+STORED = encode_ops([BlockOp(CacheOperation.STORED, Tier.DEVICE, pack_u64([7, 8]))])
+NEWER_TIER = bytes([CacheOperation.STORED, 9]) + STORED[2:]
 BLOCKS = ("r", "0", "s", "1", "o")
 
 

@@ -22,7 +22,7 @@ from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.worker.contract.engine import GenerateContext, Sink
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
 from services.worker.generation.response_sink import ResponseSink, SinkParams
-from services.worker.generation.text_delta import TextDelta
+from services.worker.generation.text_delta import TextUpdate
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import until
@@ -48,7 +48,7 @@ class ObservedStream(ResponseSink):
         self.delivered += len(token_ids)
         self.token_ids += token_ids
 
-    def deliver_text(self, text: TextDelta) -> None:
+    def deliver_text(self, text: TextUpdate) -> None:
         self.content += "".join(event.text for event in text.events if isinstance(event, Content))
 
     def deliver_terminal(self, delta: Delta) -> None:

@@ -15,7 +15,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Stop
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams
 from services.worker.engines.vllm_grpc import VllmGrpcEngine
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
@@ -37,7 +37,7 @@ async def started(servicer: FakeVllm, folder: Path) -> AsyncIterator[tuple[VllmG
 
 
 def asked(request_id: str = "r", prompt: Sequence[int] = PROMPT, max_tokens: int = 5) -> GenerateRequest:
-    return GenerateRequest(request_id, "tiny", array("I", prompt), stop=Stop(max_tokens=max_tokens))
+    return GenerateRequest(request_id, "tiny", array("I", prompt), stop=StopParams(max_tokens=max_tokens))
 
 
 async def answer(engine: VllmGrpcEngine, request: GenerateRequest) -> list[Delta]:

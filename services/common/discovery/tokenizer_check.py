@@ -89,7 +89,7 @@ _SMALL_FILES = (
 )
 
 
-class Refused(Exception):
+class TokenizerRejected(Exception):
     """Raised with the reason why a tokenizer is rejected, phrased to follow "it was rejected:"."""
 
 
@@ -100,13 +100,13 @@ def look_at(path: Path) -> None:
     for file in tokenizer_files(path):
         if file.suffix == ".json":
             if file.name in _SMALL_FILES and file.stat().st_size > SMALL_BYTES:
-                raise Refused(f"{file.name} is larger than {SMALL_BYTES >> 20} MiB")
+                raise TokenizerRejected(f"{file.name} is larger than {SMALL_BYTES >> 20} MiB")
             try:
                 content = orjson.loads(file.read_bytes())
             except orjson.JSONDecodeError as error:
-                raise Refused(f"{file.name} is not valid JSON") from error
+                raise TokenizerRejected(f"{file.name} is not valid JSON") from error
             if not isinstance(content, dict):
-                raise Refused(f"{file.name} is not a JSON object")
+                raise TokenizerRejected(f"{file.name} is not a JSON object")
             if file.name == "tokenizer.json":
                 look_at_pipeline(content)
             elif "vocab" in content:
@@ -129,7 +129,7 @@ def look_at_pipeline(content: dict[str, Any]) -> None:
         _check_text(model.get(name), MOST_GROWTH, name)
     added = content.get("added_tokens") or []
     if not isinstance(added, list) or len(added) > MOST_ADDED:
-        raise Refused("it has too many added tokens")
+        raise TokenizerRejected("it has too many added tokens")
     for entry in added:
         _check_fields(entry, "an added token")
         _check_id(entry.get("id"))
@@ -139,7 +139,7 @@ def look_at_pipeline(content: dict[str, Any]) -> None:
         for step in _steps(content.get(component), component):
             growth *= _growth(step)
             if growth > MOST_GROWTH:
-                raise Refused("its steps lengthen a text too much")
+                raise TokenizerRejected("its steps lengthen a text too much")
 
 
 def _check_vocabulary(vocabulary: Any) -> None:
@@ -151,9 +151,9 @@ def _check_vocabulary(vocabulary: Any) -> None:
     elif isinstance(vocabulary, list):
         tokens = (entry[0] if isinstance(entry, list) and entry else None for entry in vocabulary)
     else:
-        raise Refused("it has no vocabulary")
+        raise TokenizerRejected("it has no vocabulary")
     if len(vocabulary) > MOST_IDS:
-        raise Refused("its vocabulary is too large")
+        raise TokenizerRejected("its vocabulary is too large")
     for token in tokens:
         _check_text(token, MOST_TOKEN_CHARS, "a token")
 
@@ -161,11 +161,11 @@ def _check_vocabulary(vocabulary: Any) -> None:
 def _check_merges(merges: Any) -> None:
     """Checks that each merge is two strings, or both in one."""
     if not isinstance(merges, list | None):
-        raise Refused("its merges are not a list")
+        raise TokenizerRejected("its merges are not a list")
     for merge in merges or ():
         for text in merge if isinstance(merge, list) and len(merge) == 2 else (merge,):
             if not isinstance(text, str):
-                raise Refused("a merge is not a pair of strings")
+                raise TokenizerRejected("a merge is not a pair of strings")
 
 
 def _check_rest(content: dict[str, Any], *large: str) -> None:
@@ -174,32 +174,32 @@ def _check_rest(content: dict[str, Any], *large: str) -> None:
 
     rest = {name: value for name, value in content.items() if name not in large}
     if len(orjson.dumps(rest)) > SMALL_BYTES:
-        raise Refused("everything but its vocabulary is too large")
+        raise TokenizerRejected("everything but its vocabulary is too large")
 
 
 def _check_fields(entry: Any, subject: str) -> None:
     if len(_object(entry, subject)) > MOST_FIELDS or any(isinstance(value, list | dict) for value in entry.values()):
-        raise Refused(f"{subject} has unexpected fields")
+        raise TokenizerRejected(f"{subject} has unexpected fields")
 
 
 def _check_id(number: Any) -> None:
     if not isinstance(number, int) or not 0 <= number < MOST_IDS:
-        raise Refused(f"an id is not an integer below {MOST_IDS:,}")
+        raise TokenizerRejected(f"an id is not an integer below {MOST_IDS:,}")
 
 
 def _check_text(text: Any, most: int, subject: str) -> None:
     if text is not None and (not isinstance(text, str) or len(text) > most):
-        raise Refused(f"{subject} is not a string of at most {most:,} characters")
+        raise TokenizerRejected(f"{subject} is not a string of at most {most:,} characters")
 
 
 def _check_number(number: Any, most: int, subject: str) -> None:
     if number is not None and (not isinstance(number, int) or not 0 <= number <= most):
-        raise Refused(f"{subject} is not an integer from 0 to {most:,}")
+        raise TokenizerRejected(f"{subject} is not an integer from 0 to {most:,}")
 
 
 def _object(value: Any, subject: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise Refused(f"{subject} is not an object")
+        raise TokenizerRejected(f"{subject} is not an object")
     return value
 
 
@@ -209,12 +209,12 @@ def _steps(component: Any, name: str) -> list[dict[str, Any]]:
 
     def walk(step: Any, depth: int) -> None:
         if depth > MOST_DEPTH or len(collected) > MOST_STEPS:
-            raise Refused(f"its {name} has too many steps")
+            raise TokenizerRejected(f"its {name} has too many steps")
         collected.append(_object(step, f"a step of the {name}"))
         for inner in ("normalizers", "pretokenizers", "decoders", "processors"):
             steps = step.get(inner)
             if steps is not None and not isinstance(steps, list):
-                raise Refused(f"its {name} is not a list of steps")
+                raise TokenizerRejected(f"its {name} is not a list of steps")
             for inner_step in steps or ():
                 walk(inner_step, depth + 1)
 
@@ -232,7 +232,7 @@ def _growth(step: dict[str, Any]) -> int:
         _check_text(step.get(name), MOST_GROWTH, name)
     for name in ("single", "pair", "special_tokens"):
         if len(step.get(name) or ()) > MOST_TEMPLATE_PIECES:
-            raise Refused("its template has too many pieces")
+            raise TokenizerRejected("its template has too many pieces")
     _check_charsmap(step.get("precompiled_charsmap"))
     content = step.get("content")
     _check_text(content, MOST_GROWTH, "a replacement")
@@ -246,10 +246,10 @@ def _check_charsmap(charsmap: Any) -> None:
     try:
         blob = base64.b64decode(charsmap, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
-        raise Refused("its precompiled_charsmap is not valid base64") from error
+        raise TokenizerRejected("its precompiled_charsmap is not valid base64") from error
     texts = blob[4 + int.from_bytes(blob[:4], "little") :]
     if max(map(len, texts.split(b"\0")), default=0) > MOST_MAPPED_BYTES:
-        raise Refused("its precompiled_charsmap lengthens a text too much")
+        raise TokenizerRejected("its precompiled_charsmap lengthens a text too much")
 
 
 def look_at_tekken(content: dict[str, Any]) -> None:
@@ -262,7 +262,7 @@ def look_at_tekken(content: dict[str, Any]) -> None:
     for name in ("vocab", "special_tokens"):
         entries = content.get(name) or []
         if not isinstance(entries, list) or len(entries) > MOST_IDS:
-            raise Refused(f"its {name} is not a list of at most {MOST_IDS:,} entries")
+            raise TokenizerRejected(f"its {name} is not a list of at most {MOST_IDS:,} entries")
         for entry in entries:
             _check_fields(entry, "a token")
             _check_number(entry.get("rank"), MOST_IDS, "a rank")
@@ -285,7 +285,7 @@ def _try_hf(path: Path) -> None:
     for text in _samples():
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) > MOST_GROWTH * len(text) or len(tokenizer.decode(ids)) > MOST_GROWTH * len(text):
-            raise Refused("it lengthens a text too much")
+            raise TokenizerRejected("it lengthens a text too much")
 
 
 def _try_mistral(path: Path) -> None:
@@ -313,7 +313,7 @@ def main(arguments: list[str]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         look_at(Path(arguments[0]))
-    except (Refused, SluiceError) as error:
+    except (TokenizerRejected, SluiceError) as error:
         print(str(error).rstrip("."), flush=True)
     except MemoryError:
         raise

@@ -12,10 +12,10 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection
 from redis.backoff import NoBackoff
 
-from services.common.redis.target import Credentials, Target, Topology
+from services.common.redis.target import Credentials, RedisTarget, Topology
 
 
-def connect(target: Target, timeout_s: float, connections: int) -> Any:
+def connect(target: RedisTarget, timeout_s: float, connections: int) -> Any:
     """Returns a client with redis.asyncio.Redis's methods; sends nothing yet.
 
     Args:
@@ -62,7 +62,7 @@ async def hang_up(client: Any) -> None:
         await client.connection_pool.disconnect(inuse_connections=False)
 
 
-def _address(target: Target) -> dict[str, Any]:
+def _address(target: RedisTarget) -> dict[str, Any]:
     if target.path:
         return {"connection_class": UnixDomainSocketConnection, "path": target.path}
     (host, port), *_ = target.nodes

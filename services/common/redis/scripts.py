@@ -13,7 +13,7 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError
 
 from services.common.redis.connect import connect, hang_up
-from services.common.redis.target import Target
+from services.common.redis.target import RedisTarget
 
 FAILURES = (RedisError, RedisClusterException, OSError)
 """Every failure of Redis, inside `closed_is_lost`; TimeoutError is an OSError."""
@@ -51,7 +51,7 @@ class ScriptRunner:
         timeout_s: for waiting, connecting and the response together, seconds.
     """
 
-    def __init__(self, target: Target, timeout_s: float, connections: int = 8) -> None:
+    def __init__(self, target: RedisTarget, timeout_s: float, connections: int = 8) -> None:
         self._redis = connect(target, timeout_s, connections)
         self._timeout_s = timeout_s
         # With sentinels and in clusters, an exhausted pool raises instead of waiting.

@@ -67,7 +67,7 @@ class RedisLoginSettings(BaseSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RedisTarget:
     """A Redis: one server, the master behind sentinels, or a cluster.
 
     `nodes` are the initial addresses; `path` is a Unix socket instead. `tls` applies to servers and sentinels alike.
@@ -83,7 +83,7 @@ class Target:
     credentials: Credentials = Credentials()
 
 
-def parse(url: str, credentials: Credentials | None = None, setting: str = "redis-url") -> Target:
+def parse(url: str, credentials: Credentials | None = None, setting: str = "redis-url") -> RedisTarget:
     """Parses a URL; raises SluiceError(INVALID_ARGUMENT), which names the setting and reveals no password."""
     try:
         parts = urlsplit(url)
@@ -95,14 +95,14 @@ def parse(url: str, credentials: Credentials | None = None, setting: str = "redi
         username, _, password = users.partition(":")
         login = _login(credentials or Credentials(), unquote(password), parts)
         if scheme == "unix":
-            return Target(topology, path=parts.path, username=unquote(username), credentials=login)
+            return RedisTarget(topology, path=parts.path, username=unquote(username), credentials=login)
         service, db = _path(parts.path, topology)
         nodes = _nodes(hosts, _SENTINEL_PORT if topology is Topology.SENTINEL else _PORT)
         if topology is Topology.STANDALONE and len(nodes) > 1:
             raise ValueError("several hosts need redis+sentinel or redis+cluster")
     except ValueError as error:
         raise _invalid_url(error, setting) from error
-    return Target(topology, nodes, "", service, db, scheme == "rediss", unquote(username), login)
+    return RedisTarget(topology, nodes, "", service, db, scheme == "rediss", unquote(username), login)
 
 
 def _login(given: Credentials, password: str, parts: SplitResult) -> Credentials:

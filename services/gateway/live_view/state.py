@@ -13,7 +13,7 @@ import orjson
 from services.gateway.live_view.rates import RateMeter, Rates
 from services.gateway.live_view.request_history import RequestHistory
 from services.gateway.live_view.routing_explanations import Explanation, RoutingExplanations
-from services.gateway.live_view.worker_table import Row, WorkerTable
+from services.gateway.live_view.worker_table import WorkerRow, WorkerTable
 
 MAX_REQUESTS = 40
 DEGRADED_WINDOW_S = 60
@@ -34,7 +34,7 @@ class Node:
     troubled: int = 0
 
 
-class State:
+class ViewState:
     """Collects and encodes the state and its changes."""
 
     def __init__(
@@ -52,7 +52,7 @@ class State:
         self._version = version
         self._number = 0
         self._nodes: dict[str, Node] = {}
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, WorkerRow] = {}
         self._explained: Explanation | None = None
         self._degraded: deque[Counter[str]] = deque(maxlen=DEGRADED_WINDOW_S)
         self._degraded_totals: dict[str, int] = {}

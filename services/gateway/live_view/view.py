@@ -15,7 +15,7 @@ from services.gateway.live_view.feed import Feed
 from services.gateway.live_view.rates import RateMeter
 from services.gateway.live_view.request_history import Finished, RequestHistory
 from services.gateway.live_view.routing_explanations import RoutingExplanations
-from services.gateway.live_view.state import Node, State
+from services.gateway.live_view.state import Node, ViewState
 from services.gateway.live_view.worker_table import LinkState, WorkerTable
 from services.gateway.streams.manager import StreamManager
 from services.gateway.workers.connections import ConnectionManager
@@ -45,7 +45,7 @@ class LiveViewRecords:
         self.worker_table = WorkerTable(self.request_history)
         self.feed = Feed(max_viewers, lambda: self.state.whole_event())
         self.explanations = RoutingExplanations(lambda: self.feed.viewers > 0)
-        self.state = State(self.request_history, RateMeter(), self.worker_table, self.explanations, __version__)
+        self.state = ViewState(self.request_history, RateMeter(), self.worker_table, self.explanations, __version__)
 
 
 class LiveView:

@@ -34,7 +34,7 @@ class LinkState:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class WorkerRow:
     """A row of the table.
 
     Attributes:
@@ -67,16 +67,16 @@ class WorkerTable:
     def __init__(self, request_history: RequestHistory, clock: Callable[[], float] = monotonic) -> None:
         self._request_history = request_history
         self._clock = clock
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, WorkerRow] = {}
         self._removed: dict[str, float] = {}
         self._totals: dict[str, tuple[int, int]] = {}
 
     @property
-    def rows(self) -> Mapping[str, Row]:
+    def rows(self) -> Mapping[str, WorkerRow]:
         """All rows by worker id."""
         return self._rows
 
-    def shown(self) -> dict[str, Row]:
+    def shown(self) -> dict[str, WorkerRow]:
         """Returns the rows that fit on the page: unhealthy ones first, then by id."""
         if len(self._rows) <= MAX_ROWS:
             return dict(self._rows)
@@ -129,8 +129,8 @@ def _row(
     state: WorkerState | None,
     hit_rate: float | None,
     rates: tuple[float, float],
-) -> Row:
-    row = Row(
+) -> WorkerRow:
+    row = WorkerRow(
         id=worker_id,
         health=_health(link, state),
         model=link.model if link else "",
@@ -166,6 +166,6 @@ def _health(link: LinkState | None, state: WorkerState | None) -> str:
     return "ok" if link.healthy else "troubled"
 
 
-def _removed_row(row: Row) -> Row:
+def _removed_row(row: WorkerRow) -> WorkerRow:
     health = "left" if row.health in ("draining", "left") else "gone"
-    return Row(row.id, health, row.role, row.model, row.engine, row.address, hit_rate=row.hit_rate)
+    return WorkerRow(row.id, health, row.role, row.model, row.engine, row.address, hit_rate=row.hit_rate)

@@ -42,7 +42,7 @@ from services.gateway.streams.interfaces import (
     TextLink,
 )
 from services.gateway.streams.postprocess_pool import PostprocessPool
-from services.gateway.streams.stream import EngineEnd, GenerationStream, Pair
+from services.gateway.streams.stream import EngineEnd, GenerationStream, WorkerPair
 from services.gateway.streams.token_forwarder import TokenForwarder
 
 log = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class StreamManager:
         if prefill is None:
             self._start(stream, worker, route.rank, name, stream.resumed, None)
             return
-        stream.pair = Pair(worker, route.rank, name, stream.resumed)
+        stream.pair = WorkerPair(worker, route.rank, name, stream.resumed)
         self._start(stream, prefill, route.prefill_rank, name, stream.resumed, DisaggregationPart(Role.PREFILL))
 
     def start_on_worker(

@@ -39,7 +39,7 @@ class EngineEnd(NamedTuple):
     stop_token_id: int | None = None
 
 
-class Pair(NamedTuple):
+class WorkerPair(NamedTuple):
     """The decode worker that continues a stream after its prefill worker.
 
     Attributes:
@@ -117,7 +117,7 @@ class GenerationStream:
     logprob_positions: int = 0
     prompt_positions: int = 0
     prompt_ids: array[int] | None = field(init=False)
-    pair: Pair | None = None
+    pair: WorkerPair | None = None
     handed_over: bool = False
     text_sent: int = 0
     sent: Sent = field(default_factory=Sent)

@@ -66,7 +66,7 @@ def own_class(name: str) -> type[Parser]:
     return found
 
 
-class Registry:
+class ParserRegistry:
     """The parsers available in this process.
 
     Args:

@@ -16,7 +16,7 @@ from services.postprocess.parsers.events import Content, Degraded, Event, merge
 from services.postprocess.parsers.isolated.engine_host import EngineHost, pair_of
 from services.postprocess.parsers.isolated.host import ParserHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.parsers.registry import Registry, build, markers_of
+from services.postprocess.parsers.registry import ParserRegistry, build, markers_of
 from services.postprocess.parsers.watchdog import WATCH
 from services.postprocess.streams.parsed import ParsedStream
 from services.postprocess.streams.parser_selection import ParserSelection, plan_of
@@ -70,7 +70,7 @@ class StreamFactory:
         self._limits = limits
         self._time_s = own.time_s
         engines = {**own.engines, **own.later}
-        self._registry = Registry(own.names, engines)
+        self._registry = ParserRegistry(own.names, engines)
         self._engines = {
             engine: EngineHost(engine, python, own.time_s, own.memory_mb, on_death)
             for engine, python in engines.items()

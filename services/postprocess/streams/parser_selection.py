@@ -13,7 +13,7 @@ from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls import NOT_CHOSEN
 from services.postprocess.parsers.engines import engine_of
-from services.postprocess.parsers.registry import AUTO, NONE, Registry
+from services.postprocess.parsers.registry import AUTO, NONE, ParserRegistry
 
 NO_PARSER = "tool_parser_unknown"
 
@@ -37,7 +37,7 @@ _PLAIN = ParserSelection(ParserNames(), ParserContext())
 
 
 def plan_of(
-    options: StreamOptions, vocabulary: Vocabulary, registry: Registry, limits: Limits, identity: str
+    options: StreamOptions, vocabulary: Vocabulary, registry: ParserRegistry, limits: Limits, identity: str
 ) -> ParserSelection:
     """Returns the parsers selected by stream options.
 

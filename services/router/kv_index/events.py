@@ -23,7 +23,7 @@ class Tier(IntEnum):
     DISK = 2
 
 
-class Kind(IntEnum):
+class CacheOperation(IntEnum):
     """Kind of a cache operation."""
 
     STORED = 0
@@ -34,7 +34,7 @@ class Kind(IntEnum):
 class BlockOp(NamedTuple):
     """One operation on a rank's cache. `hashes` is packed u64; CLEARED has no hashes and empties every tier."""
 
-    kind: Kind
+    kind: CacheOperation
     tier: Tier
     hashes: bytes
 
@@ -64,7 +64,7 @@ class Snapshot:
     @property
     def ops(self) -> tuple[BlockOp, ...]:
         """STORED operations that produce this content in an empty cache."""
-        return tuple(BlockOp(Kind.STORED, tier, self.tiers[tier]) for tier in Tier if self.tiers[tier])
+        return tuple(BlockOp(CacheOperation.STORED, tier, self.tiers[tier]) for tier in Tier if self.tiers[tier])
 
 
 def encode_ops(ops: Iterable[BlockOp]) -> bytes:
@@ -90,7 +90,7 @@ def _decoded(blob: bytes) -> Iterator[BlockOp]:
         kind, tier, count = _HEADER.unpack_from(blob, at)
         start = at + _HEADER.size
         at = start + count * HASH_BYTES
-        yield BlockOp(Kind(kind), Tier(tier), blob[start:at])
+        yield BlockOp(CacheOperation(kind), Tier(tier), blob[start:at])
 
 
 @dataclass(frozen=True, slots=True)

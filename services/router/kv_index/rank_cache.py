@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from services.common.packing import pack_u64, unpack_u64
-from services.router.kv_index.events import HASH_BYTES, EventBatch, Kind, Snapshot
+from services.router.kv_index.events import HASH_BYTES, CacheOperation, EventBatch, Snapshot
 from services.router.kv_index.tier import RankTierBlocks
 
 
@@ -56,9 +56,9 @@ class RankCache:
             return outcome
         for kind, tier, hashes in batch.ops:
             tier_blocks = self.tiers[tier]
-            if kind is Kind.CLEARED:
+            if kind is CacheOperation.CLEARED:
                 self.clear()
-            elif kind is Kind.STORED:
+            elif kind is CacheOperation.STORED:
                 tier_blocks.store(unpack_u64(hashes))
                 if tier_blocks.count > self.capacity:
                     return ApplyResult.OVERFLOW

@@ -9,7 +9,7 @@ from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import scoped
 from services.router.scheduling.decisions import Decision, Outcome
-from services.router.scheduling.queries import Prompt, Query, Route, RoutedPrompt
+from services.router.scheduling.queries import Prompt, Query, RoutedPrompt, RouteResult
 from services.router.workers.worker import WorkerRank
 from sluice.v1 import router_pb2
 
@@ -89,7 +89,7 @@ def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
     )
 
 
-def response_of(route: Route) -> router_pb2.RouteQueryResponse:
+def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
     """Returns the response to a query."""
     prefill, prompt = route.prefill_worker, route.prompt or NO_PROMPT
     return router_pb2.RouteQueryResponse(
@@ -159,7 +159,7 @@ def decision_of(decision: Decision) -> router_pb2.Decision:
     )
 
 
-def headers_of(route: Route) -> dict[str, str]:
+def headers_of(route: RouteResult) -> dict[str, str]:
     """Returns the headers that these schedulers set for a route; those of a prefill worker only if it has one."""
     worker, rank = route.worker, str(route.rank)
     headers = {

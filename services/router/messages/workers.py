@@ -15,8 +15,8 @@ from services.common.errors import check_name, invalid, quoted
 from services.common.hashing import HASH_SCHEME
 from services.common.packing import pack_u64
 from services.common.security.identity import ANONYMOUS, Caller
-from services.router.kv_index.events import HASH_BYTES, BlockOp, EventBatch, Kind, Tier
-from services.router.registration.stream_messages import Leaving, Replies, Report, SnapshotChunk, WorkerMessage
+from services.router.kv_index.events import HASH_BYTES, BlockOp, CacheOperation, EventBatch, Tier
+from services.router.registration.stream_messages import Leaving, LoadReport, Replies, SnapshotChunk, WorkerMessage
 from services.router.reservations.cost import Load
 from services.router.sync.load_reconciler import Reported
 from services.router.sync.model_state import ModelState
@@ -179,7 +179,7 @@ def message_of(message: router_pb2.AttachRequest, worker: Worker) -> WorkerMessa
             raise invalid(
                 "The heartbeat has more loads than the worker has ranks; send one per rank.", param="heartbeat.loads"
             )
-        return Report(message.heartbeat.SerializeToString())
+        return LoadReport(message.heartbeat.SerializeToString())
     if which == "snapshot":
         chunk = message.snapshot
         return SnapshotChunk(
@@ -197,11 +197,11 @@ def message_of(message: router_pb2.AttachRequest, worker: Worker) -> WorkerMessa
 def _op(event: router_pb2.KvEvent) -> BlockOp:
     which = event.WhichOneof("event")
     if which == "stored":
-        return BlockOp(Kind.STORED, _tier(event.stored.tier), _whole(event.stored.block_hashes))
+        return BlockOp(CacheOperation.STORED, _tier(event.stored.tier), _whole(event.stored.block_hashes))
     if which == "removed":
-        return BlockOp(Kind.REMOVED, _tier(event.removed.tier), _whole(event.removed.block_hashes))
+        return BlockOp(CacheOperation.REMOVED, _tier(event.removed.tier), _whole(event.removed.block_hashes))
     if which == "cleared":
-        return BlockOp(Kind.CLEARED, Tier.DEVICE, b"")
+        return BlockOp(CacheOperation.CLEARED, Tier.DEVICE, b"")
     raise invalid("KV event of unknown kind; send stored, removed or cleared.", param="events")
 
 

@@ -23,8 +23,8 @@ from services.router.kv_index.rank_cache import ApplyResult
 from services.router.registration.stream_messages import (
     FloodGuard,
     Leaving,
+    LoadReport,
     Replies,
-    Report,
     SnapshotChunk,
     WorkerMessage,
 )
@@ -134,14 +134,14 @@ class WorkerStream:
         replies = Replies()
         self._request_unstored(replies)
         batches: list[EventBatch] = []
-        report: Report | None = None
+        report: LoadReport | None = None
         for message in messages:
             if isinstance(message, EventBatch):
                 batches.append(message)
                 continue
             await self._apply(batches, replies)
             batches = []
-            if isinstance(message, Report):
+            if isinstance(message, LoadReport):
                 report = message
             elif isinstance(message, SnapshotChunk):
                 await self._assemble(message, replies)
@@ -226,7 +226,7 @@ class WorkerStream:
         if owned and not pending.superseded:
             self._view.apply(WorkerDraining(self.worker.worker_id, self.worker.epoch))
 
-    async def _renew(self, report: Report | None, now: bool = False) -> None:
+    async def _renew(self, report: LoadReport | None, now: bool = False) -> None:
         if report is not None:
             self._view.reports[self.worker.worker_id] = report.document
         due = self._renewed_at + self._lease_ms / 1000 / HEARTBEATS_PER_LEASE

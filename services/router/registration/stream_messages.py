@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     """Load report of the worker, as the transport encodes it."""
 
     document: bytes
@@ -46,7 +46,7 @@ class Leaving:
     reason: str
 
 
-WorkerMessage: TypeAlias = Report | EventBatch | SnapshotChunk | Leaving
+WorkerMessage: TypeAlias = LoadReport | EventBatch | SnapshotChunk | Leaving
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ class ReservationParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ReservedRank:
     """The chosen rank. `expires_unix_ms` is 0 without a reservation; `repeated`: the request was reserved before."""
 
     slot: WorkerRank
@@ -121,7 +121,7 @@ class ReservationTable:
         """Loads of the ranks that have reservations."""
         return {slot: self.load(slot) for slot in self._requests}
 
-    def select(self, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
+    def select(self, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
         """Chooses one of the offers (at least one) and reserves it, in one step.
 
         A request that has a reservation receives the same one, unless `terms.allowed` excludes its worker.
@@ -133,7 +133,7 @@ class ReservationTable:
         earlier = self._reservations.get(terms.request_id) if terms.request_id else None
         if earlier is not None:
             if terms.allowed is None or earlier.slot.worker_id in terms.allowed:
-                return Choice(earlier.slot, earlier.expires_unix_ms, repeated=True)
+                return ReservedRank(earlier.slot, earlier.expires_unix_ms, repeated=True)
             self._forget(earlier)
         offers = [offer for offer in offers if not offer.busy(self.load(offer.slot))]
         if not offers:
@@ -141,7 +141,7 @@ class ReservationTable:
         costs = [offer.cost(self.load(offer.slot), terms.prefill_load_scale) for offer in offers]
         offer = offers[choose(costs, [offer.held for offer in offers], terms.temperature, self._random)]
         if not terms.request_id:
-            return Choice(offer.slot)
+            return ReservedRank(offer.slot)
         expires = self._now_ms() + terms.ttl_ms
         self.put(
             Reservation(
@@ -154,7 +154,7 @@ class ReservationTable:
                 terms.owner,
             )
         )
-        return Choice(offer.slot, expires)
+        return ReservedRank(offer.slot, expires)
 
     def put(self, reservation: Reservation) -> None:
         """Adds a reservation."""

@@ -25,7 +25,7 @@ SOONEST_MS, LATEST_MS, UNKNOWN_MS = 100, 30_000, 1_000
 T = TypeVar("T")
 
 
-class Attempt(Protocol[T]):  # type: ignore[misc]
+class SchedulingAttempt(Protocol[T]):  # type: ignore[misc]
     """Tries to place a request; raises AllBusy if no worker accepts it.
 
     With `place` False, it succeeds only for a request that was placed before.
@@ -69,7 +69,7 @@ class _Waiter(Generic[T]):
     number: int
     scope: Hashable = field(compare=False)
     may_wait: bool = field(compare=False)
-    attempt: Attempt[T] = field(compare=False)
+    attempt: SchedulingAttempt[T] = field(compare=False)
     result: asyncio.Future[T] = field(compare=False)
 
 
@@ -107,7 +107,7 @@ class AdmissionQueues(Generic[T]):
             queue.changed.set()
 
     async def admit(
-        self, model: str, attempt: Attempt[T], priority: int = 0, max_wait_ms: int = 0, scope: Hashable = None
+        self, model: str, attempt: SchedulingAttempt[T], priority: int = 0, max_wait_ms: int = 0, scope: Hashable = None
     ) -> tuple[T, int]:
         """Places a request, immediately or after waiting in the queue.
 
@@ -131,7 +131,7 @@ class AdmissionQueues(Generic[T]):
         return await self._wait(model, attempt, priority, min(max_wait_ms, LONGEST_WAIT_MS), scope)
 
     async def _wait(
-        self, model: str, attempt: Attempt[T], priority: int, max_wait_ms: int, scope: Hashable
+        self, model: str, attempt: SchedulingAttempt[T], priority: int, max_wait_ms: int, scope: Hashable
     ) -> tuple[T, int]:
         started = time.monotonic()
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()

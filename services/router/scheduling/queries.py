@@ -86,7 +86,7 @@ class RoutedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RouteResult:
     """Result of a query. `reservation_id` is empty and `expires_unix_ms` 0 without a reservation.
 
     Attributes:

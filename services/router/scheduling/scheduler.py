@@ -12,7 +12,7 @@ from services.router.reservations.table import AllBusy
 from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWorkers
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
 from services.router.scheduling.prompts import in_blocks, routed
-from services.router.scheduling.queries import Query, Route, Score
+from services.router.scheduling.queries import Query, RouteResult, Score
 from services.router.scheduling.selection import Part, SchedulingRequest, Selection, Selector
 from services.router.store.base import Store
 from services.router.store.session_affinity import SessionAffinity
@@ -48,7 +48,9 @@ class Scheduler:
         self._policy = policy
         self._single_flight = PrefixSingleFlight()
 
-    async def decide(self, query: Query, view: ModelState, workers: Sequence[Worker], place: bool = True) -> Route:
+    async def decide(
+        self, query: Query, view: ModelState, workers: Sequence[Worker], place: bool = True
+    ) -> RouteResult:
         """Chooses workers, and reserves load there if the query has a request id.
 
         Args:
@@ -100,13 +102,15 @@ class Scheduler:
                 raise
             return await self._selector.select(request, Part.STANDALONE, eligible.standalone), None, PAIR_BUSY
 
-    def _route(self, request: SchedulingRequest, decode: Selection, prefill: Selection | None, skipped: str) -> Route:
+    def _route(
+        self, request: SchedulingRequest, decode: Selection, prefill: Selection | None, skipped: str
+    ) -> RouteResult:
         query, blocks = request.query, request.blocks
         runs_prompt = prefill or decode
         policy = query.policy or self._policy
         blind = BLIND if blocks.blind and policy == "kv" else ""
         booked = bool(decode.choice.expires_unix_ms)
-        return Route(
+        return RouteResult(
             decode.worker,
             decode.slot.rank,
             runs_prompt.overlap,

@@ -13,7 +13,7 @@ from services.common.errors import unavailable
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.reservations.ids import prefill_id
-from services.router.reservations.table import AllBusy, Choice, Owner, ReservationParams
+from services.router.reservations.table import AllBusy, Owner, ReservationParams, ReservedRank
 from services.router.scheduling.policies import (
     Candidate,
     Demand,
@@ -73,7 +73,7 @@ class Selection:
     """The chosen rank; `best_blocks` is the largest overlap of any candidate."""
 
     worker: Worker
-    choice: Choice
+    choice: ReservedRank
     overlap: Overlap
     best_blocks: int
     degraded: str
@@ -152,7 +152,7 @@ class Selector:
         best = max(each.blocks for each in overlaps)
         return Selection(worker, choice, overlap, best, degraded, offers)
 
-    async def place(self, request: SchedulingRequest, slot: WorkerRank, role: Role) -> Choice:
+    async def place(self, request: SchedulingRequest, slot: WorkerRank, role: Role) -> ReservedRank:
         """Reserves load on a rank chosen by the caller, busy or not, for the part that its role runs."""
         part = {Role.PREFILL: Part.PREFILL, Role.DECODE: Part.DECODE}.get(role, Part.STANDALONE)
         offers = _of_part(direct(_candidates(request, [slot]), request.demand, request.query.cost), part)
@@ -183,7 +183,7 @@ class Selector:
         slots: Sequence[WorkerRank],
         offers: list[Offer],
         limits: Mapping[WorkerRank, Limits],
-    ) -> tuple[Choice, str]:
+    ) -> tuple[ReservedRank, str]:
         terms = self._terms(request, part)
         for some in self._rounds(request, part, slots, offers, limits):
             try:

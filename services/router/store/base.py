@@ -20,7 +20,7 @@ from services.router.kv_index.events import Change, EventBatch, Snapshot
 from services.router.kv_index.index import BlockIndex
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Load, Offer
-from services.router.reservations.table import Choice, Reservation, ReservationParams
+from services.router.reservations.table import Reservation, ReservationParams, ReservedRank
 from services.router.workers.claims import Claim, Hold
 from services.router.workers.worker import Worker, WorkerRank
 
@@ -178,7 +178,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
         """Chooses the cheapest of at least one offer by the reservations of all replicas, and reserves it, in one step.
 
         Raises:

@@ -24,7 +24,7 @@ from services.router.kv_index.events import (
 from services.router.kv_index.index import BlockIndex
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Offer
-from services.router.reservations.table import Choice, Reservation, ReservationParams, ReservationTable
+from services.router.reservations.table import Reservation, ReservationParams, ReservationTable, ReservedRank
 from services.router.store.base import KNOWN_FOR_S, Applied, FellBehind, Lease, Position, Pulse, Store, StoredModel
 from services.router.store.session_affinity import LocalSessionAffinity
 from services.router.workers.claims import Claim, Claims, Hold
@@ -63,7 +63,7 @@ class _Model:
         self.records: dict[str, _Record] = {}
         self.index = BlockIndex()
         self.book = ReservationTable(now_ms, random)
-        self.feed = Feed(feed_limit)
+        self.feed = StoreFeed(feed_limit)
         self.registered_ms = 0
         self.pins = LocalSessionAffinity(now_ms)
 
@@ -213,7 +213,7 @@ class MemoryStore(Store):
     def follow(self, model: str, position: Position) -> AsyncIterator[list[Change]]:
         return self._model(model).feed.follow(position)
 
-    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
         return self._model(model).book.select(offers, terms)
 
     async def book(self, model: str, reservation: Reservation) -> None:
@@ -260,7 +260,7 @@ class MemoryStore(Store):
         return self._model(model).book.drop_owners()
 
 
-class Feed:
+class StoreFeed:
     """Numbered changes, at most the latest `limit`."""
 
     def __init__(self, limit: int) -> None:

@@ -31,7 +31,7 @@ from services.router.kv_index.events import (
 )
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import MILLI, Limits, Load, Offer
-from services.router.reservations.table import AllBusy, Choice, Owner, Reservation, ReservationParams
+from services.router.reservations.table import AllBusy, Owner, Reservation, ReservationParams, ReservedRank
 from services.router.store.base import (
     KNOWN_FOR_S,
     Applied,
@@ -241,7 +241,7 @@ class RedisStore(Store):
                     changes.append(change)
             yield changes
 
-    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
         args: list[str | bytes | int | float] = [
             terms.request_id,
             terms.ttl_ms,
@@ -265,7 +265,7 @@ class RedisStore(Store):
         field, expires, repeated = await self._client.run("select", self._tag(model), *args)
         if not field:
             raise AllBusy
-        return Choice(WorkerRank.of_field(field.decode()), expires, bool(repeated))
+        return ReservedRank(WorkerRank.of_field(field.decode()), expires, bool(repeated))
 
     async def book(self, model: str, reservation: Reservation) -> None:
         slot = reservation.slot

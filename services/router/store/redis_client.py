@@ -14,7 +14,7 @@ from redis.exceptions import NoScriptError, ReadOnlyError
 
 from services.common.redis.connect import connect, hang_up
 from services.common.redis.scripts import FAILURES, closed_is_lost
-from services.common.redis.target import Target
+from services.common.redis.target import RedisTarget
 from services.common.tasks import TaskOwner
 from services.router.store.base import StoreUnavailable
 from services.router.store.scripts import Script, all_scripts
@@ -70,7 +70,7 @@ class RedisClient:
         lanes: concurrent round trips, each on a separate connection.
     """
 
-    def __init__(self, target: Target, timeout_s: float, lanes: int = 2) -> None:
+    def __init__(self, target: RedisTarget, timeout_s: float, lanes: int = 2) -> None:
         self.redis = connect(target, timeout_s, lanes)
         self._timeout_s = timeout_s
         self._lanes = lanes

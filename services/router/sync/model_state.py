@@ -11,8 +11,8 @@ from functools import partial
 from services.router.kv_index.events import (
     BlocksChanged,
     BlocksReplaced,
+    CacheOperation,
     Change,
-    Kind,
     Snapshot,
     WorkerDown,
     WorkerDraining,
@@ -212,7 +212,7 @@ class ModelState:
 
     def _update_predictions(self, change: BlocksChanged | BlocksReplaced) -> None:
         slot = change.slot
-        if isinstance(change, BlocksChanged) and any(op.kind is Kind.CLEARED for op in change.batch.ops):
+        if isinstance(change, BlocksChanged) and any(op.kind is CacheOperation.CLEARED for op in change.batch.ops):
             self.predictions.drop_rank(slot)
         else:
             self.predictions.drop_confirmed(slot, partial(self.index.holds, slot))

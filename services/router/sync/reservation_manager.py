@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, TypeAlias
 
 from services.router.reservations.cost import NO_LOAD, Load, Offer
-from services.router.reservations.table import AllBusy, Choice, ReservationParams, ReservationTable
+from services.router.reservations.table import AllBusy, ReservationParams, ReservationTable, ReservedRank
 from services.router.store.base import Store, StoreUnavailable
 from services.router.store.memory import unix_ms
 from services.router.store.store_health import StoreHealth
@@ -46,7 +46,7 @@ class ReservationManager:
 
     async def select(
         self, model: str, offers: Sequence[Offer], terms: ReservationParams, last_loads: Mapping[WorkerRank, Load]
-    ) -> tuple[Choice, str]:
+    ) -> tuple[ReservedRank, str]:
         """Chooses an offer and reserves it.
 
         Args:

@@ -12,7 +12,7 @@ from services.worker.contract.engine import Sink
 from services.worker.contract.generation import Delta, FinishReason, PositionLogprobs, Usage
 
 if TYPE_CHECKING:
-    from services.worker.generation.text_delta import TextDelta
+    from services.worker.generation.text_delta import TextUpdate
 
 
 class DeltaStream(Sink):
@@ -29,7 +29,7 @@ class DeltaStream(Sink):
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: Sequence[PositionLogprobs] = ()
         self._cached_tokens: int | None = None
-        self._text: TextDelta | None = None
+        self._text: TextUpdate | None = None
         self.prompt_token_ids: Sequence[int] = ()
         self._terminal: Delta | None = None
         self._ready = asyncio.Event()
@@ -54,7 +54,7 @@ class DeltaStream(Sink):
     ) -> None:
         self.end(Delta(finish_reason=reason, usage=usage, stop_token_id=stop_token_id, error=error, handoff=handoff))
 
-    def push_text(self, text: TextDelta) -> None:
+    def push_text(self, text: TextUpdate) -> None:
         """Adds text produced from the tokens."""
         if self._text is None:
             self._text = text

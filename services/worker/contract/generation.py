@@ -15,7 +15,7 @@ from services.common.types import TokenLogprob as TokenLogprob
 
 if TYPE_CHECKING:
     from services.postprocess.detokenize.stream import StreamOptions
-    from services.worker.generation.text_delta import TextDelta
+    from services.worker.generation.text_delta import TextUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopParams:
     """Stop conditions of a generation.
 
     `stop_token_ids` include the model's end-of-sequence ids; `ignore_eos` disables those listed in `eos_token_ids`.
@@ -97,7 +97,7 @@ class GenerateRequest:
     messages_json: bytes | None = None
     embeds: PromptEmbeds | None = None
     sampling: SamplingParams = SamplingParams()
-    stop: Stop = Stop()
+    stop: StopParams = StopParams()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     guided: StructuredOutput | None = None
@@ -136,4 +136,4 @@ class Delta:
     prompt_logprobs: Sequence[PositionLogprobs] = ()
     handoff: bytes = b""
     prompt_token_ids: Sequence[int] = ()  # on the first delta, if the worker built the prompt
-    text: TextDelta | None = None
+    text: TextUpdate | None = None

@@ -16,7 +16,7 @@ from services.worker.contract.generation import Delta, FinishReason, PositionLog
 from services.worker.generation.tracing import GenerationSpan
 
 if TYPE_CHECKING:
-    from services.worker.generation.text_delta import TextDelta
+    from services.worker.generation.text_delta import TextUpdate
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ class ResponseSink(Sink):
         """Delivers what accompanies the first tokens."""
 
     @abstractmethod
-    def deliver_text(self, text: TextDelta) -> None:
+    def deliver_text(self, text: TextUpdate) -> None:
         """Delivers text produced from the tokens; never after the terminal delta."""
 
     @abstractmethod
@@ -206,7 +206,7 @@ class StreamResponseSink(ResponseSink):
             self.delivered += len(token_ids)
             self._stream.push(token_ids, logprobs)
 
-    def deliver_text(self, text: TextDelta) -> None:
+    def deliver_text(self, text: TextUpdate) -> None:
         self._stream.push_text(text)
 
     def deliver_terminal(self, delta: Delta) -> None:

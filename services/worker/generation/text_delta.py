@@ -11,7 +11,7 @@ from services.postprocess.streams.output_batch import Batch
 
 
 @dataclass(slots=True)
-class TextDelta:
+class TextUpdate:
     """A part of one request's text.
 
     Attributes:
@@ -24,7 +24,7 @@ class TextDelta:
     tokens: TokenTexts | None = None
     finish: Finish | None = None
 
-    def add(self, later: TextDelta) -> None:
+    def add(self, later: TextUpdate) -> None:
         """Appends the following part."""
         self.events += later.events
         self.finish = later.finish or self.finish
@@ -36,19 +36,19 @@ class TextDelta:
             self.tokens.offsets.extend(later.tokens.offsets)
 
 
-def by_slot(batch: Batch | None) -> dict[int, TextDelta]:
+def by_slot(batch: Batch | None) -> dict[int, TextUpdate]:
     """Groups the output of a postprocess session by slot; empty for None."""
-    deltas: dict[int, TextDelta] = {}
+    deltas: dict[int, TextUpdate] = {}
     if batch is None:
         return deltas
     end = 0
     for slot, length in zip(batch.slots, batch.text_lengths, strict=True):
         start, end = end, end + length
-        deltas[slot] = TextDelta([Content(batch.text[start:end])])
+        deltas[slot] = TextUpdate([Content(batch.text[start:end])])
     for slot, events in batch.events:
-        deltas.setdefault(slot, TextDelta()).events += events
+        deltas.setdefault(slot, TextUpdate()).events += events
     for slot, tokens in batch.tokens:
-        deltas.setdefault(slot, TextDelta()).add(TextDelta(tokens=tokens))
+        deltas.setdefault(slot, TextUpdate()).add(TextUpdate(tokens=tokens))
     for slot, finish in batch.finishes:
-        deltas.setdefault(slot, TextDelta()).finish = finish
+        deltas.setdefault(slot, TextUpdate()).finish = finish
     return deltas

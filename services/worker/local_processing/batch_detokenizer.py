@@ -14,7 +14,7 @@ from services.postprocess.detokenize.stream import FinishReason as TextReason
 from services.postprocess.streams.session import PostSession
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs
 from services.worker.generation.response_sink import ResponseSink, SinkParams
-from services.worker.generation.text_delta import TextDelta, by_slot
+from services.worker.generation.text_delta import TextUpdate, by_slot
 from services.worker.local_processing.pending_parses import PendingParses
 from services.worker.local_processing.text_sink import TextSink
 from services.worker.local_processing.token_batch import StepTokens
@@ -146,14 +146,14 @@ class BatchDetokenizer:
             self._fail_all()
             return
         for sink, finish in early:
-            texts.setdefault(sink.slot, TextDelta()).finish = finish
+            texts.setdefault(sink.slot, TextUpdate()).finish = finish
         if self._pending:
             unparsed, step = step.partition(self._pending.is_busy)
             self._pending.add_tokens(unparsed)
         self._deliver_tokens(step, texts)
         self._deliver_texts(texts)
 
-    def _deliver_texts(self, texts: Mapping[int, TextDelta]) -> None:
+    def _deliver_texts(self, texts: Mapping[int, TextUpdate]) -> None:
         for slot, text in texts.items():
             if (sink := self._sinks.get(slot)) is not None:
                 sink.target.deliver_text(text)
@@ -168,7 +168,7 @@ class BatchDetokenizer:
             self._deliver_tokens(tokens, {slot: text})
             self._deliver_texts({slot: text})
 
-    def _detokenize(self, step: StepTokens, ended: Iterable[TextSink]) -> dict[int, TextDelta]:
+    def _detokenize(self, step: StepTokens, ended: Iterable[TextSink]) -> dict[int, TextUpdate]:
         if step.rows:
             self._session.feed(array("I", [sink.slot for sink, _ in step.rows]), step.counts, step.token_ids)
         for sink in ended:
@@ -177,7 +177,7 @@ class BatchDetokenizer:
                 self._session.end(sink.slot, TextReason(terminal.finish_reason), terminal.stop_token_id)
         return by_slot(self._session.drain())
 
-    def _deliver_tokens(self, step: StepTokens, texts: Mapping[int, TextDelta]) -> None:
+    def _deliver_tokens(self, step: StepTokens, texts: Mapping[int, TextUpdate]) -> None:
         """Delivers tokens up to the end of their text."""
         end, token_ids = 0, step.token_ids
         for (sink, logprobs), count in zip(step.rows, step.counts, strict=True):

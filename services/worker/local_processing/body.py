@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class ChatBody:
+class ChatRequestBody:
     """A chat, and whether the model may make several tool calls in parallel."""
 
     chat: ChatRequest
     parallel_tool_calls: bool = True
 
 
-def read_body(document: bytes) -> ChatBody:
+def read_body(document: bytes) -> ChatRequestBody:
     """Parses and validates a body; fields that do not determine the prompt are ignored.
 
     Raises:
@@ -48,7 +48,7 @@ def read_body(document: bytes) -> ChatBody:
         add_generation_prompt=_field(body, "add_generation_prompt", bool, "true or false"),
         continue_final_message=bool(_field(body, "continue_final_message", bool, "true or false")),
     )
-    return ChatBody(chat, _field(body, "parallel_tool_calls", bool, "true or false") is not False)
+    return ChatRequestBody(chat, _field(body, "parallel_tool_calls", bool, "true or false") is not False)
 
 
 def _template_kwargs(body: dict[str, Any]) -> Any:

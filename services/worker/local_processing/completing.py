@@ -11,8 +11,8 @@ import orjson
 from services.postprocess.detokenize.stream import StreamOptions
 from services.preprocess.generation_defaults import GenerationDefaults
 from services.preprocess.protocol import TokenizerFacts
-from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
-from services.worker.local_processing.body import ChatBody
+from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
+from services.worker.local_processing.body import ChatRequestBody
 
 PROMPT_TAIL_TOKENS = 16
 
@@ -22,7 +22,7 @@ class TokenizedPrompt:
     """Token ids, and the chat they were rendered from; None for a text prompt."""
 
     token_ids: array[int]
-    body: ChatBody | None = None
+    body: ChatRequestBody | None = None
 
 
 def completed(
@@ -55,14 +55,14 @@ def _sampling(given: SamplingParams, defaults: GenerationDefaults) -> SamplingPa
     return replace(given, **unset)
 
 
-def _stop(given: Stop, facts: TokenizerFacts) -> Stop:
+def _stop(given: StopParams, facts: TokenizerFacts) -> StopParams:
     model_stops = frozenset() if given.ignore_eos else frozenset(facts.stop_ids)
     return replace(
         given, stop_token_ids=given.stop_token_ids | model_stops, eos_token_ids=given.eos_token_ids or facts.eos_ids
     )
 
 
-def _options(given: StreamOptions, prompt: TokenizedPrompt, stop: Stop) -> StreamOptions:
+def _options(given: StreamOptions, prompt: TokenizedPrompt, stop: StopParams) -> StreamOptions:
     options: dict[str, Any] = {
         "prompt_tail": given.prompt_tail or prompt.token_ids[-PROMPT_TAIL_TOKENS:],
         "stop_token_ids": given.stop_token_ids or stop.stop_token_ids,
@@ -73,7 +73,7 @@ def _options(given: StreamOptions, prompt: TokenizedPrompt, stop: Stop) -> Strea
     return replace(given, **options, **({} if prompt.body is None else _chat_options(given, prompt.body)))
 
 
-def _chat_options(given: StreamOptions, body: ChatBody) -> dict[str, Any]:
+def _chat_options(given: StreamOptions, body: ChatRequestBody) -> dict[str, Any]:
     chat = body.chat
     return {
         "tools_json": given.tools_json or _dump(chat.tools),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.generation.text_delta import TextDelta
+from services.worker.generation.text_delta import TextUpdate
 from services.worker.local_processing.token_batch import StepTokens
 
 
@@ -22,7 +22,7 @@ class _PendingParse:
 
     resumes: bool
     tokens: StepTokens = field(default_factory=StepTokens)
-    text: TextDelta = field(default_factory=TextDelta)
+    text: TextUpdate = field(default_factory=TextUpdate)
     queued: StepTokens = field(default_factory=StepTokens)
 
 
@@ -72,12 +72,12 @@ class PendingParses:
         due.extend(tokens)
         return due
 
-    def add_text(self, slot: int, text: TextDelta) -> None:
+    def add_text(self, slot: int, text: TextUpdate) -> None:
         """Adds text received from a parser; unknown slots are ignored."""
         if (request := self._requests.get(slot)) is not None:
             request.text.add(text)
 
-    def take_completed(self) -> list[tuple[int, StepTokens, TextDelta]]:
+    def take_completed(self) -> list[tuple[int, StepTokens, TextUpdate]]:
         """Removes and returns the tokens and text of every slot whose parser has returned all text."""
         completed = []
         for slot, request in self._requests.items():
@@ -85,8 +85,8 @@ class PendingParses:
                 continue
             tokens, text = request.tokens, request.text
             if request.resumes:
-                text = TextDelta(finish=text.finish)
-            request.tokens, request.text, request.resumes = StepTokens(), TextDelta(), False
-            if tokens.rows or text != TextDelta():
+                text = TextUpdate(finish=text.finish)
+            request.tokens, request.text, request.resumes = StepTokens(), TextUpdate(), False
+            if tokens.rows or text != TextUpdate():
                 completed.append((slot, tokens, text))
         return completed

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from services.worker.contract.generation import Delta, PositionLogprobs, Usage
 from services.worker.generation.response_sink import ResponseSink
-from services.worker.generation.text_delta import TextDelta
+from services.worker.generation.text_delta import TextUpdate
 
 
 class TextSink(ResponseSink):
@@ -51,7 +51,7 @@ class TextSink(ResponseSink):
             self.delivered += len(token_ids)
             self._put(self, token_ids, logprobs)
 
-    def deliver_text(self, text: TextDelta) -> None:
+    def deliver_text(self, text: TextUpdate) -> None:
         self.target.deliver_text(text)
 
     def deliver_terminal(self, delta: Delta) -> None:

@@ -17,7 +17,7 @@ from services.worker.contract.generation import (
     GenerateRequest,
     PositionLogprobs,
     Role,
-    Stop,
+    StopParams,
     Usage,
 )
 from services.worker.serving.control import ASLEEP
@@ -161,7 +161,7 @@ def _canary_request(config: EngineConfig, number: int) -> GenerateRequest | None
         request_id=f"sluice-canary-{number}",
         model=config.model,
         token_ids=array("I", [min(11, config.vocab_size - 1) if config.vocab_size else 11]),
-        stop=Stop(max_tokens=1),
+        stop=StopParams(max_tokens=1),
         priority=HIGHEST_PRIORITY if Capability.PRIORITY in config.capabilities else 0,
         disaggregation=prefill,
     )

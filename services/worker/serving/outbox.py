@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from services.worker.contract.generation import Delta
 
 if TYPE_CHECKING:
-    from services.worker.generation.text_delta import TextDelta
+    from services.worker.generation.text_delta import TextUpdate
 
 PAGE_TOKENS = 65_536  # keeps a message well below gRPC's size limit
 STALLED_TOKENS = 1 << 20
@@ -37,7 +37,7 @@ class Page:
     counts: array[int] = field(default_factory=lambda: array("I"))
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     extras: list[tuple[int, Delta]] = field(default_factory=list)
-    texts: dict[int, TextDelta] = field(default_factory=dict)
+    texts: dict[int, TextUpdate] = field(default_factory=dict)
 
 
 class Outbox:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from services.common.errors import SluiceError, invalid
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
 from services.worker.generation.response_sink import BEGUN, ResponseSink
-from services.worker.generation.text_delta import TextDelta
+from services.worker.generation.text_delta import TextUpdate
 from services.worker.serving.outbox import Outbox, Page
 from services.worker.serving.worker import Worker
 
@@ -55,7 +55,7 @@ class SessionResponseSink(ResponseSink):
             page.extras.append((self.slot, Delta(logprobs=logprobs)))
         self._outbox.ready()
 
-    def deliver_text(self, text: TextDelta) -> None:
+    def deliver_text(self, text: TextUpdate) -> None:
         if self.detached:
             return
         texts = self._outbox.page.texts

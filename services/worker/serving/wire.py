@@ -25,11 +25,11 @@ from services.worker.contract.generation import (
     PromptEmbeds,
     Role,
     SamplingParams,
-    Stop,
+    StopParams,
     StructuredOutput,
     TokenLogprob,
 )
-from services.worker.generation.text_delta import TextDelta
+from services.worker.generation.text_delta import TextUpdate
 from services.worker.generation.tracing import LINK
 from services.worker.serving.outbox import Page
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
@@ -46,7 +46,7 @@ def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
         messages_json=message.messages_json if prompt == "messages_json" else None,
         embeds=_read_embeds(message.embeds) if prompt == "embeds" else None,
         sampling=_read_sampling(message.sampling) if message.HasField("sampling") else SamplingParams(),
-        stop=_read_stop(message.stop) if message.HasField("stop") else Stop(),
+        stop=_read_stop(message.stop) if message.HasField("stop") else StopParams(),
         logprobs=_optional(message.output, "logprobs"),
         prompt_logprobs=_optional(message.output, "prompt_logprobs"),
         guided=_read_guided(message.guided) if message.HasField("guided") else None,
@@ -115,8 +115,8 @@ def _read_embeds(message: worker_pb2.EmbedsPrompt) -> PromptEmbeds:
     return PromptEmbeds(message.values, message.width)
 
 
-def _read_stop(message: common_pb2.StopOptions) -> Stop:
-    return Stop(
+def _read_stop(message: common_pb2.StopOptions) -> StopParams:
+    return StopParams(
         max_tokens=_optional(message, "max_tokens"),
         min_tokens=message.min_tokens,
         stop_token_ids=frozenset(unpack_u32(message.stop_token_ids, "stop.stop_token_ids")),
@@ -193,7 +193,7 @@ def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
     return extra
 
 
-def _write_text(text: TextDelta) -> list[postprocess_pb2.StreamEvent]:
+def _write_text(text: TextUpdate) -> list[postprocess_pb2.StreamEvent]:
     """Converts a text delta to events in the order of a TextBatch: tokens, parsed text, finish; slots are 0."""
     return [
         *([postprocess_pb2.StreamEvent(tokens=to_tokens(text.tokens))] if text.tokens else []),

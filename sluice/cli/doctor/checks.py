@@ -12,12 +12,12 @@ from services.gateway.workers.overview import WorkerState
 from sluice.cli.doctor import certificates
 from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor import servers as server_checks
-from sluice.cli.doctor.finding import Finding, State, clock, fail, ok, skipped, warn
+from sluice.cli.doctor.finding import Finding, FindingState, clock, fail, ok, skipped, warn
 from sluice.cli.doctor.servers import Server, version
 from sluice.cli.live.client import NotReached, Running
 from sluice.v1 import router_pb2
 
-__all__ = ["Finding", "State", "examine"]
+__all__ = ["Finding", "FindingState", "examine"]
 
 START = "Start it, and check the address configured at the gateway."
 
@@ -26,7 +26,7 @@ async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
     """Returns all findings; an empty `redis_url` skips Redis."""
     findings = await _gateway(running)
     state: dict[str, Any] | None = None
-    if findings[0].state is not State.FAIL:
+    if findings[0].state is not FindingState.FAIL:
         try:
             state = await running.state()
         except NotReached as error:
@@ -41,7 +41,7 @@ async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
     servers += [Server(worker.id, worker.address, worker.draining) for worker in workers]
     findings += await server_checks.examine(running, servers)
     findings += await _routing(running, workers)
-    if findings[0].state is not State.FAIL:
+    if findings[0].state is not FindingState.FAIL:
         findings += await _parity(running)
     findings += await redis_checks.examine(redis_url)
     findings += await asyncio.to_thread(certificates.examine, running.endpoint)

@@ -11,23 +11,28 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sluice.cli.doctor.checks import Finding, State, examine
+from sluice.cli.doctor.checks import Finding, FindingState, examine
 from sluice.cli.live.client import reached
 from sluice.cli.live.endpoint import Endpoint
 
 HEALTHY, FAILED = 0, 1
-STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIPPED: "dim"}
+STYLES = {
+    FindingState.OK: "green",
+    FindingState.WARN: "yellow",
+    FindingState.FAIL: "bold red",
+    FindingState.SKIPPED: "dim",
+}
 
 
 def run(endpoint: Endpoint, redis_url: str, as_json: bool, console: Console) -> int:
     """Runs the checks and prints the findings; returns exit code 0 if no check failed, else 1."""
     findings = asyncio.run(_examine(endpoint, redis_url))
-    failed = any(finding.state is State.FAIL for finding in findings)
+    failed = any(finding.state is FindingState.FAIL for finding in findings)
     if as_json:
         print(json.dumps({"ok": not failed, "checks": [asdict(finding) for finding in findings]}))
     else:
         console.print(_table(findings))
-        console.print(_summary(findings), style=STYLES[State.FAIL if failed else State.OK])
+        console.print(_summary(findings), style=STYLES[FindingState.FAIL if failed else FindingState.OK])
     return FAILED if failed else HEALTHY
 
 
@@ -45,8 +50,8 @@ def _table(findings: Sequence[Finding]) -> Table:
 
 
 def _summary(findings: Sequence[Finding]) -> str:
-    counts = {state: sum(finding.state is state for finding in findings) for state in State}
+    counts = {state: sum(finding.state is state for finding in findings) for state in FindingState}
     return (
-        f"{counts[State.OK]} ok, {counts[State.WARN]} warnings, {counts[State.FAIL]} failed, "
-        f"{counts[State.SKIPPED]} skipped"
+        f"{counts[FindingState.OK]} ok, {counts[FindingState.WARN]} warnings, {counts[FindingState.FAIL]} failed, "
+        f"{counts[FindingState.SKIPPED]} skipped"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
+class FindingState(StrEnum):
     """State of a finding; only FAIL leads to exit code 1."""
 
     OK = "ok"
@@ -20,25 +20,25 @@ class Finding:
     """Result of one check; `advice` is empty if no action is needed."""
 
     check: str
-    state: State
+    state: FindingState
     found: str
     advice: str = ""
 
 
 def ok(check: str, found: str) -> Finding:
-    return Finding(check, State.OK, found)
+    return Finding(check, FindingState.OK, found)
 
 
 def warn(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, State.WARN, found, advice)
+    return Finding(check, FindingState.WARN, found, advice)
 
 
 def fail(check: str, found: str, advice: str) -> Finding:
-    return Finding(check, State.FAIL, found, advice)
+    return Finding(check, FindingState.FAIL, found, advice)
 
 
 def skipped(check: str, advice: str) -> Finding:
-    return Finding(check, State.SKIPPED, "skipped", advice)
+    return Finding(check, FindingState.SKIPPED, "skipped", advice)
 
 
 CLOCK_WARN_S = 1.0

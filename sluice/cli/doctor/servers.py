@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sluice import __version__
 from sluice.cli.doctor import certificates as certificate_checks
-from sluice.cli.doctor.finding import CLOCK_WARN_S, Finding, State, clock, fail, ok, warn
+from sluice.cli.doctor.finding import CLOCK_WARN_S, Finding, FindingState, clock, fail, ok, warn
 from sluice.cli.live.client import Running, Seen
 
 
@@ -67,8 +67,8 @@ async def _certificates(running: Running, servers: Sequence[Server]) -> list[Fin
         return certificate_checks.presented(check, host.strip("[]"), int(port), running.endpoint, grpc=True)
 
     found = await asyncio.gather(*(asyncio.to_thread(check_certificate, server) for server in servers))
-    problems = [finding for finding in found if finding.state in (State.WARN, State.FAIL)]
-    valid = sum(finding.state is State.OK for finding in found)
+    problems = [finding for finding in found if finding.state in (FindingState.WARN, FindingState.FAIL)]
+    valid = sum(finding.state is FindingState.OK for finding in found)
     return problems or (
         [ok("certificates of services", f"{valid} checked, all valid for two weeks or more")] if valid else []
     )

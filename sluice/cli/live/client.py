@@ -47,7 +47,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RouteCandidate:
     """The router's score of a worker: cost and loads in blocks, overlap as device, host, disk and predicted."""
 
     worker: str
@@ -59,7 +59,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RouteVerdict:
     """A routing decision; `scores` has the cheapest first."""
 
     model: str
@@ -70,7 +70,7 @@ class Verdict:
     tokens_to_compute: int
     index_age_ms: int
     degraded: str
-    scores: Sequence[Candidate]
+    scores: Sequence[RouteCandidate]
 
 
 class Running:
@@ -134,7 +134,7 @@ class Running:
         except SluiceError as error:
             raise NotReached(f"The router reports: {error.message}") from error
 
-    async def route(self, model: str, prompt: router_pb2.PromptRef, cache_salt: str = "") -> Verdict:
+    async def route(self, model: str, prompt: router_pb2.PromptRef, cache_salt: str = "") -> RouteVerdict:
         """Returns where this prompt would be routed, without a reservation."""
         request = router_pb2.RouteQueryRequest(
             mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY,
@@ -265,8 +265,8 @@ def _refusal(answer: httpx.Response) -> NotReached:
     return NotReached(f"The gateway reports: {message}{hint}")
 
 
-def _verdict(model: str, prompt: router_pb2.PromptRef, answer: router_pb2.RouteQueryResponse) -> Verdict:
-    return Verdict(
+def _verdict(model: str, prompt: router_pb2.PromptRef, answer: router_pb2.RouteQueryResponse) -> RouteVerdict:
+    return RouteVerdict(
         model=model,
         worker=answer.decode.worker_id,
         address=answer.decode.address,
@@ -279,9 +279,9 @@ def _verdict(model: str, prompt: router_pb2.PromptRef, answer: router_pb2.RouteQ
     )
 
 
-def _candidate(score: router_pb2.CandidateScore) -> Candidate:
+def _candidate(score: router_pb2.CandidateScore) -> RouteCandidate:
     held = score.overlap
-    return Candidate(
+    return RouteCandidate(
         score.worker_id,
         score.data_parallel_rank,
         score.cost,

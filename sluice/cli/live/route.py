@@ -12,7 +12,7 @@ from rich.table import Table
 
 from services.common.packing import pack_u32
 from services.gateway.admission.tenants import salted
-from sluice.cli.live.client import NotReached, Running, Verdict, reached
+from sluice.cli.live.client import NotReached, RouteVerdict, Running, reached
 from sluice.cli.live.endpoint import Endpoint
 from sluice.v1 import router_pb2
 
@@ -32,7 +32,7 @@ def run(endpoint: Endpoint, text: str, model: str, raw: bool, tenant: str, as_js
     return 0
 
 
-async def _query(endpoint: Endpoint, text: str, model: str, raw: bool, salt: str) -> Verdict:
+async def _query(endpoint: Endpoint, text: str, model: str, raw: bool, salt: str) -> RouteVerdict:
     async with reached(endpoint) as running:
         name = model or await _only_model(running)
         try:
@@ -62,7 +62,7 @@ async def _only_model(running: Running) -> str:
     return models[0]
 
 
-def _sentence(verdict: Verdict) -> str:
+def _sentence(verdict: RouteVerdict) -> str:
     sentence = f"[bold]{escape(verdict.worker)}[/bold] at {verdict.address}"
     if verdict.prefill_worker:
         sentence += f", after prefill on [bold]{escape(verdict.prefill_worker)}[/bold]"
@@ -74,7 +74,7 @@ def _sentence(verdict: Verdict) -> str:
     return f"{sentence} [yellow]Degraded: {verdict.degraded}.[/yellow]" if verdict.degraded else sentence
 
 
-def _table(verdict: Verdict) -> Table:
+def _table(verdict: RouteVerdict) -> Table:
     table = Table("worker", box=None, pad_edge=False, header_style="dim")
     for title in ("cost", "device", "host", "disk", "predicted", "prefill reserved", "decode reserved"):
         table.add_column(title, justify="right")

@@ -6,7 +6,7 @@ import uuid
 
 import grpc
 
-from sluice.conformance.caller import Caller
+from sluice.conformance.caller import ConformanceClient
 from sluice.conformance.observed_stream import REASONS, ObservedStream
 from sluice.conformance.rule import NotChecked, expect, rule
 from sluice.conformance.subject import Subject
@@ -15,7 +15,7 @@ from sluice.v1 import common_pb2, worker_pb2
 CANCELLED = REASONS.FINISH_REASON_CANCELLED
 
 
-async def _running(subject: Subject, caller: Caller) -> ObservedStream:
+async def _running(subject: Subject, caller: ConformanceClient) -> ObservedStream:
     """Starts a long request and waits for its first token."""
     (stream,) = await caller.start(subject.long())
     await caller.wait_begun(stream)
@@ -29,7 +29,7 @@ def _expect_running(stream: ObservedStream) -> None:
     expect(not stream.terminals, f"A long request ended with {stream.describe()}.")
 
 
-async def _expect_cancelled(subject: Subject, caller: Caller, stream: ObservedStream) -> str:
+async def _expect_cancelled(subject: Subject, caller: ConformanceClient, stream: ObservedStream) -> str:
     timeout_s = subject.patience.cancel_s
     await caller.wait_ended(stream, within_s=timeout_s)
     expect(stream.reason == CANCELLED, f"The request ended with {stream.describe()}, not with CANCELLED.")

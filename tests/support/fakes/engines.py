@@ -15,7 +15,7 @@ from services.worker.contract.generation import (
     FinishReason,
     GenerateRequest,
     PositionLogprobs,
-    Stop,
+    StopParams,
     Usage,
 )
 from services.worker.engines.mock.vocabulary import MockVocabulary
@@ -83,9 +83,15 @@ class RecordingSink(Sink):
 
 def request(request_id: str = "r", prompt: Sequence[int] = (BOS, 20, 21, TURN), **fields: Any) -> GenerateRequest:
     """A request; fields of Stop may be given directly."""
-    stop = {name: fields.pop(name) for name in Stop.__dataclass_fields__ if name in fields}
+    stop = {name: fields.pop(name) for name in StopParams.__dataclass_fields__ if name in fields}
     return GenerateRequest(
-        **{"request_id": request_id, "model": "tiny", "token_ids": array("I", prompt), "stop": Stop(**stop), **fields}
+        **{
+            "request_id": request_id,
+            "model": "tiny",
+            "token_ids": array("I", prompt),
+            "stop": StopParams(**stop),
+            **fields,
+        }
     )
 
 

@@ -7,9 +7,9 @@ from random import Random
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u64, unpack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.registration.stream import WorkerStream
-from services.router.registration.stream_messages import Replies, Report, SnapshotChunk, WorkerMessage
+from services.router.registration.stream_messages import LoadReport, Replies, SnapshotChunk, WorkerMessage
 from services.router.router import Router, RouterConfig
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker, WorkerRank
@@ -133,11 +133,11 @@ class Engine:
         self._forget()
         await self.attach(replica)
 
-    def happens(self, rank: int, kind: Kind, tier: Tier, hashes: list[int]) -> EventBatch:
+    def happens(self, rank: int, kind: CacheOperation, tier: Tier, hashes: list[int]) -> EventBatch:
         """Its cache changes; returns what it should say about that."""
-        if kind is Kind.STORED:
+        if kind is CacheOperation.STORED:
             self.tiers[rank][tier].update(hashes)
-        elif kind is Kind.REMOVED:
+        elif kind is CacheOperation.REMOVED:
             self.tiers[rank][tier].difference_update(hashes)
         else:
             self.tiers[rank] = [set() for _ in Tier]
@@ -158,12 +158,12 @@ class Engine:
 
     async def beat(self) -> None:
         """A heartbeat."""
-        await self.say(Report(b""))
+        await self.say(LoadReport(b""))
 
     async def settle(self) -> None:
         """Says something new on every rank, so that whatever was lost is noticed."""
         for rank in range(self.ranks):
-            await self.say(self.happens(rank, Kind.STORED, Tier.DEVICE, [10_000 + self.sequences[rank] % 7]))
+            await self.say(self.happens(rank, CacheOperation.STORED, Tier.DEVICE, [10_000 + self.sequences[rank] % 7]))
 
     async def _answer(self, replies: Replies) -> None:
         for rank in replies.resyncs:

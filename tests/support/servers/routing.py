@@ -9,12 +9,12 @@ from typing import Any
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.registration.stream import WorkerStream
-from services.router.registration.stream_messages import Report
+from services.router.registration.stream_messages import LoadReport
 from services.router.reservations.cost import CostModel, Load
 from services.router.router import Router, RouterConfig
-from services.router.scheduling.queries import Prompt, Query, Route
+from services.router.scheduling.queries import Prompt, Query, RouteResult
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import Role, Worker, WorkerRank
@@ -71,7 +71,7 @@ class Cluster:
             self.attachments[each.model, each.worker_id] = attachment
 
     async def report(self, worker_id: str, document: bytes) -> None:
-        await self.attachments["m", worker_id].handle([Report(document)])
+        await self.attachments["m", worker_id].handle([LoadReport(document)])
 
     async def lose(self, attachment: WorkerStream) -> None:
         watch = self.router.registry.watch()
@@ -83,11 +83,11 @@ class Cluster:
     async def cache(self, model: str, slot: WorkerRank, hashes: bytes) -> None:
         key = (model, slot.worker_id, slot.rank)
         self.sequences[key] = sequence = self.sequences.get(key, 0) + 1
-        batch = EventBatch(slot.rank, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, hashes),))
+        batch = EventBatch(slot.rank, sequence, (BlockOp(CacheOperation.STORED, Tier.DEVICE, hashes),))
         replies = await self.attachments[model, slot.worker_id].handle([batch])
         assert replies.acks == {slot.rank: sequence}
 
-    async def run(self, blocks: str, only: str | None = None) -> Route:
+    async def run(self, blocks: str, only: str | None = None) -> RouteResult:
         self.requests += 1
         candidates = frozenset({only}) if only else None
         query = Query("m", prompt(blocks), COST, f"r{self.requests}", candidates=candidates)
@@ -110,5 +110,5 @@ class Cluster:
     async def loads(self) -> dict[str, Load]:
         return {slot.worker_id: load for slot, (_, load) in (await self.router.loads("m")).items()}
 
-    async def ask(self, ref: Prompt, **more: Any) -> Route:
+    async def ask(self, ref: Prompt, **more: Any) -> RouteResult:
         return await self.router.query(replace(Query("m", ref, COST), **more))

@@ -18,7 +18,7 @@ from sluice.cli.doctor import certificates as certificates
 from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor import servers as server_checks
 from sluice.cli.doctor.checks import _services
-from sluice.cli.doctor.finding import Finding, State, clock
+from sluice.cli.doctor.finding import Finding, FindingState, clock
 from sluice.cli.doctor.servers import Server
 from sluice.cli.live.client import Running, Seen
 from sluice.cli.live.endpoint import Endpoint
@@ -38,36 +38,43 @@ def certificate(begins: datetime, ends: datetime) -> x509.Certificate:
 @pytest.mark.parametrize(
     ("begins", "ends", "state", "message"),
     [
-        (NOW - DAY, NOW + 60 * DAY, State.OK, "59 days"),
-        (NOW - DAY, NOW + 3 * DAY, State.WARN, "2 days"),
-        (NOW - 9 * DAY, NOW - DAY, State.FAIL, "expired"),
-        (NOW + DAY, NOW + 9 * DAY, State.FAIL, "not valid before"),
+        (NOW - DAY, NOW + 60 * DAY, FindingState.OK, "59 days"),
+        (NOW - DAY, NOW + 3 * DAY, FindingState.WARN, "2 days"),
+        (NOW - 9 * DAY, NOW - DAY, FindingState.FAIL, "expired"),
+        (NOW + DAY, NOW + 9 * DAY, FindingState.FAIL, "not valid before"),
     ],
 )
-def test_certificates(begins: datetime, ends: datetime, state: State, message: str) -> None:
+def test_certificates(begins: datetime, ends: datetime, state: FindingState, message: str) -> None:
     found = certificates.validity("certificate", certificate(begins, ends), "Renew it")
     assert found.state is state
     assert message in found.found
-    assert bool(found.advice) == (state is not State.OK)
+    assert bool(found.advice) == (state is not FindingState.OK)
 
 
 def test_every_certificate_of_the_folder_is_looked_at(tmp_path: Path) -> None:
     list(certs.make(tmp_path, certs.Options(names=("router",), hosts=(), days=5)))
     (tmp_path / "broken.pem").write_text("no certificate")
     found = {one.check: one for one in certificates.examine(Endpoint(trust=Trust(tmp_path)))}
-    assert found["certificate router.pem"].state is State.WARN
-    assert found["certificate broken.pem"].state is State.FAIL
+    assert found["certificate router.pem"].state is FindingState.WARN
+    assert found["certificate broken.pem"].state is FindingState.FAIL
     assert "--renew" in found["certificate router.pem"].advice
 
 
 def test_without_encryption_there_is_nothing_to_look_at() -> None:
-    assert [one.state for one in certificates.examine(Endpoint())] == [State.SKIPPED]
+    assert [one.state for one in certificates.examine(Endpoint())] == [FindingState.SKIPPED]
 
 
 @pytest.mark.parametrize(
-    ("ahead_s", "state"), [(0.2, State.OK), (-0.9, State.OK), (5.0, State.WARN), (-5.0, State.WARN), (100, State.FAIL)]
+    ("ahead_s", "state"),
+    [
+        (0.2, FindingState.OK),
+        (-0.9, FindingState.OK),
+        (5.0, FindingState.WARN),
+        (-5.0, FindingState.WARN),
+        (100, FindingState.FAIL),
+    ],
 )
-def test_clocks(ahead_s: float, state: State) -> None:
+def test_clocks(ahead_s: float, state: FindingState) -> None:
     assert clock("clock", ahead_s).state is state
 
 
@@ -77,13 +84,13 @@ def test_clocks(ahead_s: float, state: State) -> None:
 )
 async def test_a_redis_that_cannot_be_asked(url: str, message: str) -> None:
     (found,) = await redis_checks.examine(url)
-    assert found.state is State.FAIL
+    assert found.state is FindingState.FAIL
     assert message in found.found
     assert found.advice
 
 
 async def test_unset_redis_url_is_not_checked() -> None:
-    assert [one.state for one in await redis_checks.examine("")] == [State.SKIPPED]
+    assert [one.state for one in await redis_checks.examine("")] == [FindingState.SKIPPED]
 
 
 def test_nothing_there_is_a_finding_with_advice_and_exit_code_one(
@@ -95,7 +102,7 @@ def test_nothing_there_is_a_finding_with_advice_and_exit_code_one(
     report = json.loads(capsys.readouterr().out)
     checks = {check["check"]: Finding(**check) for check in report["checks"]}
     assert not report["ok"]
-    assert checks["gateway"].state == checks["router"].state == State.FAIL
+    assert checks["gateway"].state == checks["router"].state == FindingState.FAIL
     assert "sluice up" in checks["gateway"].advice
 
 
@@ -121,21 +128,21 @@ async def examined(message: dict[str, Seen], draining: bool = False) -> list[Fin
 async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_clocks() -> None:
     found = await examined({"h:1": WELL, "h:2": WELL})
     assert [one.check for one in found] == ["s0 h:1", "s1 h:2", "clocks"]
-    assert {one.state for one in found} == {State.OK}
+    assert {one.state for one in found} == {FindingState.OK}
     assert "2 services" in found[-1].found
 
 
 @pytest.mark.parametrize(
     ("seen", "state", "message"),
     [
-        (Seen("UNREACHABLE"), State.WARN, "cannot be reached"),
-        (Seen("NOT_SERVING", __version__, 0), State.FAIL, "NOT_SERVING"),
-        (Seen("UNAUTHENTICATED"), State.FAIL, "UNAUTHENTICATED"),
-        (Seen("SERVING", "9.9", 0), State.WARN, "version 9.9"),
-        (Seen("SERVING"), State.WARN, "version unknown"),
+        (Seen("UNREACHABLE"), FindingState.WARN, "cannot be reached"),
+        (Seen("NOT_SERVING", __version__, 0), FindingState.FAIL, "NOT_SERVING"),
+        (Seen("UNAUTHENTICATED"), FindingState.FAIL, "UNAUTHENTICATED"),
+        (Seen("SERVING", "9.9", 0), FindingState.WARN, "version 9.9"),
+        (Seen("SERVING"), FindingState.WARN, "version unknown"),
     ],
 )
-async def test_a_server_that_is_not_well(seen: Seen, state: State, message: str) -> None:
+async def test_a_server_that_is_not_well(seen: Seen, state: FindingState, message: str) -> None:
     found = (await examined({"h:1": seen}))[0]
     assert found.state is state
     assert message in found.found
@@ -144,14 +151,14 @@ async def test_a_server_that_is_not_well(seen: Seen, state: State, message: str)
 
 async def test_a_clock_that_is_wrong_is_named() -> None:
     found = await examined({"h:1": WELL, "h:2": Seen("SERVING", __version__, -90.0)})
-    assert [(one.check, one.state) for one in found[2:]] == [("clock of s1 h:2", State.FAIL)]
+    assert [(one.check, one.state) for one in found[2:]] == [("clock of s1 h:2", FindingState.FAIL)]
     assert "90.0 s behind" in found[2].found
     assert "NTP" in found[2].advice
 
 
 async def test_a_worker_that_drains_is_no_fault() -> None:
     (found, _) = await examined({"h:1": Seen("NOT_SERVING", __version__, 0.0)}, draining=True)
-    assert (found.state, found.found) == (State.WARN, "is draining")
+    assert (found.state, found.found) == (FindingState.WARN, "is draining")
 
 
 def test_addresses_without_a_server_are_named() -> None:
@@ -161,4 +168,4 @@ def test_addresses_without_a_server_are_named() -> None:
     assert servers == [Server("router", "h:1")]
     wrong = [one for one in found if one.advice]
     assert [one.check for one in wrong] == ["router h:2", "router typo:50051"]
-    assert {one.state for one in wrong} == {State.WARN}
+    assert {one.state for one in wrong} == {FindingState.WARN}

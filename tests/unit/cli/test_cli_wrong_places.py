@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key as
 
 from sluice.cli import certs
 from sluice.cli.doctor.checks import examine
-from sluice.cli.doctor.finding import State
+from sluice.cli.doctor.finding import FindingState
 from sluice.cli.errors import BadFlag
 from sluice.cli.live.client import NotReached, Running, reached
 from sluice.cli.live.endpoint import Endpoint
@@ -105,7 +105,7 @@ async def test_another_service_that_answers_json_is_no_gateway(body: object) -> 
             with pytest.raises(NotReached, match="is not a Sluice gateway"):
                 await question()
         findings = await examine(running, "")
-        assert findings[0].state is State.FAIL
+        assert findings[0].state is FindingState.FAIL
         assert "is not a Sluice gateway" in findings[0].found
         async with asked(Endpoint("http://other"), says(body)) as other:
             with pytest.raises(NotReached, match="is not a Sluice gateway"):

@@ -29,7 +29,7 @@ REMEMBERED_MODELS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class MessageAttempt:
     """A message request and the options it is run with.
 
     Attributes:
@@ -77,7 +77,7 @@ class MessagesEndpoints:
         ):
             user = fields.metadata.user_id if fields.metadata is not None else None
             enter_session(self._settings.session_sources, request.headers, {"user": user})
-            attempt = Attempt(
+            attempt = MessageAttempt(
                 fields,
                 message_id,
                 getattr(request.state, "request_id", ""),
@@ -125,7 +125,7 @@ class MessagesEndpoints:
             return []
         return [Fallback({BUDGET_NOT_ENFORCED})]
 
-    async def _adjusted(self, attempt: Attempt, error: SluiceError) -> Attempt | None:
+    async def _adjusted(self, attempt: MessageAttempt, error: SluiceError) -> MessageAttempt | None:
         """Returns the attempt to retry with, or None if the client has to handle the error.
 
         Raises:
@@ -160,7 +160,7 @@ class MessagesEndpoints:
         self._without_switch[model] = None
         return True
 
-    async def _answer(self, request: Request, attempt: Attempt) -> Response:
+    async def _answer(self, request: Request, attempt: MessageAttempt) -> Response:
         if attempt.fields.stream:
             encoder = MessageEventEncoder(
                 attempt.message_id,

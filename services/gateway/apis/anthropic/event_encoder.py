@@ -11,9 +11,9 @@ import orjson
 from services.common.errors import SluiceError
 from services.gateway.apis.anthropic.message import Signature, end_fields, message_start, usage
 from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import Kind
+from services.gateway.apis.common.transcript import BlockKind
 from services.gateway.apis.openai.completion_objects import degraded
-from services.gateway.apis.openai.logprobs import ShownToken
+from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.core.request import Finish
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -46,7 +46,7 @@ class MessageEventEncoder:
         self._thinking = thinking
         self._omitted = omitted
         self._index = -1
-        self._kind: Kind | None = None  # of the open block
+        self._kind: BlockKind | None = None  # of the open block
         self._before = self._after = b""  # the bytes around a piece of the open block
         self._signature = Signature()
 
@@ -55,11 +55,11 @@ class MessageEventEncoder:
         before = replace(counts, generated=0, reasoning=0)
         return _event("message_start", message=message_start(self._message_id, self._model, before))
 
-    def text(self, piece: str, tokens: Sequence[ShownToken]) -> bytes:
+    def text(self, piece: str, tokens: Sequence[TokenText]) -> bytes:
         """See EventEncoder."""
         events = b""
-        if self._kind is not Kind.TEXT:
-            events = self._begin(Kind.TEXT, {"type": "text", "text": ""}, "text_delta", "text")
+        if self._kind is not BlockKind.TEXT:
+            events = self._begin(BlockKind.TEXT, {"type": "text", "text": ""}, "text_delta", "text")
         return events + self._piece(piece)
 
     def reasoning(self, piece: str) -> bytes:
@@ -67,9 +67,9 @@ class MessageEventEncoder:
         if not self._thinking:
             return b""
         events = b""
-        if self._kind is not Kind.REASONING:
+        if self._kind is not BlockKind.REASONING:
             block = {"type": "thinking", "thinking": "", "signature": ""}
-            events = self._begin(Kind.REASONING, block, "thinking_delta", "thinking")
+            events = self._begin(BlockKind.REASONING, block, "thinking_delta", "thinking")
             self._signature = Signature()
         self._signature.add(piece)
         return events if self._omitted else events + self._piece(piece)
@@ -79,7 +79,7 @@ class MessageEventEncoder:
         events = b""
         if name:
             block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-            events = self._begin(Kind.CALL, block, "input_json_delta", "partial_json")
+            events = self._begin(BlockKind.CALL, block, "input_json_delta", "partial_json")
         return events + self._piece(arguments)
 
     def closing(self, finish: Finish, counts: Counts) -> bytes:
@@ -93,7 +93,7 @@ class MessageEventEncoder:
         """See EventEncoder."""
         return b"event: error\ndata: %b\n\n" % orjson.dumps(self._error_body(error))
 
-    def _begin(self, kind: Kind, block: dict[str, Any], delta: str, name: str) -> bytes:
+    def _begin(self, kind: BlockKind, block: dict[str, Any], delta: str, name: str) -> bytes:
         events = self._end()
         self._index += 1
         self._kind = kind
@@ -111,7 +111,7 @@ class MessageEventEncoder:
         if kind is None:
             return b""
         events = b""
-        if kind is Kind.REASONING:
+        if kind is BlockKind.REASONING:
             delta_fields = {"type": "signature_delta", "signature": self._signature.text()}
             events = _event("content_block_delta", index=self._index, delta=delta_fields)
         return events + _event("content_block_stop", index=self._index)

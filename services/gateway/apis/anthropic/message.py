@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import Block, Kind, Transcript
+from services.gateway.apis.common.transcript import Block, BlockKind, Transcript
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.core.request import Finish, FinishReason
 
@@ -100,17 +100,17 @@ def _without_thinking(blocks: Sequence[Block]) -> Sequence[Block]:
     """Returns the blocks without thinking; texts that only thinking separated are merged."""
     transcript = Transcript()
     for block in blocks:
-        if block.kind is Kind.TEXT:
-            transcript.add(Kind.TEXT, block.text)
-        elif block.kind is Kind.CALL:
+        if block.kind is BlockKind.TEXT:
+            transcript.add(BlockKind.TEXT, block.text)
+        elif block.kind is BlockKind.CALL:
             transcript.blocks.append(block)
     return transcript.blocks
 
 
 def _content_block(block: Block, omitted: bool) -> dict[str, Any]:
-    if block.kind is Kind.TEXT:
+    if block.kind is BlockKind.TEXT:
         return {"type": "text", "text": block.text, "citations": None}
-    if block.kind is Kind.REASONING:
+    if block.kind is BlockKind.REASONING:
         signature = Signature()
         signature.add(block.text)
         return {"type": "thinking", "thinking": "" if omitted else block.text, "signature": signature.text()}

@@ -14,8 +14,8 @@ from services.gateway.apis.common.output import (
     StreamedChoice,
     StreamedResponse,
 )
-from services.gateway.apis.common.transcript import Kind, PendingTokens, Transcript
-from services.gateway.apis.openai.logprobs import ShownToken
+from services.gateway.apis.common.transcript import BlockKind, PendingTokens, Transcript
+from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.core.request import Finish
 
 
@@ -25,7 +25,7 @@ class EventEncoder(Protocol):
     def opening(self, counts: Counts) -> bytes:
         """Returns the events before the first block."""
 
-    def text(self, piece: str, tokens: Sequence[ShownToken]) -> bytes: ...
+    def text(self, piece: str, tokens: Sequence[TokenText]) -> bytes: ...
 
     def reasoning(self, piece: str) -> bytes: ...
 
@@ -47,7 +47,7 @@ class _NoPromptTokens:
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """See TokenSink."""
 
-    def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
+    def shown_prompt(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink; prompt log-probabilities are never requested."""
 
 
@@ -61,7 +61,7 @@ class StreamedTurn(_NoPromptTokens, StreamedChoice):
         self._encoder = encoder
         self._pending_tokens = PendingTokens()
 
-    def shown(self, tokens: Sequence[ShownToken]) -> None:
+    def shown(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink."""
         self._pending_tokens.add(tokens)
 
@@ -113,19 +113,19 @@ class CollectedTurn(_NoPromptTokens, CollectedResponse):
 
     def text(self, piece: str) -> None:
         """See Sink."""
-        self.transcript.add(Kind.TEXT, piece, self._pending_tokens.take())
+        self.transcript.add(BlockKind.TEXT, piece, self._pending_tokens.take())
 
     def reasoning(self, piece: str) -> None:
         """See Sink."""
         self._pending_tokens.skip(piece)
-        self.transcript.add(Kind.REASONING, piece)
+        self.transcript.add(BlockKind.REASONING, piece)
 
     def tool_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
         """See Sink."""
         self._pending_tokens.skip(arguments)
         self.transcript.add_call(call, call_id, name, arguments)
 
-    def shown(self, tokens: Sequence[ShownToken]) -> None:
+    def shown(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink."""
         self._pending_tokens.add(tokens)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.gateway.apis.openai.logprobs import ShownToken
+from services.gateway.apis.openai.logprobs import TokenText
 
 
-class Kind(Enum):
+class BlockKind(Enum):
     """The kind of a block."""
 
     TEXT = "text"
@@ -21,12 +21,12 @@ class Kind(Enum):
 class Block:
     """One block; the pieces of a call are its arguments, as the JSON text that the model generated."""
 
-    kind: Kind
+    kind: BlockKind
     call: int = -1
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    tokens: list[ShownToken] = field(default_factory=list)  # text blocks only, if log-probabilities were requested
+    tokens: list[TokenText] = field(default_factory=list)  # text blocks only, if log-probabilities were requested
 
     @property
     def text(self) -> str:
@@ -40,7 +40,7 @@ class Transcript:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
 
-    def add(self, kind: Kind, piece: str, tokens: Sequence[ShownToken] = ()) -> None:
+    def add(self, kind: BlockKind, piece: str, tokens: Sequence[TokenText] = ()) -> None:
         """Appends a piece of text or reasoning."""
         if not self.blocks or self.blocks[-1].kind is not kind:
             self.blocks.append(Block(kind))
@@ -51,7 +51,7 @@ class Transcript:
     def add_call(self, call: int, call_id: str, name: str, arguments: str) -> None:
         """Appends a piece of call number `call`; only its first piece has an id and a name."""
         if name or not self.blocks or self.blocks[-1].call != call:
-            self.blocks.append(Block(Kind.CALL, call, call_id, name))
+            self.blocks.append(Block(BlockKind.CALL, call, call_id, name))
         self.blocks[-1].pieces.append(arguments)
 
 
@@ -59,12 +59,12 @@ class PendingTokens:
     """Holds tokens that arrive before the output they belong to, until that output is known to be text."""
 
     def __init__(self) -> None:
-        self._tokens: list[ShownToken] = []
+        self._tokens: list[TokenText] = []
 
-    def add(self, tokens: Sequence[ShownToken]) -> None:
+    def add(self, tokens: Sequence[TokenText]) -> None:
         self._tokens += tokens
 
-    def take(self) -> list[ShownToken]:
+    def take(self) -> list[TokenText]:
         """Returns and removes all tokens: they belong to the text being sent."""
         tokens, self._tokens = self._tokens, []
         return tokens

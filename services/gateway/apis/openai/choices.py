@@ -11,7 +11,7 @@ from services.gateway.apis.common.output import CollectedResponse, FieldRenamer,
 from services.gateway.apis.openai.completion_objects import (
     DONE,
     PLAIN,
-    Choice,
+    CompletedChoice,
     Detail,
     Format,
     ToolCall,
@@ -108,10 +108,10 @@ class CollectedChoice:
         """See Sink."""
         self.calls.setdefault(call, (call_id, name, []))[2].append(arguments)
 
-    def choice(self, finish: Finish) -> Choice:
+    def choice(self, finish: Finish) -> CompletedChoice:
         """Returns the completed choice."""
         calls = [ToolCall(call_id, name, "".join(pieces)) for call_id, name, pieces in self.calls.values()]
-        return Choice("".join(self.pieces), finish, "".join(self.reasoning_pieces), calls)
+        return CompletedChoice("".join(self.pieces), finish, "".join(self.reasoning_pieces), calls)
 
     def finish(self, finish: Finish) -> None:
         """See Sink."""
@@ -154,7 +154,7 @@ class CollectedChoices(CollectedResponse):
         super().cancel()
         self.sinks.clear()
 
-    def results(self) -> Sequence[Choice]:
+    def results(self) -> Sequence[CompletedChoice]:
         """Returns the completed choices; raises SluiceError if one failed."""
         self.check()
         return [sink.choice(sink.result) for sink in self.sinks if sink.result is not None]

@@ -11,7 +11,7 @@ import orjson
 
 from services.common.errors import SluiceError
 from services.gateway.apis.common.output import Counts
-from services.gateway.apis.openai.logprobs import Naming, ShownToken, chat_logprobs, completion_logprobs
+from services.gateway.apis.openai.logprobs import Naming, TokenText, chat_logprobs, completion_logprobs
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.errors import error_body
 
@@ -48,7 +48,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CompletedChoice:
     """A completed choice."""
 
     text: str
@@ -116,7 +116,7 @@ class Format(ABC):
         self._chunk = b"data: " + orjson.dumps(self._chunk_head)[:-1] + b',"choices":[{"index":'
 
     @abstractmethod
-    def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenText], naming: Naming) -> dict[str, Any]:
         """Returns the `logprobs` of a choice, or of a piece of it."""
 
     @abstractmethod
@@ -132,7 +132,7 @@ class Format(ABC):
         """Returns the output of a chunk of a tool call."""
 
     @abstractmethod
-    def _output(self, choice: Choice) -> dict[str, Any]:
+    def _output(self, choice: CompletedChoice) -> dict[str, Any]:
         """Returns the fields of a choice with its output."""
 
     def role_chunk(self, index: int, detail: Detail = PLAIN) -> bytes:
@@ -169,7 +169,7 @@ class Format(ABC):
         return b"data: " + orjson.dumps({**self._chunk_head, "choices": [], "usage": counts}) + b"\n\n"
 
     def full_response(
-        self, choices: Sequence[Choice], counts: dict[str, Any], extra: dict[str, Any] | None = None
+        self, choices: Sequence[CompletedChoice], counts: dict[str, Any], extra: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns the response object; `extra` are requested extension fields."""
         return {
@@ -211,7 +211,7 @@ class ChatFormat(Format):
     _response_object, _chunk_object = "chat.completion", "chat.completion.chunk"
     _role, _no_output = b'"delta":{"role":"assistant","content":""}', b'"delta":{}'
 
-    def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenText], naming: Naming) -> dict[str, Any]:
         """See Format."""
         return chat_logprobs(tokens, naming)
 
@@ -229,7 +229,7 @@ class ChatFormat(Format):
             piece["function"] = {"arguments": arguments}
         return b'"delta":' + orjson.dumps({"tool_calls": [piece]})
 
-    def _output(self, choice: Choice) -> dict[str, Any]:
+    def _output(self, choice: CompletedChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if choice.reasoning:
             message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
@@ -246,7 +246,7 @@ class CompletionFormat(Format):
     _response_object = _chunk_object = "text_completion"
     _role, _no_output = b"", b'"text":""'
 
-    def logprobs(self, tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenText], naming: Naming) -> dict[str, Any]:
         """See Format."""
         return completion_logprobs(tokens, naming)
 
@@ -259,7 +259,7 @@ class CompletionFormat(Format):
     def _call(self, call: int, call_id: str, name: str, arguments: str) -> bytes:
         return self._text(orjson.dumps(arguments))
 
-    def _output(self, choice: Choice) -> dict[str, Any]:
+    def _output(self, choice: CompletedChoice) -> dict[str, Any]:
         return {"text": choice.text}
 
 

@@ -10,8 +10,8 @@ import orjson
 
 from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
-from services.gateway.apis.openai.completion_objects import Choice, Detail, Format, usage
-from services.gateway.apis.openai.logprobs import Naming, ShownToken, prompt_logprobs
+from services.gateway.apis.openai.completion_objects import CompletedChoice, Detail, Format, usage
+from services.gateway.apis.openai.logprobs import Naming, TokenText, prompt_logprobs
 from services.gateway.core.request import Finish
 
 
@@ -52,7 +52,7 @@ class DetailedStreamedChoice(ChunkedChoice):
         super().__init__(index, choices)
         self._options = options
         self._naming = naming
-        self._tokens: list[ShownToken] = []
+        self._tokens: list[TokenText] = []
         self._token_count = 0
         self._prompt_ids_due = True
         self._prompt_ids: Sequence[int] = ()
@@ -61,12 +61,12 @@ class DetailedStreamedChoice(ChunkedChoice):
         """See TokenSink."""
         self._prompt_ids = prompt_ids
 
-    def shown(self, tokens: Sequence[ShownToken]) -> None:
+    def shown(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink."""
         self._tokens += tokens
         self._token_count += len(tokens)
 
-    def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
+    def shown_prompt(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink."""
         if self._options.echo_logprobs:
             self._tokens += tokens
@@ -107,23 +107,23 @@ class DetailedCollectedChoice(CollectedChoice):
         self._form = form
         self._options = options
         self._naming = naming
-        self._tokens: list[ShownToken] = []
-        self._prompt: Sequence[ShownToken] = ()
+        self._tokens: list[TokenText] = []
+        self._prompt: Sequence[TokenText] = ()
         self._prompt_ids: Sequence[int] = ()
 
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """See TokenSink."""
         self._prompt_ids = prompt_ids
 
-    def shown(self, tokens: Sequence[ShownToken]) -> None:
+    def shown(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink."""
         self._tokens += tokens
 
-    def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
+    def shown_prompt(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink."""
         self._prompt = tokens
 
-    def choice(self, finish: Finish) -> Choice:
+    def choice(self, finish: Finish) -> CompletedChoice:
         """Returns the completed choice with the selected details."""
         choice = super().choice(finish)
         extra: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class DetailedCollectedChoice(CollectedChoice):
         if self._options.logprobs:
             tokens = [*self._prompt, *self._tokens] if self._options.echo_logprobs else self._tokens
             logprobs = self._form.logprobs(tokens, self._naming)
-        return Choice(choice.text, choice.finish, choice.reasoning, choice.calls, logprobs, extra)
+        return CompletedChoice(choice.text, choice.finish, choice.reasoning, choice.calls, logprobs, extra)
 
     def prompt_fields(self) -> dict[str, Any]:
         """Returns the selected fields about the prompt."""

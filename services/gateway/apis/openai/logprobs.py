@@ -13,7 +13,7 @@ LOWEST = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
-class ShownToken:
+class TokenText:
     """One token of prompt or output.
 
     Attributes:
@@ -44,13 +44,13 @@ class Naming:
         return f"token_id:{token_id}" if self.as_ids else _text(piece, "bytes:")
 
 
-def chat_logprobs(tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[TokenText], naming: Naming) -> dict[str, Any]:
     """Returns the `logprobs` of a chat's choice."""
     content = [_chat_token(token, token.position, naming) for token in tokens if token.position is not None]
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokens: Sequence[ShownToken], naming: Naming) -> dict[str, Any]:
+def completion_logprobs(tokens: Sequence[TokenText], naming: Naming) -> dict[str, Any]:
     """Returns the `logprobs` of a completion's choice; the alternatives always include the chosen token."""
     names = [naming.completion_name(token.token_id, token.piece) for token in tokens]
     return {
@@ -64,12 +64,12 @@ def completion_logprobs(tokens: Sequence[ShownToken], naming: Naming) -> dict[st
     }
 
 
-def prompt_logprobs(tokens: Sequence[ShownToken], naming: Naming) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokens: Sequence[TokenText], naming: Naming) -> list[dict[str, Any] | None]:
     """Returns vLLM's `prompt_logprobs`: for each token of the prompt, log-probabilities by token id."""
     return [None if token.position is None else _by_id(token.position, token.piece, naming) for token in tokens]
 
 
-def _chat_token(token: ShownToken, position: PositionLogprobs, naming: Naming) -> dict[str, Any]:
+def _chat_token(token: TokenText, position: PositionLogprobs, naming: Naming) -> dict[str, Any]:
     top = [_chat_entry(other, naming.pieces.get(other.token_id, b""), naming) for other in position.top]
     return {**_chat_entry(position.chosen, token.piece, naming), "top_logprobs": top}
 

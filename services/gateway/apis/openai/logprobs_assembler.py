@@ -15,7 +15,7 @@ from typing import Protocol
 
 from services.common.errors import SluiceError, internal
 from services.common.tasks import TaskOwner
-from services.gateway.apis.openai.logprobs import ShownToken
+from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs
 
@@ -28,10 +28,10 @@ class TokenSink(Protocol):
     def begin(self, prompt_ids: Sequence[int]) -> None:
         """Called once, first."""
 
-    def shown(self, tokens: Sequence[ShownToken]) -> None:
+    def shown(self, tokens: Sequence[TokenText]) -> None:
         """Receives the next tokens, before their text."""
 
-    def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
+    def shown_prompt(self, tokens: Sequence[TokenText]) -> None:
         """Receives the prompt's tokens, before any output."""
 
     def text(self, piece: str) -> None: ...
@@ -120,7 +120,7 @@ class LogprobsAssembler:
         before = len(self._echo)
         self._choice.shown(
             [
-                ShownToken(token_id, piece, offset + before, position)
+                TokenText(token_id, piece, offset + before, position)
                 for token_id, (piece, offset, position) in zip(ids, rows, strict=True)
             ]
         )
@@ -203,7 +203,7 @@ class LogprobsAssembler:
         self._queue.clear()
         self._choice.fail(error)
 
-    def _prompt_tokens(self, positions: Sequence[PositionLogprobs]) -> list[ShownToken]:
+    def _prompt_tokens(self, positions: Sequence[PositionLogprobs]) -> list[TokenText]:
         """Returns the prompt's tokens with their offsets in its text; tokens that are not in the text have no length.
 
         The first token has no log-probabilities, whether or not the engine reports an entry for it.
@@ -217,7 +217,7 @@ class LogprobsAssembler:
             piece = pieces[token_id]
             inside = start < len(text) and _continues(text[start])
             position = known_positions[index - first] if index >= first else None
-            shown.append(ShownToken(token_id, piece, characters - inside, position))
+            shown.append(TokenText(token_id, piece, characters - inside, position))
             length = _length_in(text, start, piece)
             characters += sum(not _continues(byte) for byte in text[start : start + length])
             start += length

@@ -9,8 +9,8 @@ import orjson
 
 from services.common.errors import SluiceError
 from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import Block, Kind
-from services.gateway.apis.openai.logprobs import ShownToken
+from services.gateway.apis.common.transcript import Block, BlockKind
+from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
 from services.gateway.core.request import Finish
 
@@ -24,9 +24,9 @@ class _EventNames(NamedTuple):
 
 
 _EVENT_NAMES = {
-    Kind.CALL: _EventNames("function_call_arguments"),
-    Kind.REASONING: _EventNames("reasoning_text", "content_part", "content_index"),
-    Kind.TEXT: _EventNames("output_text", "content_part", "content_index"),
+    BlockKind.CALL: _EventNames("function_call_arguments"),
+    BlockKind.REASONING: _EventNames("reasoning_text", "content_part", "content_index"),
+    BlockKind.TEXT: _EventNames("output_text", "content_part", "content_index"),
 }
 _SUMMARY = _EventNames("reasoning_summary_text", "reasoning_summary_part", "summary_index")
 
@@ -60,9 +60,9 @@ class ResponseEventEncoder:
             "response.in_progress", response=response
         )
 
-    def text(self, piece: str, tokens: Sequence[ShownToken]) -> bytes:
+    def text(self, piece: str, tokens: Sequence[TokenText]) -> bytes:
         """See EventEncoder."""
-        events = self._block(Kind.TEXT)
+        events = self._block(BlockKind.TEXT)
         item = self._items[-1]
         item.block.pieces.append(piece)
         if not tokens:
@@ -79,7 +79,7 @@ class ResponseEventEncoder:
 
     def reasoning(self, piece: str) -> bytes:
         """See EventEncoder."""
-        events = self._block(Kind.REASONING)
+        events = self._block(BlockKind.REASONING)
         self._items[-1].block.pieces.append(piece)
         return events + self._piece(piece)
 
@@ -87,13 +87,13 @@ class ResponseEventEncoder:
         """See EventEncoder."""
         events = b""
         if name:
-            events = self._begin(Block(Kind.CALL, call, call_id, name))
+            events = self._begin(Block(BlockKind.CALL, call, call_id, name))
         self._items[-1].block.pieces.append(arguments)
         return events + self._piece(arguments) if arguments else events
 
     def closing(self, finish: Finish, counts: Counts) -> bytes:
         """See EventEncoder."""
-        events = b"" if self._items else self._begin(Block(Kind.TEXT))
+        events = b"" if self._items else self._begin(Block(BlockKind.TEXT))
         events += self._end(last_status(finish))
         response = self._resource.completed(self._items, finish, counts)
         self._on_end(response)
@@ -105,7 +105,7 @@ class ResponseEventEncoder:
         self._on_end(response)
         return self._event("response.failed", response=response)
 
-    def _block(self, kind: Kind) -> bytes:
+    def _block(self, kind: BlockKind) -> bytes:
         if self._open and self._items[-1].block.kind is kind:
             return b""
         return self._begin(Block(kind))
@@ -118,7 +118,9 @@ class ResponseEventEncoder:
         index = len(self._items) - 1
         events += self._event("response.output_item.added", output_index=index, item=item.in_progress())
         names, location = self._names(item), self._location(item)
-        self._prepare(f"response.{names.piece}.delta", location, {"logprobs": []} if block.kind is Kind.TEXT else {})
+        self._prepare(
+            f"response.{names.piece}.delta", location, {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+        )
         if names.part:
             events += self._event(f"response.{names.part}.added", **location, part=item.part(""))
         return events
@@ -129,9 +131,9 @@ class ResponseEventEncoder:
         block, text = item.block, item.block.text
         names, location = self._names(item), self._location(item)
         content: dict[str, Any] = {"text": text}
-        if block.kind is Kind.CALL:
+        if block.kind is BlockKind.CALL:
             content = {"name": block.name, "arguments": text}
-        elif block.kind is Kind.TEXT:
+        elif block.kind is BlockKind.TEXT:
             content["logprobs"] = item.logprobs(block.tokens)
         events = self._event(f"response.{names.piece}.done", **location, **content)
         if names.part:
@@ -140,7 +142,7 @@ class ResponseEventEncoder:
         return events + self._event("response.output_item.done", output_index=index, item=item.completed(status))
 
     def _names(self, item: OutputItem) -> _EventNames:
-        summary = item.block.kind is Kind.REASONING and self._options.summary
+        summary = item.block.kind is BlockKind.REASONING and self._options.summary
         return _SUMMARY if summary else _EVENT_NAMES[item.block.kind]
 
     def _location(self, item: OutputItem) -> dict[str, Any]:

@@ -9,14 +9,14 @@ from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import Block, Kind
+from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import Naming, chat_logprobs
 from services.gateway.apis.responses.items import new_id, seal
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
 
-_PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
+_PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +53,24 @@ class OutputItem:
     def in_progress(self) -> dict[str, Any]:
         """Returns the item as it is added, without content."""
         block = self.block
-        if block.kind is Kind.CALL:
+        if block.kind is BlockKind.CALL:
             return self._call("in_progress", "")
-        if block.kind is Kind.REASONING:
+        if block.kind is BlockKind.REASONING:
             return self._reasoning("in_progress", None)
         return self._message("in_progress", [])
 
     def completed(self, status: str) -> dict[str, Any]:
         """Returns the item with all of its content."""
         block = self.block
-        if block.kind is Kind.CALL:
+        if block.kind is BlockKind.CALL:
             return self._call(status, block.text)
-        if block.kind is Kind.REASONING:
+        if block.kind is BlockKind.REASONING:
             return self._reasoning(status, block.text)
         return self._message(status, [self.part(block.text)])
 
     def part(self, text: str) -> dict[str, Any]:
         """Returns the single content part of a message or reasoning item."""
-        if self.block.kind is Kind.REASONING:
+        if self.block.kind is BlockKind.REASONING:
             kind = "summary_text" if self._options.summary else "reasoning_text"
             return {"type": kind, "text": text}
         return {"type": "output_text", "annotations": [], "logprobs": self.logprobs(self.block.tokens), "text": text}
@@ -104,7 +104,7 @@ class OutputItem:
 
 def output_of(blocks: Sequence[Block], options: OutputOptions) -> list[OutputItem]:
     """Returns the items of the output; empty output is one empty message."""
-    return [OutputItem(block, options) for block in blocks or [Block(Kind.TEXT)]]
+    return [OutputItem(block, options) for block in blocks or [Block(BlockKind.TEXT)]]
 
 
 def last_status(finish: Finish) -> str:

@@ -26,7 +26,7 @@ LOAD_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ParserPair:
     """Parsers of one model: location of its files, and names without the engine prefix, empty for none."""
 
     source: str
@@ -34,9 +34,9 @@ class Pair:
     reasoning: str
 
 
-def pair_of(source: str, names: ParserNames) -> Pair:
+def pair_of(source: str, names: ParserNames) -> ParserPair:
     """Returns the pair that a stream needs."""
-    return Pair(source, bare(names.tool), bare(names.reasoning))
+    return ParserPair(source, bare(names.tool), bare(names.reasoning))
 
 
 class EngineHost(ParserHost):
@@ -72,11 +72,11 @@ class EngineHost(ParserHost):
             environment={**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"},
             descriptors=[descriptor],
         )
-        self._known: dict[Pair, Facts | str] = {}
-        self._loading: dict[Pair, asyncio.Task[SluiceError | None]] = {}
+        self._known: dict[ParserPair, Facts | str] = {}
+        self._loading: dict[ParserPair, asyncio.Task[SluiceError | None]] = {}
         self._released: set[str] = set()  # sources of removed models
 
-    def facts(self, pair: Pair) -> Facts | None:
+    def facts(self, pair: ParserPair) -> Facts | None:
         """Returns the facts of a pair of parsers; None before it is loaded.
 
         Raises:
@@ -93,7 +93,7 @@ class EngineHost(ParserHost):
             )
         return found
 
-    async def prepare(self, pair: Pair) -> Facts:
+    async def prepare(self, pair: ParserPair) -> Facts:
         """Loads a pair of parsers; raises SluiceError as `facts`, or UNAVAILABLE after a timeout."""
         self._check(pair)
         self._released.discard(pair.source)
@@ -112,7 +112,7 @@ class EngineHost(ParserHost):
                 raise error
         return found
 
-    def _check(self, pair: Pair) -> None:
+    def _check(self, pair: ParserPair) -> None:
         for kind, name in (("tool", pair.tool), ("reasoning", pair.reasoning)):
             known = ENGINES[self.name].of(kind)
             if name and name not in known:
@@ -138,7 +138,7 @@ class EngineHost(ParserHost):
             self._released -= sources
             self._tasks.spawn(self._unload(sources), f"unloading parsers of {self.name}")
 
-    async def _load(self, pair: Pair) -> SluiceError | None:
+    async def _load(self, pair: ParserPair) -> SluiceError | None:
         """Loads a pair of parsers; returns an error if they may load later."""
         try:
             async with self._turn:
@@ -171,7 +171,7 @@ class EngineHost(ParserHost):
         self._deaths = 0
         return results
 
-    def _set_facts(self, pair: Pair, result: dict[str, Any]) -> None:
+    def _set_facts(self, pair: ParserPair, result: dict[str, Any]) -> None:
         self._known[pair] = result["error"] if "error" in result else Facts(**result)
 
     async def _start(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
+from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
 
 ENGINE_OPTIONS = "engine_options"
 TEXT = "*text*"
@@ -50,12 +50,12 @@ def given(sampling: SamplingParams, names: Iterable[str] = SAME_NAME) -> dict[st
     return {name: value for name in names if (value := getattr(sampling, name)) is not None}
 
 
-def output_limit(stop: Stop, room: int) -> int:
+def output_limit(stop: StopParams, room: int) -> int:
     """Returns the maximum number of output tokens."""
     return room if stop.max_tokens is None else min(stop.max_tokens, room)
 
 
-def stop_ids(stop: Stop) -> frozenset[int]:
+def stop_ids(stop: StopParams) -> frozenset[int]:
     """Returns the token ids that end the request."""
     return stop.stop_token_ids - frozenset(stop.eos_token_ids) if stop.ignore_eos else stop.stop_token_ids
 

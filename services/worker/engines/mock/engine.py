@@ -22,7 +22,7 @@ from services.worker.engines.mock.guided.effort import Effort
 from services.worker.engines.mock.loading import Loaded, load, timing
 from services.worker.engines.mock.operations import Operations
 from services.worker.engines.mock.rank import Rank
-from services.worker.engines.mock.scheduler import Scheduler
+from services.worker.engines.mock.scheduler import MockScheduler
 from services.worker.engines.mock.sequence import Sequence as Running
 from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.text import Answer
@@ -170,7 +170,7 @@ class MockEngine(InProcessEngine):
 
     def _make_rank(self, source: KvEventSource) -> Rank:
         settings = self._settings
-        scheduler = Scheduler(
+        scheduler = MockScheduler(
             BlockPool(settings.total_blocks, index=self._role is not Role.DECODE),
             self._timing,
             self._answer,

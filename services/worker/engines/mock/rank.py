@@ -12,7 +12,7 @@ from services.worker.contract.generation import FinishReason, Usage
 from services.worker.engines.mock.faults import injected
 from services.worker.engines.mock.operations import Operations
 from services.worker.engines.mock.probabilities import logprobs_at, prompt_logprobs
-from services.worker.engines.mock.scheduler import Scheduler, Step
+from services.worker.engines.mock.scheduler import MockScheduler, MockStep
 from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.timing import StepPacer
@@ -34,7 +34,7 @@ class Rank:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: MockScheduler,
         source: KvEventSource,
         operations: Operations,
         statistics: Statistics,
@@ -50,7 +50,7 @@ class Rank:
         self._running: dict[str, Sequence] = {}
         self._transfers: dict[str, asyncio.TimerHandle] = {}
         self._unpublished: list[KvEvent] = []
-        self._step = Step()
+        self._step = MockStep()
         self._work = asyncio.Event()
         self.idle = asyncio.Event()
         self.idle.set()
@@ -109,7 +109,7 @@ class Rank:
             self._step = step = scheduler.step(pacer.now)
             self._unpublished += step.events
             await pacer.spend(step.duration_s * operations.faults.slow)
-            self._step = Step()
+            self._step = MockStep()
             self._statistics.count(step, scheduler.pool.used / scheduler.pool.total)
             self._emit(step)
 
@@ -122,7 +122,7 @@ class Rank:
             return
         self._work.set()
 
-    def _emit(self, step: Step) -> None:
+    def _emit(self, step: MockStep) -> None:
         self._publish()
         for sequence, token_id in step.rows:
             sink = sequence.sink
@@ -153,7 +153,7 @@ class Rank:
     def _push_with_logprobs(self, sequence: Sequence, sink: Sink, token_id: int, count: int) -> None:
         sink.push((token_id,), (logprobs_at(token_id, sequence.token_count - 1, count, self._vocab_size),))
 
-    def _inject_errors(self, step: Step) -> None:
+    def _inject_errors(self, step: MockStep) -> None:
         limit = self._operations.faults.error_after
         for sequence, _ in step.rows:
             if sequence.sink is not None and sequence.generated_tokens >= limit:

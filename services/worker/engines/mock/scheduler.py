@@ -9,7 +9,7 @@ from services.common.errors import overloaded
 from services.worker.contract.cache_events import KvEvent
 from services.worker.contract.engine import Load
 from services.worker.engines.mock.blocks import BlockPool
-from services.worker.engines.mock.sequence import Sequence, State
+from services.worker.engines.mock.sequence import Sequence, SequenceState
 from services.worker.engines.mock.text import AnswerFor
 from services.worker.engines.mock.timing import StepTiming
 
@@ -17,7 +17,7 @@ STEP_SMOOTHING = 0.1
 
 
 @dataclass(slots=True)
-class Step:
+class MockStep:
     """Result of one engine step.
 
     Attributes:
@@ -37,7 +37,7 @@ class Step:
     preempted: int = 0
 
 
-class Scheduler:
+class MockScheduler:
     """Schedules by priority, then by arrival; decodes before prefilling, and preempts by recomputation."""
 
     def __init__(
@@ -88,17 +88,17 @@ class Scheduler:
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence and releases its blocks; ignores an ended sequence."""
-        if sequence.state is State.WAITING:
+        if sequence.state is SequenceState.WAITING:
             del self._waiting[bisect_left(self._waiting, sequence)]
-        elif sequence.state is State.PREFILLING:
+        elif sequence.state is SequenceState.PREFILLING:
             self._prefilling.remove(sequence)
-        elif sequence.state is State.DECODING:
+        elif sequence.state is SequenceState.DECODING:
             self._decoding.remove(sequence)
         self._end(sequence)
 
-    def step(self, now: float) -> Step:
+    def step(self, now: float) -> MockStep:
         """Runs one step that starts at `now` (seconds of any clock); the result applies to its end."""
-        step = Step()
+        step = MockStep()
         decoding = len(self._decoding)
         cache_use = self.pool.used / self.pool.total
         self._decode(step)
@@ -114,7 +114,7 @@ class Scheduler:
     def _free_slots(self) -> int:
         return self._max_sequences - len(self._decoding) - len(self._prefilling)
 
-    def _decode(self, step: Step) -> None:
+    def _decode(self, step: MockStep) -> None:
         """Generates a token for every decoding sequence; the engine's hot path."""
         rows = step.rows
         for sequence in tuple(self._decoding):
@@ -126,11 +126,11 @@ class Scheduler:
             rows.append((sequence, sequence.tokens[token_count]))
             sequence.token_count = token_count + 1
         if step.ended:
-            self._decoding = [sequence for sequence in self._decoding if sequence.state is State.DECODING]
+            self._decoding = [sequence for sequence in self._decoding if sequence.state is SequenceState.DECODING]
 
-    def _advance(self, sequence: Sequence, step: Step) -> bool:
+    def _advance(self, sequence: Sequence, step: MockStep) -> bool:
         """Allocates or stores a block, or ends the sequence, if due; returns False when it was preempted instead."""
-        if sequence.state is not State.DECODING:
+        if sequence.state is not SequenceState.DECODING:
             return False
         size = self._block_size
         position = sequence.token_count - 1
@@ -155,17 +155,17 @@ class Scheduler:
     def _last_in_order(self) -> Sequence:
         """Returns the sequence to preempt first; those that ended in this step are still listed but have no blocks."""
         candidates = (*self._decoding, *self._prefilling)
-        return max((item for item in candidates if item.state is not State.ENDED), key=lambda item: item.order)
+        return max((item for item in candidates if item.state is not SequenceState.ENDED), key=lambda item: item.order)
 
-    def _prefill_running(self, step: Step, budget: int) -> int:
+    def _prefill_running(self, step: MockStep, budget: int) -> int:
         for sequence in tuple(self._prefilling):
             if budget == 0:
                 break
-            if sequence.state is State.PREFILLING:
+            if sequence.state is SequenceState.PREFILLING:
                 budget -= self._compute_chunk(sequence, budget, step)
         return budget
 
-    def _admit(self, step: Step, budget: int, now: float) -> None:
+    def _admit(self, step: MockStep, budget: int, now: float) -> None:
         """Admits waiting sequences, strictly in order, while slots, tokens and blocks are available."""
         slots = self._free_slots()
         while self._waiting and budget and slots and self._reserve_blocks(self._waiting[0], now):
@@ -174,7 +174,7 @@ class Scheduler:
             if sequence.is_prefilled:
                 self._start_prefilled(sequence)
                 continue
-            sequence.state = State.PREFILLING
+            sequence.state = SequenceState.PREFILLING
             self._prefilling.append(sequence)
             budget -= self._compute_chunk(sequence, budget, step)
 
@@ -182,7 +182,7 @@ class Scheduler:
         """Starts decoding a sequence whose cache was transferred into its blocks."""
         sequence.is_prefilled = False
         sequence.computed_tokens = sequence.token_count - 1
-        sequence.state = State.DECODING
+        sequence.state = SequenceState.DECODING
         self._decoding.append(sequence)
 
     def _reserve_blocks(self, sequence: Sequence, now: float) -> bool:
@@ -203,7 +203,7 @@ class Scheduler:
             sequence.cached_tokens = sequence.computed_tokens
         return True
 
-    def _compute_chunk(self, sequence: Sequence, budget: int, step: Step) -> int:
+    def _compute_chunk(self, sequence: Sequence, budget: int, step: MockStep) -> int:
         """Computes up to `budget` tokens of a prompt and returns their number; the last chunk generates a token."""
         size = self._block_size
         chunk = min(budget, sequence.token_count - sequence.computed_tokens)
@@ -219,7 +219,7 @@ class Scheduler:
             self._start_decoding(sequence, step)
         return chunk
 
-    def _start_decoding(self, sequence: Sequence, step: Step) -> None:
+    def _start_decoding(self, sequence: Sequence, step: MockStep) -> None:
         step.rows.append((sequence, sequence.tokens[sequence.token_count]))
         sequence.token_count += 1
         sequence.quiet_steps = 0
@@ -227,21 +227,21 @@ class Scheduler:
             self._end(sequence)
             step.ended.append(sequence)
         else:
-            sequence.state = State.DECODING
+            sequence.state = SequenceState.DECODING
             self._decoding.append(sequence)
 
-    def _preempt(self, sequence: Sequence, step: Step) -> None:
+    def _preempt(self, sequence: Sequence, step: MockStep) -> None:
         """Releases a sequence's blocks and queues it again; its tokens are recomputed later."""
-        (self._decoding if sequence.state is State.DECODING else self._prefilling).remove(sequence)
+        (self._decoding if sequence.state is SequenceState.DECODING else self._prefilling).remove(sequence)
         self._release(sequence)
-        sequence.state = State.WAITING
+        sequence.state = SequenceState.WAITING
         insort(self._waiting, sequence)
         step.preempted += 1
 
     def _end(self, sequence: Sequence) -> None:
-        if sequence.state is not State.ENDED:
+        if sequence.state is not SequenceState.ENDED:
             self._release(sequence)
-            sequence.state = State.ENDED
+            sequence.state = SequenceState.ENDED
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)

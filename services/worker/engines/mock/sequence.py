@@ -11,7 +11,7 @@ from services.worker.contract.generation import GenerateRequest, Usage
 from services.worker.engines.mock.text import Answer
 
 
-class State(Enum):
+class SequenceState(Enum):
     """Scheduling state of a sequence."""
 
     WAITING = auto()
@@ -62,7 +62,7 @@ class Sequence:
         self.limit = limit
         self.sink = sink
         self.order = (request.priority, arrival)
-        self.state = State.WAITING
+        self.state = SequenceState.WAITING
         self.prompt_tokens = len(request.token_ids)
         self.token_count = self.prompt_tokens
         self.computed_tokens = 0

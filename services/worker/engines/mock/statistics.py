@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.worker.engines.mock.scheduler import Step
+from services.worker.engines.mock.scheduler import MockStep
 
 
 class Statistics:
@@ -15,7 +15,7 @@ class Statistics:
         self.preemptions = 0
         self.cache_use = 0.0
 
-    def count(self, step: Step, cache_use: float) -> None:
+    def count(self, step: MockStep, cache_use: float) -> None:
         """Counts one completed step."""
         self.steps += 1
         self.prefill_tokens += step.prefill_tokens

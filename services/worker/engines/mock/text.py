@@ -16,7 +16,7 @@ from random import Random
 from xxhash import xxh3_64_intdigest
 
 from services.common.packing import pack_u32
-from services.worker.contract.generation import FinishReason, GenerateRequest, Stop
+from services.worker.contract.generation import FinishReason, GenerateRequest, StopParams
 from services.worker.engines.mock.guided.effort import Effort
 from services.worker.engines.mock.guided.sampler import guided_text
 from services.worker.engines.mock.vocabulary import MockVocabulary
@@ -159,7 +159,7 @@ def _without_role(text: str) -> str:
     return rest if newline and head.strip() in ROLES else text
 
 
-def _cut(rest: array[int], stop: Stop, eos_ids: tuple[int, ...], ended: bool, eos: tuple[int, ...]) -> Answer:
+def _cut(rest: array[int], stop: StopParams, eos_ids: tuple[int, ...], ended: bool, eos: tuple[int, ...]) -> Answer:
     """Truncates an output after the first effective stop id."""
     stops = stop.stop_token_ids
     if stop.ignore_eos:

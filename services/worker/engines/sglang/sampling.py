@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import invalid
-from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop, StructuredOutput
+from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess import sampling as inprocess
 from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, given, output_limit, set_by, stop_ids
 from services.worker.engines.sglang.fields import FIELDS
@@ -107,7 +107,7 @@ def _sampling(sampling: SamplingParams, facts: Facts) -> dict[str, Any]:
     return params
 
 
-def _stop(stop: Stop, room: int) -> dict[str, Any]:
+def _stop(stop: StopParams, room: int) -> dict[str, Any]:
     """With ignore_eos SGLang stops at no id; it still needs them to suppress these ids before min_new_tokens."""
     limit = output_limit(stop, room)
     params: dict[str, Any] = {"max_new_tokens": limit}

@@ -23,7 +23,7 @@ from services.worker.engines.transformers.block_hasher import BlockHasher, forge
 from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import choose
 from services.worker.engines.transformers.sizing import Plan
-from services.worker.engines.transformers.step import CacheChanges, Gauges, Listener, Row, Step
+from services.worker.engines.transformers.step import CacheChanges, Gauges, Listener, Step, StepRow
 
 SMOOTHING = 0.1
 
@@ -210,7 +210,7 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
             batch_request.token_id = ids[index]
             batch_request.logprobs = None if logprobs is None else logprobs[index]
 
-    def _row(self, state: Any) -> Row | None:
+    def _row(self, state: Any) -> StepRow | None:
         """Returns the output of a request in this step; None for a dropped request."""
         key = state.request_id
         batch_request = self.batch_requests.get(key)
@@ -221,7 +221,7 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         batch_request.begun = True
         ended = state.status >= RequestStatus.FINISHED
         constraint = batch_request.sampler.constraint
-        return Row(
+        return StepRow(
             key,
             batch_request.token_id,
             cached_tokens,
@@ -230,7 +230,7 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
             constraint.error if constraint is not None else "",
         )
 
-    def _publish(self, rows: Sequence[Row] = ()) -> None:
+    def _publish(self, rows: Sequence[StepRow] = ()) -> None:
         failed, self._failures.failed = self._failures.failed, []
         step = Step(list(rows), self._cache_changes.take(), failed)
         if step:

@@ -11,7 +11,7 @@ from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, K
 from services.worker.contract.generation import PositionLogprobs
 
 
-class Row(NamedTuple):
+class StepRow(NamedTuple):
     """One request's token of a step. `cached_tokens` is set on the first token; `ended` marks the last one."""
 
     key: str
@@ -26,7 +26,7 @@ class Row(NamedTuple):
 class Step:
     """Result of one step: new tokens, changes of the prefix cache, and failed requests as (key, error)."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StepRow] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
 

@@ -72,12 +72,14 @@ def read_arguments(argv: Sequence[str]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    class ArgumentParser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> None:
             raise _invalid_options(message)
 
     try:
-        return AsyncEngineArgs.from_cli_args(AsyncEngineArgs.add_cli_args(Parser(prog="vllm")).parse_args(list(argv)))
+        return AsyncEngineArgs.from_cli_args(
+            AsyncEngineArgs.add_cli_args(ArgumentParser(prog="vllm")).parse_args(list(argv))
+        )
     except (ValueError, TypeError) as error:
         raise _invalid_options(str(error)) from error
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import invalid
-from services.worker.contract.generation import GenerateRequest, Role, SamplingParams, Stop, StructuredOutput
+from services.worker.contract.generation import GenerateRequest, Role, SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess.sampling import (
     ENGINE_OPTIONS,
     SAME_NAME,
@@ -75,7 +75,7 @@ def _sampling(sampling: SamplingParams, defaults: Mapping[str, Any]) -> dict[str
     return arguments
 
 
-def _stop(stop: Stop, room: int, generated: int) -> dict[str, Any]:
+def _stop(stop: StopParams, room: int, generated: int) -> dict[str, Any]:
     limit = output_limit(stop, room)
     return {
         "max_tokens": max(limit - generated, 1),

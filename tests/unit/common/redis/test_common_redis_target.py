@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.common.errors import SluiceError
-from services.common.redis.target import Credentials, Target, Topology, parse
+from services.common.redis.target import Credentials, RedisTarget, Topology, parse
 from tests.support.oracles.errors import raises_error
 
 HERE = (("127.0.0.1", 6379),)
@@ -14,19 +14,19 @@ HERE = (("127.0.0.1", 6379),)
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("redis://", Target(Topology.STANDALONE, HERE)),
-        ("redis://localhost:7000/2", Target(Topology.STANDALONE, (("localhost", 7000),), db=2)),
-        ("valkey://host", Target(Topology.STANDALONE, (("host", 6379),))),
-        ("rediss://[::1]:7000", Target(Topology.STANDALONE, (("::1", 7000),), tls=True)),
-        ("unix:///run/redis.sock", Target(Topology.STANDALONE, path="/run/redis.sock")),
+        ("redis://", RedisTarget(Topology.STANDALONE, HERE)),
+        ("redis://localhost:7000/2", RedisTarget(Topology.STANDALONE, (("localhost", 7000),), db=2)),
+        ("valkey://host", RedisTarget(Topology.STANDALONE, (("host", 6379),))),
+        ("rediss://[::1]:7000", RedisTarget(Topology.STANDALONE, (("::1", 7000),), tls=True)),
+        ("unix:///run/redis.sock", RedisTarget(Topology.STANDALONE, path="/run/redis.sock")),
         (
             "redis+sentinel://a,b:7000/mine/4",
-            Target(Topology.SENTINEL, (("a", 26379), ("b", 7000)), service="mine", db=4),
+            RedisTarget(Topology.SENTINEL, (("a", 26379), ("b", 7000)), service="mine", db=4),
         ),
-        ("rediss+cluster://a:1,b:2", Target(Topology.CLUSTER, (("a", 1), ("b", 2)), tls=True)),
+        ("rediss+cluster://a:1,b:2", RedisTarget(Topology.CLUSTER, (("a", 1), ("b", 2)), tls=True)),
     ],
 )
-def test_urls(url: str, expected: Target) -> None:
+def test_urls(url: str, expected: RedisTarget) -> None:
     assert parse(url) == expected
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.tasks import TaskOwner
-from services.gateway.apis.openai.logprobs import ShownToken
+from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs, TokenLogprob
@@ -51,10 +51,10 @@ class Choice:
     def begin(self, prompt_ids: Sequence[int]) -> None:
         self.heard.append(("begin", list(prompt_ids)))
 
-    def shown(self, tokens: Sequence[ShownToken]) -> None:
+    def shown(self, tokens: Sequence[TokenText]) -> None:
         self.heard.append(("shown", list(tokens)))
 
-    def shown_prompt(self, tokens: Sequence[ShownToken]) -> None:
+    def shown_prompt(self, tokens: Sequence[TokenText]) -> None:
         self.heard.append(("prompt", list(tokens)))
 
     def text(self, piece: str) -> None:
@@ -96,7 +96,7 @@ async def test_without_alternatives_nothing_is_asked() -> None:
     assembler.finish(STOP)
     assert choice.heard == [
         ("begin", [1]),
-        ("shown", [ShownToken(7, b"x", 0, position(7))]),
+        ("shown", [TokenText(7, b"x", 0, position(7))]),
         ("text", "x"),
         ("finish", STOP),
     ]

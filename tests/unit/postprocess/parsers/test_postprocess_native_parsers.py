@@ -18,8 +18,8 @@ from services.postprocess.parsers.detect import native_names
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of
 from services.postprocess.parsers.engines.adapter import EngineParser, Facts
 from services.postprocess.parsers.events import CallArguments, CallStart, Event
-from services.postprocess.parsers.isolated.engine_host import EngineHost, Pair
-from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry
+from services.postprocess.parsers.isolated.engine_host import EngineHost, ParserPair
+from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserRegistry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, chosen, load
@@ -27,7 +27,7 @@ from tests.support.data.vocabularies import tekken
 from tests.support.oracles.errors import raises_error
 from tests.support.oracles.parsing import TOOLS
 
-BOTH = Registry(engines=ENGINES)
+BOTH = ParserRegistry(engines=ENGINES)
 
 
 class Echo(EngineParser):
@@ -76,7 +76,7 @@ def test_a_wrong_name_is_answered_with_the_nearest(names: ParserNames, sentence:
 
 def test_an_engine_that_does_not_run_here_is_named_with_its_flag() -> None:
     with pytest.raises(SluiceError, match="--native-parsers vllm"):
-        Registry().check(ParserNames("vllm:hermes"))
+        ParserRegistry().check(ParserNames("vllm:hermes"))
 
 
 def test_the_settings_know_which_engines_they_need() -> None:
@@ -144,7 +144,7 @@ def test_ids_have_the_engines_form_and_are_the_same_again() -> None:
 
 async def test_unusable_pair_raises_an_error_that_names_it() -> None:
     host = EngineHost("vllm", "", 1.0, 64)
-    usable, not_usable = Pair("/m", "hermes", ""), Pair("/m", "openai", "")
+    usable, not_usable = ParserPair("/m", "hermes", ""), ParserPair("/m", "openai", "")
     assert host.facts(usable) is None
     host._set_facts(usable, {"keeps_special": True, "keeps_special_always": False})
     host._set_facts(not_usable, {"error": "the tokenizer lacks a token."})
@@ -153,7 +153,7 @@ async def test_unusable_pair_raises_an_error_that_names_it() -> None:
     with raises_error(match="the tokenizer lacks a token", kind=ErrorKind.FAILED_PRECONDITION):
         await host.prepare(not_usable)
     with pytest.raises(SluiceError, match="similar names: hermes"):
-        await host.prepare(Pair("/m", "hermez", ""))
+        await host.prepare(ParserPair("/m", "hermez", ""))
     await host.close()
 
 
@@ -168,7 +168,7 @@ async def test_what_is_only_preferred_gives_way_where_it_cannot_work(asked: bool
     vocabulary = await library.get("m")
     host = stream_factory.host("vllm:mistral")
     assert isinstance(host, EngineHost)
-    host._set_facts(Pair(vocabulary.source, "mistral", ""), {"error": "the tokenizer lacks a token."})
+    host._set_facts(ParserPair(vocabulary.source, "mistral", ""), {"error": "the tokenizer lacks a token."})
     if asked:
         with pytest.raises(SluiceError, match="lacks a token"):
             await stream_factory.prepare_for(vocabulary)

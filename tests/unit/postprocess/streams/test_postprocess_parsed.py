@@ -21,7 +21,7 @@ from services.postprocess.parsers import detect as hints
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event
 from services.postprocess.parsers.json_calls import HermesParser
-from services.postprocess.parsers.registry import Registry
+from services.postprocess.parsers.registry import ParserRegistry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.parsed import ParsedStream
@@ -193,7 +193,9 @@ def test_a_parser_that_raises_leaves_plain_text(text: str) -> None:
 
 
 def plan(**options: Any) -> Any:
-    return plan_of(replace(OPTIONS, **options), tekken().vocabulary, Registry(), Limits(max_tools_bytes=10_000), "r")
+    return plan_of(
+        replace(OPTIONS, **options), tekken().vocabulary, ParserRegistry(), Limits(max_tools_bytes=10_000), "r"
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,10 +237,10 @@ def test_auto_is_what_the_model_needs() -> None:
     assert plan(**auto).degraded == "tool_parser_unknown"
     assert plan(**auto, tool_choice_json=b'"required"').degraded == "tool_choice_not_honoured"
     vocabulary = load(ModelSpec("tekken", DEFAULT_SOURCE))
-    made = plan_of(replace(OPTIONS, **auto), vocabulary, Registry(), Limits(), "r")
+    made = plan_of(replace(OPTIONS, **auto), vocabulary, ParserRegistry(), Limits(), "r")
     assert made.names == ParserNames("mistral", "")
     without = replace(OPTIONS, **auto, tools_json=b"")
-    assert plan_of(without, vocabulary, Registry(), Limits(), "r").names == ParserNames()
+    assert plan_of(without, vocabulary, ParserRegistry(), Limits(), "r").names == ParserNames()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
-from services.postprocess.parsers.registry import Registry
+from services.postprocess.parsers.registry import ParserRegistry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from tests.support.data.tiny_models import build_tiny_model
@@ -115,7 +115,7 @@ def test_the_default_model_needs_no_network() -> None:
 
 
 async def test_parsers_of_the_card_apply_unless_configured() -> None:
-    registry = Registry()
+    registry = ParserRegistry()
     library = VocabularyRegistry(
         [], 30, lambda spec: byte_level().vocabulary, parsers={"b": ParserNames("granite")}, check=registry.check
     )
@@ -126,7 +126,7 @@ async def test_parsers_of_the_card_apply_unless_configured() -> None:
 
 
 async def test_card_with_an_unknown_parser_is_refused() -> None:
-    library = VocabularyRegistry([], 30, lambda spec: byte_level().vocabulary, check=Registry().check)
+    library = VocabularyRegistry([], 30, lambda spec: byte_level().vocabulary, check=ParserRegistry().check)
     with pytest.raises(SluiceError, match="similar names: hermes"):
         await library.add(ModelSpec("a", DEFAULT_SOURCE, tool_parser="hermess"))
     with pytest.raises(SluiceError, match="--native-parsers vllm"):

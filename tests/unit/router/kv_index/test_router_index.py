@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier, decode_ops, encode_ops
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Snapshot, Tier, decode_ops, encode_ops
 from services.router.kv_index.index import BlockIndex, Overlap
 from services.router.kv_index.matching import bits_of, depths
 from services.router.kv_index.rank_cache import ApplyResult
@@ -22,11 +22,11 @@ A, B = WorkerRank("a", 0), WorkerRank("b", 0)
 
 
 def stored(sequence: int, *hashes: int, tier: Tier = Tier.DEVICE) -> EventBatch:
-    return EventBatch(0, sequence, (BlockOp(Kind.STORED, tier, pack_u64(hashes)),))
+    return EventBatch(0, sequence, (BlockOp(CacheOperation.STORED, tier, pack_u64(hashes)),))
 
 
 def removed(sequence: int, *hashes: int, tier: Tier = Tier.DEVICE) -> EventBatch:
-    return EventBatch(0, sequence, (BlockOp(Kind.REMOVED, tier, pack_u64(hashes)),))
+    return EventBatch(0, sequence, (BlockOp(CacheOperation.REMOVED, tier, pack_u64(hashes)),))
 
 
 def index_of(*slots: WorkerRank, capacity: int = 1000) -> BlockIndex:
@@ -93,7 +93,7 @@ def test_cleared_empties_every_tier() -> None:
     index = index_of(A)
     index.apply(A, 1, stored(1, 1))
     index.apply(A, 1, stored(2, 2, tier=Tier.HOST))
-    index.apply(A, 1, EventBatch(0, 3, (BlockOp(Kind.CLEARED, Tier.DEVICE, b""),)))
+    index.apply(A, 1, EventBatch(0, 3, (BlockOp(CacheOperation.CLEARED, Tier.DEVICE, b""),)))
     assert (index.distinct_blocks, index.blocks(A)) == (0, 0)
 
 
@@ -124,7 +124,7 @@ def test_matching_finds_every_depth(length: int, depths: list[int]) -> None:
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(list(Kind)),
+        st.sampled_from(list(CacheOperation)),
         st.sampled_from(list(Tier)),
         st.lists(st.integers(1, 40), max_size=6),
         st.booleans(),
@@ -135,7 +135,7 @@ operations = st.lists(
 
 @given(operations)
 @settings(max_examples=100, deadline=None)
-def test_tables_equal_what_the_ranks_hold(ops: list[tuple[Kind, Tier, list[int], bool]]) -> None:
+def test_tables_equal_what_the_ranks_hold(ops: list[tuple[CacheOperation, Tier, list[int], bool]]) -> None:
     index = index_of(A, B)
     sequences = {A: 0, B: 0}
     model: dict[WorkerRank, dict[Tier, set[int]]] = {slot: {tier: set() for tier in Tier} for slot in (A, B)}
@@ -144,9 +144,9 @@ def test_tables_equal_what_the_ranks_hold(ops: list[tuple[Kind, Tier, list[int],
         sequences[slot] += 1
         batch = EventBatch(0, sequences[slot], (BlockOp(kind, tier, pack_u64(hashes)),))
         assert index.apply(slot, 1, batch) is ApplyResult.APPLIED
-        if kind is Kind.STORED:
+        if kind is CacheOperation.STORED:
             model[slot][tier].update(hashes)
-        elif kind is Kind.REMOVED:
+        elif kind is CacheOperation.REMOVED:
             model[slot][tier].difference_update(hashes)
         else:
             model[slot] = {each: set() for each in Tier}
@@ -162,7 +162,7 @@ def test_tables_equal_what_the_ranks_hold(ops: list[tuple[Kind, Tier, list[int],
 
 
 @given(operations)
-def test_encoded_operations_come_back(ops: list[tuple[Kind, Tier, list[int], bool]]) -> None:
+def test_encoded_operations_come_back(ops: list[tuple[CacheOperation, Tier, list[int], bool]]) -> None:
     batch = tuple(BlockOp(kind, tier, pack_u64(hashes)) for kind, tier, hashes, _ in ops)
     assert decode_ops(encode_ops(batch)) == batch
 

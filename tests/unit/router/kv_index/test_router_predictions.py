@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.kv_index.predictions import Lifetimes, Predictions
 from services.router.reservations.cost import Load
@@ -251,11 +251,11 @@ async def test_events_and_losses_end_predictions() -> None:
         await cluster.cache("m", slot, hashes)
         assert view.predictions.blocks(slot) == 0
         assert (await cluster.ask(prompt("ABC"))).overlap == Overlap(3)
-        removed = EventBatch(0, 2, (BlockOp(Kind.REMOVED, Tier.DEVICE, hashes),))
+        removed = EventBatch(0, 2, (BlockOp(CacheOperation.REMOVED, Tier.DEVICE, hashes),))
         await cluster.attachments["m", "a"].handle([removed])
         assert (await cluster.ask(prompt("ABC"))).overlap == NO_OVERLAP, "a removed block does not come back"
         await cluster.ask(prompt("DEF"), request_id="r2")
-        cleared = EventBatch(0, 3, (BlockOp(Kind.CLEARED, Tier.DEVICE, b""),))
+        cleared = EventBatch(0, 3, (BlockOp(CacheOperation.CLEARED, Tier.DEVICE, b""),))
         await cluster.attachments["m", "a"].handle([cleared])
         assert view.predictions.blocks(slot) == 0
         await cluster.ask(prompt("XYZ"), request_id="r3")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.reservations.cost import CostModel, Load, choose, cost, softmax
 from services.router.router import Router
@@ -101,7 +101,7 @@ def test_what_is_booked_here_counts_until_loads_are_read_again() -> None:
 
 
 def stored(sequence: int, *hashes: int) -> EventBatch:
-    return EventBatch(0, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64(hashes)),))
+    return EventBatch(0, sequence, (BlockOp(CacheOperation.STORED, Tier.DEVICE, pack_u64(hashes)),))
 
 
 @pytest.fixture

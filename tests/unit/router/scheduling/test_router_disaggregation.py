@@ -13,7 +13,7 @@ from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
 from services.router.router import RouterConfig
 from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
-from services.router.scheduling.queries import Route
+from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import Thresholds
 from services.router.workers.worker import Role, Worker, WorkerRank
 from tests.support.oracles.errors import raises_error
@@ -34,7 +34,7 @@ def disagg(**rules: object) -> Cluster:
     return Cluster(RouterConfig(disagg=DisaggRules(**rules)))  # type: ignore[arg-type]
 
 
-def pair(route: Route) -> tuple[str | None, str]:
+def pair(route: RouteResult) -> tuple[str | None, str]:
     return route.prefill_worker and route.prefill_worker.worker_id, route.worker.worker_id
 
 

@@ -16,7 +16,7 @@ from services.common.packing import pack_u64
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import Load, Offer
 from services.router.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
-from services.router.reservations.table import Choice, ReservationParams
+from services.router.reservations.table import ReservationParams, ReservedRank
 from services.router.router import Router
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.policies import Candidate, Demand, PolicyRegistry, all_policies, shortlist
@@ -51,7 +51,7 @@ class Leaving(MemoryStore):
 
     router: Router
 
-    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
         choice = await super().select(model, offers, terms)
         self.router.registry.down(model, choice.slot.worker_id, 1)
         return choice

@@ -11,7 +11,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.router.reservations.cost import Limits, Load
 from services.router.router import RouterConfig
-from services.router.scheduling.queries import Route
+from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import CLOSED, Thresholds
 from services.router.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
@@ -35,13 +35,13 @@ def test_limits_come_from_the_card() -> None:
 
 async def everybody(
     cluster: Cluster, count: int, first: int = 0, **more: object
-) -> tuple[list[Route], list[SluiceError]]:
+) -> tuple[list[RouteResult], list[SluiceError]]:
     """So many requests of five blocks each, no block in two of them."""
     prompts = ("".join(chr(200 + 5 * n + at) for at in range(5)) for n in range(first, first + count))
     asked = (cluster.ask(prompt(text), request_id=f"r{n}", **more) for n, text in enumerate(prompts))
     answers = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
     refused = [answer for answer in answers if isinstance(answer, SluiceError)]
-    return [answer for answer in answers if isinstance(answer, Route)], refused
+    return [answer for answer in answers if isinstance(answer, RouteResult)], refused
 
 
 async def test_overload_refuses_the_surplus() -> None:

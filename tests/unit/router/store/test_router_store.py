@@ -18,9 +18,9 @@ from services.router.kv_index.events import (
     BlockOp,
     BlocksChanged,
     BlocksReplaced,
+    CacheOperation,
     Change,
     EventBatch,
-    Kind,
     Snapshot,
     Tier,
     WorkerDown,
@@ -82,7 +82,9 @@ def worker(worker_id: str = "a", epoch: int = 1, model: str = M, ranks: int = 1,
     )
 
 
-def batch(sequence: int, *hashes: int, rank: int = 0, kind: Kind = Kind.STORED, tier: Tier = Tier.DEVICE) -> EventBatch:
+def batch(
+    sequence: int, *hashes: int, rank: int = 0, kind: CacheOperation = CacheOperation.STORED, tier: Tier = Tier.DEVICE
+) -> EventBatch:
     return EventBatch(rank, sequence, (BlockOp(kind, tier, pack_u64(hashes)),))
 
 
@@ -241,9 +243,11 @@ async def test_tiers_removal_and_clearing(store: Store) -> None:
     await store.register(worker(), "s1", 5000)
     await apply(store, batch(1, 1, 2), batch(2, 2, 3, tier=Tier.HOST), batch(3, 4, tier=Tier.DISK))
     assert await held(store, A) == [[1, 2], [2, 3], [4]]
-    await apply(store, batch(4, 1, 99, kind=Kind.REMOVED), batch(5, 2, kind=Kind.REMOVED, tier=Tier.HOST))
+    await apply(
+        store, batch(4, 1, 99, kind=CacheOperation.REMOVED), batch(5, 2, kind=CacheOperation.REMOVED, tier=Tier.HOST)
+    )
     assert await held(store, A) == [[2], [3], [4]]
-    await apply(store, EventBatch(0, 6, (BlockOp(Kind.CLEARED, Tier.DEVICE, b""),)))
+    await apply(store, EventBatch(0, 6, (BlockOp(CacheOperation.CLEARED, Tier.DEVICE, b""),)))
     assert await held(store, A) == [[], [], []]
 
 
@@ -252,7 +256,7 @@ async def test_large_batches(store: Store) -> None:
     many = range(1, 20_001)
     assert await apply(store, batch(1, *many), capacity=50_000) == [(ApplyResult.APPLIED, 1)]
     assert await held(store, A) == [list(many), [], []]
-    await apply(store, batch(2, *range(1, 15_001), kind=Kind.REMOVED), capacity=50_000)
+    await apply(store, batch(2, *range(1, 15_001), kind=CacheOperation.REMOVED), capacity=50_000)
     assert await held(store, A) == [list(range(15_001, 20_001)), [], []]
 
 
@@ -281,7 +285,7 @@ async def test_a_snapshot_replaces_unless_it_is_older(store: Store) -> None:
 async def test_changes_are_ordered_and_complete(store: Store) -> None:
     start = (await store.load(M)).position
     await store.register(worker(), "s1", 5000)
-    first, second = batch(1, 1), batch(2, 1, kind=Kind.REMOVED)
+    first, second = batch(1, 1), batch(2, 1, kind=CacheOperation.REMOVED)
     await apply(store, first, second, batch(2, 2), batch(9, 2))
     await store.replace(M, "a", 1, 10_000, Snapshot(0, 5, (pack_u64([3]), b"", b"")))
     await store.leave(M, "a", "s1")

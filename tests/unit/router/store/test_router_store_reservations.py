@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from redis.asyncio import Redis
 
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier, WorkerUp
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Snapshot, Tier, WorkerUp
 from services.router.reservations.cost import Load, Offer
 from services.router.reservations.table import Owner, Reservation, ReservationParams
 from services.router.store.base import Store
@@ -164,7 +164,7 @@ async def fill(store: Store, view: ModelState | None = None) -> None:
             continue
         view.apply(WorkerUp(card))
         for sequence in range(1, EACH // 50 + 1):
-            batch = EventBatch(0, sequence, (BlockOp(Kind.STORED, Tier.DEVICE, os.urandom(400)),))
+            batch = EventBatch(0, sequence, (BlockOp(CacheOperation.STORED, Tier.DEVICE, os.urandom(400)),))
             await store.apply("m", card.worker_id, 1, EACH, [batch])
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from services.common.packing import pack_u64, unpack_u64
-from services.router.kv_index.events import BlockOp, EventBatch, Kind, Snapshot, Tier
+from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Snapshot, Tier
 from services.router.kv_index.index import BlockIndex
 from services.router.registration.stream import WorkerStream
 from services.router.registration.stream_messages import SnapshotChunk
 from services.router.reservations.cost import Limits, Load, Offer
 from services.router.reservations.ids import prefill_id, reservation_id
-from services.router.reservations.table import AllBusy, Choice, Reservation, ReservationParams
+from services.router.reservations.table import AllBusy, Reservation, ReservationParams, ReservedRank
 from services.router.router import Router
 from services.router.scheduling.decisions import Outcome
 from services.router.store.base import StoredModel, StoreUnavailable
@@ -136,7 +136,7 @@ class Unheard(MemoryStore):
 
     lost = True
 
-    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> Choice:
+    async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
         choice = await super().select(model, offers, terms)
         if self.lost:
             raise StoreUnavailable("a test")
@@ -228,7 +228,9 @@ async def test_a_snapshot_on_its_way_when_the_store_returns_is_taken_as_a_whole(
     await health.wait()
     attachment = WorkerStream(worker(), store, health, ModelState(MODEL, Registry(), store.index(MODEL)), 60_000)
     await attachment.open()
-    await attachment.handle([EventBatch(0, 2, (BlockOp(Kind.STORED, Tier.DEVICE, pack_u64([2])),))])  # 1 was lost
+    await attachment.handle(
+        [EventBatch(0, 2, (BlockOp(CacheOperation.STORED, Tier.DEVICE, pack_u64([2])),))]
+    )  # 1 was lost
     await attachment.handle([SnapshotChunk(0, 2, Tier.DEVICE, pack_u64([1]), False)])
     await attachment.reopen()  # the store does not hold what the worker has said
     replies = await attachment.handle([SnapshotChunk(0, 2, Tier.DEVICE, pack_u64([2]), True)])

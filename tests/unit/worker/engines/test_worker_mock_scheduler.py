@@ -13,8 +13,8 @@ from services.common.errors import ErrorKind
 from services.common.hashing import block_hashes
 from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.blocks import BlockPool
-from services.worker.engines.mock.scheduler import Scheduler, Step
-from services.worker.engines.mock.sequence import Sequence, State
+from services.worker.engines.mock.scheduler import MockScheduler, MockStep
+from services.worker.engines.mock.sequence import Sequence, SequenceState
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, decode_ms, prefill_ms
 from tests.support.fakes.engines import replay, request
@@ -33,7 +33,7 @@ class Run:
 
     def __init__(self, total: int = 64, sequences: int = 8, budget: int = 64, waiting: int = 100) -> None:
         self.pool = BlockPool(total)
-        self.scheduler = Scheduler(
+        self.scheduler = MockScheduler(
             self.pool,
             FixedTiming(1.0, 0.0),
             counting,
@@ -54,7 +54,7 @@ class Run:
         self.outputs[name] = []
         return sequence
 
-    def step(self) -> Step:
+    def step(self) -> MockStep:
         step = self.scheduler.step(self.now)
         self.now += step.duration_s
         for sequence, token_id in step.rows:
@@ -199,7 +199,7 @@ def test_cancel_gives_the_blocks_back_at_once() -> None:
     run.step()
     waiting = run.submit("c", [1], tokens=5)
     states = [running.state, prefilling.state, waiting.state]
-    assert states == [State.DECODING, State.PREFILLING, State.WAITING]
+    assert states == [SequenceState.DECODING, SequenceState.PREFILLING, SequenceState.WAITING]
     for sequence in (running, prefilling, waiting):
         run.scheduler.cancel(sequence)
         run.scheduler.cancel(sequence)

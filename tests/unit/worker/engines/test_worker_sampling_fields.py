@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind
-from services.worker.contract.generation import SamplingParams, Stop, StructuredOutput
+from services.worker.contract.generation import SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, NOT_OURS
 from services.worker.engines.sglang import fields as sglang_fields
 from services.worker.engines.sglang import sampling as sglang
@@ -32,7 +32,7 @@ SAMPLING: dict[str, Any] = {
     "thinking_token_budget": 9,
 }
 EVERYTHING: dict[str, Any] = {
-    "stop": Stop(9, 2, frozenset({1, 4}), (1,), ignore_eos=True),
+    "stop": StopParams(9, 2, frozenset({1, 4}), (1,), ignore_eos=True),
     "logprobs": 2,
     "prompt_logprobs": 1,
 }

@@ -20,7 +20,7 @@ from services.worker.contract.generation import (
     GenerateRequest,
     Role,
     SamplingParams,
-    Stop,
+    StopParams,
     StructuredOutput,
 )
 from services.worker.engines import find_engine
@@ -113,7 +113,7 @@ def test_stops(fields: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_ids_that_end_a_request() -> None:
-    stop = Stop(stop_token_ids=frozenset({1, 7}), eos_token_ids=(1,))
+    stop = StopParams(stop_token_ids=frozenset({1, 7}), eos_token_ids=(1,))
     assert stop_ids(stop) == {1, 7}
     assert stop_ids(replace(stop, ignore_eos=True)) == {7}
 
@@ -268,7 +268,7 @@ def test_bootstrap_info_by_role_has_the_expected_host() -> None:
     assert made is not None
     assert (made.host, made.port, made.sent_tokens) == ("h", 1, 0)
     assert made.room > 0
-    alone = bootstrap_for(prefilling(stop=Stop(max_tokens=1)), Role.PREFILL, "h", 1)
+    alone = bootstrap_for(prefilling(stop=StopParams(max_tokens=1)), Role.PREFILL, "h", 1)
     assert alone is not None
     assert (alone.host, alone.sent_tokens) == (FAKE_BOOTSTRAP_HOST, 1)
     with pytest.raises(SluiceError, match="handoff"):

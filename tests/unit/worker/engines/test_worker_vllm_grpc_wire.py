@@ -20,7 +20,7 @@ from services.worker.contract.generation import (
     PositionLogprobs,
     Role,
     SamplingParams,
-    Stop,
+    StopParams,
     StructuredOutput,
     TokenLogprob,
     Usage,
@@ -43,7 +43,7 @@ def request(**fields: Any) -> GenerateRequest:
 def test_a_request_in_their_words() -> None:
     asked = request(
         sampling=SamplingParams(temperature=0.0, top_k=-1, seed=-5, logit_bias={3: 1.5}),
-        stop=Stop(max_tokens=7, stop_token_ids=frozenset({2}), ignore_eos=True),
+        stop=StopParams(max_tokens=7, stop_token_ids=frozenset({2}), ignore_eos=True),
         logprobs=3,
         guided=StructuredOutput("choice", ("a", "b")),
         data_parallel_rank=1,

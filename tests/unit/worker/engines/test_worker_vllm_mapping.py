@@ -19,7 +19,7 @@ from services.worker.contract.generation import (
     PositionLogprobs,
     Role,
     SamplingParams,
-    Stop,
+    StopParams,
     StructuredOutput,
     TokenLogprob,
     Usage,
@@ -93,14 +93,14 @@ def test_the_models_defaults_fill_in_and_never_override() -> None:
 
 
 def test_lengths_stay_within_the_context() -> None:
-    assert mapped(stop=Stop(max_tokens=1_000))["max_tokens"] == 90
-    assert mapped(stop=Stop(max_tokens=7, min_tokens=3))["min_tokens"] == 3
+    assert mapped(stop=StopParams(max_tokens=1_000))["max_tokens"] == 90
+    assert mapped(stop=StopParams(max_tokens=7, min_tokens=3))["min_tokens"] == 3
 
 
 def test_ignored_end_tokens_are_no_stop_tokens() -> None:
-    stop = Stop(stop_token_ids=frozenset({1, 2, 9}), eos_token_ids=(1, 2), ignore_eos=True)
+    stop = StopParams(stop_token_ids=frozenset({1, 2, 9}), eos_token_ids=(1, 2), ignore_eos=True)
     assert mapped(stop=stop)["stop_token_ids"] == [9]
-    assert mapped(stop=Stop(stop_token_ids=frozenset({2, 1})))["stop_token_ids"] == [1, 2]
+    assert mapped(stop=StopParams(stop_token_ids=frozenset({2, 1})))["stop_token_ids"] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_the_worker_decides_is_not_the_callers(name: str) -> None:
 
 
 def test_a_prefill_makes_one_token_and_keeps_its_blocks() -> None:
-    arguments = mapped(stop=Stop(max_tokens=50), disaggregation=Disaggregation(Role.PREFILL))
+    arguments = mapped(stop=StopParams(max_tokens=50), disaggregation=Disaggregation(Role.PREFILL))
     assert arguments["max_tokens"] == 1
     assert arguments["extra_args"]["kv_transfer_params"]["do_remote_decode"] is True
 
@@ -133,7 +133,7 @@ def test_a_prefill_makes_one_token_and_keeps_its_blocks() -> None:
 def test_a_decode_goes_on_after_the_first_token() -> None:
     handoff = Handoff(77, {"remote_host": "h"})
     assert read_handoff(handoff.pack()) == handoff
-    asked = request(stop=Stop(max_tokens=50, min_tokens=4), disaggregation=Disaggregation(Role.DECODE))
+    asked = request(stop=StopParams(max_tokens=50, min_tokens=4), disaggregation=Disaggregation(Role.DECODE))
     arguments = sampling_arguments(asked, FACTS, handoff)
     assert (arguments["max_tokens"], arguments["min_tokens"]) == (49, 3)
     assert arguments["extra_args"]["kv_transfer_params"] == {"remote_host": "h"}

@@ -16,7 +16,7 @@ from services.postprocess.detokenize.stream import StreamOptions
 from services.preprocess.generation_defaults import GenerationDefaults
 from services.preprocess.protocol import ChatRequest, TokenizerFacts
 from services.preprocess.tokenizers.hf import HfTokenizer
-from services.worker.contract.generation import GenerateRequest, SamplingParams, Stop
+from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
 from services.worker.local_processing.completing import completed
 from services.worker.local_processing.preparing import PromptPreparation
 from services.worker.local_processing.prompts import PromptMaker
@@ -181,12 +181,12 @@ async def made_of(request: GenerateRequest, context_length: int = 4096) -> Gener
 async def test_unset_options_take_the_defaults_of_the_models_files() -> None:
     request = await made_of(text("a b c"))
     assert request.sampling == SamplingParams(temperature=0.6, top_k=20)
-    assert request.stop == Stop(max_tokens=50, stop_token_ids=frozenset({7}), eos_token_ids=(2,))
+    assert request.stop == StopParams(max_tokens=50, stop_token_ids=frozenset({7}), eos_token_ids=(2,))
     assert (request.text, request.messages_json) == (None, None)
-    own = replace(text("a b c"), sampling=SamplingParams(temperature=0), stop=Stop(max_tokens=3, ignore_eos=True))
+    own = replace(text("a b c"), sampling=SamplingParams(temperature=0), stop=StopParams(max_tokens=3, ignore_eos=True))
     request = await made_of(own)
     assert request.sampling == SamplingParams(temperature=0, top_k=20)
-    assert request.stop == Stop(max_tokens=3, eos_token_ids=(2,), ignore_eos=True)
+    assert request.stop == StopParams(max_tokens=3, eos_token_ids=(2,), ignore_eos=True)
 
 
 async def test_a_recommended_length_is_cut_to_what_fits() -> None:

@@ -32,7 +32,7 @@ from services.worker.contract.generation import (
     Usage,
 )
 from services.worker.generation.response_sink import ContractViolation, ResponseSink, SinkParams
-from services.worker.generation.text_delta import TextDelta
+from services.worker.generation.text_delta import TextUpdate
 from services.worker.local_processing import batch_detokenizer as texts_module
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.loading import load_texts
@@ -59,7 +59,7 @@ class ObservedStream(ResponseSink):
         super().__init__()
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] = []
-        self.text = TextDelta()
+        self.text = TextUpdate()
         self.terminal: Delta | None = None
         self.cached: int | None = None
         self.parts = 0
@@ -73,7 +73,7 @@ class ObservedStream(ResponseSink):
         self.token_ids += token_ids
         self.logprobs += logprobs
 
-    def deliver_text(self, text: TextDelta) -> None:
+    def deliver_text(self, text: TextUpdate) -> None:
         assert self.terminal is None
         self.parts += 1
         self.text.add(text)
