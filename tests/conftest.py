@@ -10,6 +10,7 @@ import httpx._config
 import pytest
 from hypothesis import settings
 
+from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.redis_server import RedisServer
 
 settings.register_profile("sluice", deadline=None)
@@ -38,3 +39,9 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model, one for each module."""
+    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")

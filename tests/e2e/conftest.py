@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.support.servers.suite import Suite
@@ -14,3 +15,10 @@ def suite() -> Iterator[Suite]:
     """Two mock workers, the default model, memory store."""
     with Suite("--speedup", "20") as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(suite: Suite) -> Iterator[openai.OpenAI]:
+    """The OpenAI client, without retries, connected to `suite`."""
+    with openai.OpenAI(base_url=f"{suite.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
+        yield made

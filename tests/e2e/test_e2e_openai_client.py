@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import openai
 import pytest
 
 from tests.support.servers.suite import Suite
 
 QUESTION = [{"role": "user", "content": "Tell me about sluices — und auf Deutsch: Schleusen für Schiffe. 🚢"}]
-
-
-@pytest.fixture(scope="module")
-def client(suite: Suite) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{suite.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
-        yield made
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
 import openai
 import pytest
 
 from tests.support.servers.suite import Suite
-
-
-@pytest.fixture(scope="module")
-def client(suite: Suite) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{suite.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
-        yield made
 
 
 def test_floats_and_base64_are_the_same_vectors(client: openai.OpenAI) -> None:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.servers.suite import Suite
-
 QUESTION: Any = [{"role": "user", "content": "Schiff 🚢 ahoy — und los!"}]
 PROMPT = "Schiff 🚢 ahoy"
-
-
-@pytest.fixture(scope="module")
-def client(suite: Suite) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{suite.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
-        yield made
 
 
 def text_of(content: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -21,12 +20,6 @@ class Bird(BaseModel):
     name: str
     legs: int
     colours: list[str]
-
-
-@pytest.fixture(scope="module")
-def client(suite: Suite) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{suite.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
-        yield made
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:

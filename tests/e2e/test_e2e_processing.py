@@ -13,18 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.suite import SLUICE, Suite
 
 STAND_IN = Path(__file__).parents[1] / "support" / "fake_vllm_package"
 MARK = "<by the engine>"
 WITHIN_S = 120
 MESSAGES = [{"role": "user", "content": "Tell me about rivers."}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def chat(suite: Suite, model: str) -> httpx.Response:

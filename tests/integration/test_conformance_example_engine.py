@@ -14,16 +14,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.data.tiny_models import build_tiny_model
-
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "engine"
 DEADLINE_S = 120
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

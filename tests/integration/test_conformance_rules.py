@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 
 from sluice.conformance import Patience, Target, Verdict, Watcher, run, select
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.broken_routers import FLAWS as SPOILED
 from tests.support.fakes.broken_routers import spoiling
 from tests.support.fakes.broken_workers import Honest, broken
@@ -26,11 +25,6 @@ CONTEXT = 20_000
 PATIENCE = replace(Patience(), cancel_s=20.0, answer_s=20.0)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

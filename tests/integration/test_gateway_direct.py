@@ -13,16 +13,10 @@ from services.gateway.context import NO_CONTEXT, RequestContext
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.survival import asking, staged
 
 DIRECT = PipelineConfig(routing="direct", migration=False)
 REQUEST = asking("r", "Tell me of rivers.")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("direct") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,6 @@ from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers import connections as connections
 from services.worker.contract import handoff
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged, until
 
 CALLS = (
@@ -46,11 +45,6 @@ REQUESTS = {
     "logprobs": asking("logprobs", "Tell me of sums.", logprobs=2, prompt_logprobs=1, token_texts=True),
 }
 LONG = asking("long", "Tell me of a long journey.", stop=StopParams(max_tokens=400, ignore_eos=True))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("disagg") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -13,16 +13,10 @@ from services.gateway.context import NO_CONTEXT
 from services.gateway.core.request import FinishReason, StopParams
 from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.survival import asking, staged
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("plugins") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,6 @@ from services.gateway.core.request import (
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.workers import connections as connections
 from services.gateway.workers.registry import WorkerEntry
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged, until
 
 TOOLS = Parsing(
@@ -71,11 +70,6 @@ STORIES: dict[str, GenerationRequest] = {
     ),
     "tools with logprobs": asking("both", f"Please <<<script: {CALLS}>>>", parsing=TOOLS, logprobs=0, token_texts=True),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("survival") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.workers import connections as connections
 from services.worker.engines.mock.vocabulary import load_vocabulary
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.survival import asking, staged
 
 COMBINATIONS = list(
@@ -32,11 +31,6 @@ REQUEST = asking(
     parsing=Parsing(reasoning_parser="think"),
 )  # fmt: skip
 HEARD = ("One two. ", "Rivers 🌦")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("knobs") / "tiny")
 
 
 @pytest.fixture(autouse=True)

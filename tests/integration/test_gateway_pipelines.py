@@ -16,17 +16,11 @@ from services.gateway.pipeline import models as pipelines_module
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.stages import Components
 from services.gateway.workers.registry import WorkerEntry
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.survival import Stage, asking, staged, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."
 LISTENING = PipelineConfig(stages={"tokenize": "listening_stage:Listener"})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("pipelines") / "tiny")
 
 
 class Listener:

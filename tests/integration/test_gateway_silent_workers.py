@@ -8,21 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from services.gateway.core.request import StopParams
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.streams.watchdog import WorkerWatchdog
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.survival import Stage, asking, staged, until
 
 SILENCE_S = 3.0
 STEPS = {"timing": "fixed", "fixed_step_ms": 10.0, "speedup": 1.0}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("silent") / "tiny")
 
 
 @asynccontextmanager

@@ -17,7 +17,6 @@ from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Usage
 from services.worker.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2_grpc
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import ScriptedEngine
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
 
@@ -45,11 +44,6 @@ class SpanningEngine(ScriptedEngine):
             with tracer.start_as_current_span("engine.yielding", attributes={"of": request.request_id}):
                 yield Delta((20 + step,), cached_tokens=0 if step == 0 else None)
         yield Delta(finish_reason=FinishReason.LENGTH, usage=Usage(len(request.token_ids), STEPS))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -25,17 +25,11 @@ from services.worker.engines.mock import MockEngine
 from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import until
 from tests.support.servers.router_cluster import routers
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
 
 Action = worker_pb2.ControlRequest
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 class Listening(router_pb2_grpc.RouterServicer):

@@ -19,16 +19,10 @@ from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from services.worker.engines.mock.faults import CRASH_CODE
 from sluice.v1 import worker_pb2_grpc
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.oracles.tracebacks import complaints
 from tests.support.servers.workers import Caller, generation
 
 DEADLINE_S = 60
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @asynccontextmanager

@@ -18,7 +18,6 @@ from services.common.settings import GrpcServiceSettings
 from services.worker.kv_events import event_log as cache_log
 from services.worker.server import WorkerServer
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import until
 from tests.support.servers.workers import generation, hosted, stub_of
 
@@ -97,11 +96,6 @@ async def router(log: RouterLog, port: int = 0) -> AsyncIterator[GrpcServer]:
         yield server
     finally:
         await server.stop(0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 async def say(host: WorkerServer, name: str, prompt: range) -> None:

@@ -24,7 +24,6 @@ from services.worker.contract.generation import Delta, FinishReason, GenerateReq
 from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.generation.text_delta import TextUpdate
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import until
 
 SHOUTING = "tests.support.fakes.own_parsers:Shouting"
@@ -76,11 +75,6 @@ class Bench:
         sink = self.desk.open(request, heard, terms, lambda: self.stops.append("r"))
         sink.begin(0)
         return heard, sink
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

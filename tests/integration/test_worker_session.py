@@ -17,7 +17,6 @@ from services.common.rpc.errors import from_rpc_error
 from services.worker.server import WorkerServer
 from services.worker.serving import outbox
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import until
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
 
@@ -25,11 +24,6 @@ LENGTH = common_pb2.FINISH_REASON_LENGTH
 STOP = common_pb2.FINISH_REASON_STOP
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 ERROR = common_pb2.FINISH_REASON_ERROR
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

@@ -36,7 +36,6 @@ from services.worker.engines.vllm.engine import VllmEngine
 from services.worker.generation.validation import validate_grammar_size
 from services.worker.settings import WorkerSettings
 from tests.support.data.hostile_grammars import GRAMMARS, regex, schema
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import RecordingSink, request, until
 from tests.support.servers.suite import Suite
 
@@ -111,11 +110,6 @@ def test_text_made_without_compiling_matches_its_pattern(pattern: str, seed: int
 
 
 # The mock engine as a whole.
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture

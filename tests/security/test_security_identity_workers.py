@@ -26,7 +26,6 @@ from sluice.v1 import (
 )
 from tests.support.clients.callers import A_DAY_US, Calls, addresses, attach_soon, now_us, ready_routers, refusal
 from tests.support.data.authority import Authority
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.data.tokens import accept
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
@@ -39,11 +38,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     if request.param == "memory":
         return {}
     return {"redis_url": request.getfixturevalue("shared_redis").url, "redis_prefix": tmp_path.name}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 async def test_registration_under_anothers_worker_id_ends_no_worker(folder: Path, store: dict[str, Any]) -> None:

@@ -31,7 +31,6 @@ from services.gateway.workers.capabilities import able
 from services.gateway.workers.registry import WorkerEntry
 from sluice.cli.commands import app
 from sluice.cli.errors import BadFlag
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.suite import Suite
 from tests.support.servers.survival import asking, staged
 
@@ -44,11 +43,6 @@ NARROW, NARROW_RECORD = create("narrow", models=["its-own"])
 OPERATOR, OPERATOR_RECORD = create("operator", scopes=["infer", "operate"])
 SCHEDULER, SCHEDULER_RECORD = create("scheduler", tenant="acme", scopes=["infer", "priority", "pin-worker", "template"])
 RECORDS = (ALICE_RECORD, ANNA_RECORD, BOB_RECORD, NARROW_RECORD, OPERATOR_RECORD, SCHEDULER_RECORD)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("keys") / "tiny")
 
 
 @pytest.fixture(scope="module")
