@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.common.errors import ErrorKind
 from services.common.net.addresses import listens_on_loopback
+from sluice.conformance.caller import ConformanceClient
 from sluice.conformance.observed_stream import REASONS, ObservedStream
 from sluice.conformance.rule import NotChecked, RuleFailed, expect, rule
 from sluice.conformance.subject import POLL_S, Subject
@@ -17,6 +18,7 @@ from sluice.v1 import common_pb2, worker_pb2
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
 DRAINED_TOKENS = 200
+STOP_S = 2.0
 SERVING = health_pb2.HealthCheckResponse.SERVING
 ENDS = (REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH)
 STOPPED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -95,20 +97,33 @@ async def drain(subject: Subject) -> str:
         await caller.wait_begun(running)
         await stop()
         await _wait_not_serving(subject)
-        while not running.terminals:
-            try:
-                late = await caller.complete_one(subject.request(max_tokens=1))
-            except RuleFailed:
-                if running.terminals:  # the worker stops as soon as its last request has ended
-                    break
-                raise
-            if late.reason == REASONS.FINISH_REASON_ERROR:
-                _check_shutdown_refusal(late)
-                break
+        while not running.terminals and not await _is_refused(subject, caller, running):
+            pass
         await caller.wait_ended(running)
         expect(running.reason in ENDS, f"The running request ended with {running.describe()}.")
     refusal = await _later_request(subject)
     return f"The running request ended with {running.describe()}; then: {refusal}"
+
+
+async def _is_refused(subject: Subject, caller: ConformanceClient, running: ObservedStream) -> bool:
+    """Sends one request during the drain; returns whether the worker refused it or has stopped.
+
+    The request has a session of its own: a write to a session that the worker closes would discard what the session has
+    received but not read, such as the end of the running request.
+    """
+    try:
+        async with subject.session() as other:
+            late = await other.complete_one(subject.request(max_tokens=1))
+    except RuleFailed as failure:
+        try:
+            await caller.wait_ended(running, within_s=STOP_S)  # the worker stops after its last request has ended
+        except RuleFailed:
+            raise failure from None
+        return True
+    if late.reason == REASONS.FINISH_REASON_ERROR:
+        _check_shutdown_refusal(late)
+        return True
+    return False
 
 
 async def _wait_not_serving(subject: Subject) -> None:
