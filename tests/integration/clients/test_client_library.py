@@ -33,7 +33,7 @@ from sluice_client import (
 )
 from sluice_client.wire import CacheTier, CostOverrides
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLIENT = ROOT / "clients/python"
 MODEL = "tekken"
 BLOCK = 16

@@ -38,7 +38,7 @@ from tests.support.data.loaded_tokenizers import tekken, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.workers import hosted
 
-STAND_IN = Path(__file__).parents[1] / "support" / "fake_vllm_package"
+STAND_IN = Path(__file__).parents[2] / "support" / "fake_vllm_package"
 TOOLS = b'[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]'
 
 

@@ -18,7 +18,7 @@ from services.gateway.pipeline.stages import Components
 from services.gateway.workers.registry import WorkerEntry
 from tests.support.servers.survival import Stage, asking, staged, until
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."
 LISTENING = PipelineConfig(stages={"tokenize": "listening_stage:Listener"})
 

@@ -15,7 +15,7 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.worker.engines.mock.vocabulary import load_vocabulary
 from tests.support.servers.survival import asking, staged
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."
 
 

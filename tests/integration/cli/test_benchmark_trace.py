@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SCALES = ("--prefill-load-scale", "1", "--prefill-load-scale", "8")
 
 

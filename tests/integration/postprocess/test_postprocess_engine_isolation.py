@@ -15,7 +15,7 @@ from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from tests.support.data.vocabularies import tekken
 from tests.support.oracles.parsing import TOOLS, ParsedDelta, said
 
-PACKAGE = Path(__file__).parents[1] / "support" / "fake_vllm_package"
+PACKAGE = Path(__file__).parents[2] / "support" / "fake_vllm_package"
 OPTIONS = StreamOptions("m", tool_parser="vllm:hermes", tools_json=json.dumps(TOOLS).encode())
 WAIT_S = 120
 

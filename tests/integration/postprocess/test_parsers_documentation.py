@@ -17,7 +17,7 @@ from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from tests.support.data.vocabularies import tekken
 from tests.support.oracles.parsing import said
 
-TEXT = (Path(__file__).parents[2] / "docs/parsers.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs/parsers.md").read_text()
 ANSWER = 'Look: [[get_weather {"city": "Zürich"}]] and [[g {}]] [[cut'
 
 

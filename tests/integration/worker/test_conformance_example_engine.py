@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "engine"
 DEADLINE_S = 120
 
