@@ -9,7 +9,7 @@ import pytest
 
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.probes import prompt_fingerprint
-from tests.support.data.loaded_tokenizers import tekken
+from tests.support.data.loaded_tokenizers import small_tokenizer
 from tests.support.servers.suite import Suite
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Grüße 😀 </s> [INST]"}]
@@ -23,13 +23,13 @@ def client(suite: Suite) -> httpx.Client:
 def test_a_chat_has_the_ids_that_its_completion_uses(client: httpx.Client) -> None:
     body: dict[str, Any] = {"model": "tekken", "messages": MESSAGES}
     answer = client.post("/tokenize", json=body).json()
-    assert answer["tokens"] == tekken().encode_chat(ChatRequest(MESSAGES))
+    assert answer["tokens"] == small_tokenizer().encode_chat(ChatRequest(MESSAGES))
     assert answer["count"] == len(answer["tokens"])
     completion = client.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json()
     assert completion["usage"]["prompt_tokens"] == answer["count"]
     rendered = client.post("/v1/chat/completions/render", json={**body, "max_tokens": 1}).json()
     assert rendered["token_ids"] == answer["tokens"]
-    assert rendered["prompt"] == tekken().render(ChatRequest(MESSAGES))
+    assert rendered["prompt"] == small_tokenizer().render(ChatRequest(MESSAGES))
     assert rendered["sampling_params"]["max_tokens"] == 1
 
 
@@ -37,8 +37,8 @@ def test_text_survives_the_way_to_ids_and_back(client: httpx.Client) -> None:
     text = "Grüße 😀 你好\n\n"
     body = {"model": "tekken", "prompt": text, "add_special_tokens": False, "return_token_strs": True}
     answer = client.post("/tokenize", json=body).json()
-    assert answer["tokens"] == tekken().encode_text(text, add_special_tokens=False)
-    assert answer["token_strs"][0] == tekken().decode(answer["tokens"][:1])
+    assert answer["tokens"] == small_tokenizer().encode_text(text, add_special_tokens=False)
+    assert answer["token_strs"][0] == small_tokenizer().decode(answer["tokens"][:1])
     assert len(answer["token_strs"]) == answer["count"]
     back = client.post("/detokenize", json={"model": "tekken", "tokens": answer["tokens"]})
     assert back.json() == {"prompt": text}
@@ -71,9 +71,9 @@ def test_mistakes_are_openai_errors(
 
 def test_a_models_entry_says_whose_ids_it_gets(client: httpx.Client) -> None:
     (model,) = client.get("/v1/models").json()["data"]
-    fingerprint = tekken().facts.fingerprint
+    fingerprint = small_tokenizer().facts.fingerprint
     prompts = model["tokenizer"].pop("prompt_fingerprint")
-    assert prompts == prompt_fingerprint(tekken())
+    assert prompts == prompt_fingerprint(small_tokenizer())
     assert model["tokenizer"] == {
         "parity": "same_prompts",  # the worker has made them too
         "processor": "mistral",

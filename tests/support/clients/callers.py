@@ -37,7 +37,11 @@ class Calls:
         self.channel = open_channel(f"127.0.0.1:{port}", credentials)
 
     async def call(self, module: Any, service: str, method: str, request: Message | None = None) -> SluiceError | None:
-        """How a call ends: the error, or None when it is answered or still open."""
+        """Returns the error of a call, or None when its first message arrives.
+
+        Raises:
+            TimeoutError: neither arrived within 20 s.
+        """
         descriptor = module.DESCRIPTOR.services_by_name[service].methods_by_name[method]
         sent = request or getattr(module, descriptor.input_type.name)()
         make = self.channel.stream_stream if descriptor.client_streaming else self.channel.unary_stream
@@ -51,14 +55,10 @@ class Calls:
         try:
             if descriptor.client_streaming and request is not None:
                 await call.write(request)
-            answer = asyncio.ensure_future(call.read())
-            await asyncio.wait([answer], timeout=0.2 if descriptor.client_streaming else 20)
-            if answer.done():
-                answer.result()
-                if call.done() and await call.code() is not grpc.StatusCode.OK:
-                    raise AssertionError("an error that read did not raise")
-            else:
-                answer.cancel()
+            async with asyncio.timeout(20):
+                await call.read()
+            if call.done() and await call.code() is not grpc.StatusCode.OK:
+                raise AssertionError("an error that read did not raise")
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error, service)
         finally:

@@ -11,6 +11,7 @@ from services.preprocess.limits import Limits
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.mistral import MistralTokenizer
+from tests.support.data.small_tekken import small_tekken
 from tests.support.data.tiny_models import build_tiny_model
 
 
@@ -38,5 +39,13 @@ def tiny_hf() -> HfTokenizer:
 def tekken() -> MistralTokenizer:
     """The bundled default model's tokenizer."""
     tokenizer = load_tokenizer(ModelSpec.parse("mistral-common:tekken_240911"), limits())
+    assert isinstance(tokenizer, MistralTokenizer)
+    return tokenizer
+
+
+@cache
+def small_tokenizer() -> MistralTokenizer:
+    """The tokenizer of `small_tekken`, which the suites of end-to-end tests serve as `tekken`."""
+    tokenizer = load_tokenizer(ModelSpec("tekken", str(small_tekken())), limits())
     assert isinstance(tokenizer, MistralTokenizer)
     return tokenizer

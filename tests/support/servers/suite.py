@@ -17,6 +17,8 @@ from typing import Self
 
 import psutil
 
+from tests.support.data.small_tekken import small_tekken
+
 SLUICE = Path(sys.executable).with_name("sluice")
 MODULE = re.compile(r"services\.(gateway|preprocess|router|postprocess|worker)")
 READY = re.compile(r"^ready (https?://\S+)")
@@ -31,9 +33,14 @@ def command_of(process: psutil.Process) -> list[str]:
 
 
 class Suite:
-    """`sluice up` with the given flags, from `ready` to Ctrl-C."""
+    """`sluice up` with the given flags, from `ready` to Ctrl-C.
+
+    Unless a flag or `env` sets the model, it serves `tekken` with a small vocabulary.
+    """
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None, ready_within_s: float = 240) -> None:
+        if not any("model" in each for each in (*flags, *map(str.lower, env or {}))):
+            flags = ("--model", str(small_tekken()), "--model-name", "tekken", *flags)
         self._process = subprocess.Popen(
             [str(SLUICE), "up", "--port", "0", "--base-grpc-port", "0", *flags],
             stdout=subprocess.PIPE,
