@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any, cast
 
 from services.common.child_rpc.framing import FrameReader, frame
@@ -189,3 +190,17 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+_lock = Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def background_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of all children whose callers are threads; it runs on a thread of its own."""
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            Thread(target=_loop.run_forever, name="child-rpc", daemon=True).start()
+        return _loop

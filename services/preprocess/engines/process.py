@@ -18,9 +18,8 @@ from typing import Any
 
 import orjson
 
-from services.common.child_rpc.background import background_loop
 from services.common.child_rpc.call_queue import Call, CallQueue
-from services.common.child_rpc.process import Child
+from services.common.child_rpc.process import Child, background_loop
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.preprocess.engines.tokenizer import read_error
 from services.preprocess.thread_pool import too_slow

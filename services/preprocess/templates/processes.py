@@ -16,9 +16,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from services.common.budgets import Budget, BudgetPool
-from services.common.child_rpc.background import background_loop
 from services.common.child_rpc.fork_server import ForkServer
-from services.common.child_rpc.process import Child, bare_environment, module_command
+from services.common.child_rpc.process import Child, background_loop, bare_environment, module_command
 from services.common.errors import ErrorKind, SluiceError, overloaded
 from services.common.tasks import TaskOwner
 from services.preprocess.templates import templates

@@ -7,10 +7,9 @@ from typing import Any
 
 import orjson
 
-from services.gateway.apis.anthropic.schemas import MessagesRequest
+from services.gateway.apis.anthropic.schemas import MessagesRequest, explain
 from services.gateway.apis.anthropic.translate import EngineCapabilities
 from services.gateway.apis.anthropic.translate import translate as translate_message
-from services.gateway.apis.anthropic.validation import explain
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest

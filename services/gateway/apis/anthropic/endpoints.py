@@ -14,9 +14,8 @@ from services.common.observability import telemetry
 from services.gateway.apis.anthropic.dialect import VERSIONS, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message
-from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields
+from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields, explain
 from services.gateway.apis.anthropic.translate import EngineCapabilities, thinks, translate
-from services.gateway.apis.anthropic.validation import explain
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, Fallback, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest

@@ -8,11 +8,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
+from pydantic_core import ErrorDetails
 
+from services.common.errors import SluiceError, invalid
 from services.gateway.apis.anthropic.openapi_schemas import MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
 from services.gateway.apis.openai.engine_fields import EngineExtensions
 from services.gateway.apis.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict, within_list_items
-from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
+from services.gateway.apis.openai.unsupported_fields import UNSUPPORTED, reject_unsupported, unsupported_field
+from services.gateway.apis.openai.validation import MAX_NAME
 
 MAX_TOOLS = 1024
 MIN_THINKING_BUDGET = 1024
@@ -143,3 +146,22 @@ class MessagesRequest(PromptFields, EngineExtensions):
         if budget is not None and budget >= self.max_tokens:
             raise ValueError("max_tokens must be greater than thinking.budget_tokens")
         return self
+
+
+def explain(first: ErrorDetails) -> SluiceError:
+    """Returns a validation error, formatted as Anthropic does: `messages.0.role: …`."""
+    parts = [str(part)[:MAX_NAME] for part in first["loc"] if part != "[key]"]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return _error(parts, "Extra inputs are not permitted")
+    if first["type"] == "missing":
+        return _error(parts, "Field required")
+    if first["type"] == UNSUPPORTED or (first["type"] == "value_error" and (not parts or parts == ["thinking"])):
+        name, _, message = message.partition(" ")
+        return _error([*parts, name], message)
+    return _error(parts, message)
+
+
+def _error(parts: list[str], message: str) -> SluiceError:
+    field = ".".join(parts)
+    return invalid(f"{field}: {message}.", param=field, code="invalid_value")

@@ -10,7 +10,6 @@ from services.common.errors import ErrorKind, SluiceError
 from services.worker.engines.mock.text import TextGenerator
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, StepTiming, TableTiming
 from services.worker.engines.mock.vocabulary import MockVocabulary, declared_context_length, load_vocabulary
-from services.worker.engines.shared.memory import available_bytes
 from services.worker.settings import WorkerSettings
 
 BLOCK_BYTES = 200  # memory of this process per simulated block
@@ -58,3 +57,28 @@ def timing(settings: WorkerSettings) -> StepTiming:
     if settings.timing == "table":
         return TableTiming.read(Path(settings.timing_file), settings.speedup)
     return ModelledTiming(settings.speedup)
+
+
+def available_bytes() -> int | None:
+    """Returns the bytes usable without swapping and within the container's limit; None if neither is reported."""
+    found = [available for available in (_machine(), _container()) if available is not None]
+    return min(found, default=None)
+
+
+def _machine() -> int | None:
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _container() -> int | None:
+    limit, used = _read("/sys/fs/cgroup/memory.max"), _read("/sys/fs/cgroup/memory.current")
+    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8").strip()
+    except OSError:
+        return ""

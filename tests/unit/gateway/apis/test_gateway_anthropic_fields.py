@@ -10,9 +10,8 @@ from pydantic import BaseModel
 
 from services.common.errors import SluiceError, invalid
 from services.gateway.apis.anthropic.blocks import read_chat
-from services.gateway.apis.anthropic.schemas import MessagesRequest
+from services.gateway.apis.anthropic.schemas import MessagesRequest, explain
 from services.gateway.apis.anthropic.translate import EngineCapabilities, translate
-from services.gateway.apis.anthropic.validation import explain
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai import validation
 from services.gateway.core.request import ChatPrompt

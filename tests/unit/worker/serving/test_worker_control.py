@@ -14,8 +14,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Embedded, EngineConfig
-from services.worker.engines.mock.loading import check_memory
-from services.worker.engines.shared.memory import available_bytes
+from services.worker.engines.mock.loading import available_bytes, check_memory
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving import control
 from services.worker.serving.control import ASLEEP, Controls
