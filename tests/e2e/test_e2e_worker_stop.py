@@ -19,6 +19,7 @@ import pytest
 
 from services.common.net.ports import free_port
 from sluice.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.data.small_tekken import small_tekken
 from tests.support.servers.suite import Suite
 
 pytestmark = pytest.mark.slow
@@ -38,6 +39,7 @@ async def second_worker(router: str, log: Path) -> AsyncIterator[tuple[asyncio.s
     with log.open("wb") as written:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.worker", "--listen", address, "--worker-id", "second"),
+            *("--model", f"tekken={small_tekken()}"),
             *("--routers", router, *GRACE, *PACE),
             stderr=written,
         )
