@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,62 @@ def test_a_service_gets_what_it_asks_for(service: str) -> None:
     pinned = dict(pins(ROOT / f"requirements/{service}.txt"))
     missing = [str(one) for one in asked if not one.specifier.contains(pinned.get(one.name, "0"), prereleases=True)]
     assert missing == [], "run `make lock`"
+
+
+OPTIONAL = {
+    *("vllm", "sglang", "torch", "transformers", "safetensors", "llguidance", "smg_grpc_proto"),
+    *("zmq", "msgspec", "fastokens", "granian", "grpc_reflection"),
+}
+"""Packages of engines and of extras that a service runs without."""
+
+
+def _imports(path: Path) -> set[str]:
+    """Returns the modules that a file imports, inside functions too; those for type checkers only are left out."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def _file_of(module: str) -> Path | None:
+    base = ROOT / module.replace(".", "/")
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_image_of_a_service_has_every_package_that_its_code_imports(service: str) -> None:
+    waiting, seen, packages = [*(ROOT / "services" / service).rglob("*.py")], set(), {}
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        for module in _imports(path):
+            top = module.partition(".")[0]
+            if top in ("services", "sluice"):
+                if (file := _file_of(module)) is not None:
+                    waiting.append(file)
+            elif top not in sys.stdlib_module_names and top not in OPTIONAL:
+                packages.setdefault(top, str(path.relative_to(ROOT)))
+    pinned = {name.replace("-", "_") for name, _ in pins(ROOT / f"requirements/{service}.txt")}
+    distributions = packages_distributions()
+    missing = {
+        top: path
+        for top, path in packages.items()
+        if not {name.lower().replace("-", "_").replace(".", "_") for name in distributions.get(top, [top])} & pinned
+    }
+    assert missing == {}, "add them to the service's extra in pyproject.toml, and run `make lock`"
 
 
 def test_the_suite_gets_what_every_service_gets() -> None:
