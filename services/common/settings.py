@@ -89,6 +89,18 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
         1.0, ge=0, le=1, description="share of traces recorded for requests that arrive without one"
     )
     drain_s: float = Field(10.0, ge=0, description="seconds that running requests have to finish after SIGTERM")
+    session_pause_ms: float = Field(
+        2.0,
+        ge=0,
+        le=100,
+        description="longest pause between two messages of a session that writes continuously, milliseconds; a message "
+        "after a silence is sent at once; 0: no pauses",
+    )
+
+    @property
+    def session_pause_s(self) -> float:
+        """The longest pause between two messages of a session, seconds."""
+        return self.session_pause_ms / 1000
 
     @classmethod
     def settings_customise_sources(

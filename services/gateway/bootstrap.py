@@ -148,11 +148,20 @@ def _build_clients(
         make_router = partial(ObservedRouter, records.request_history, records.explanations)
     credentials = channel_credentials(settings)
     preprocess = make_preprocess(
-        settings.preprocess, credentials, settings.tokenize_timeout_s, partial(metrics.trouble, "preprocess")
+        settings.preprocess,
+        credentials,
+        settings.tokenize_timeout_s,
+        partial(metrics.trouble, "preprocess"),
+        settings.session_pause_s,
     )
     owner = f"gateway-{uuid.uuid4().hex}"
     router = make_router(
-        settings.router, credentials, settings.route_timeout_s, owner, partial(metrics.trouble, "router")
+        settings.router,
+        credentials,
+        settings.route_timeout_s,
+        owner,
+        partial(metrics.trouble, "router"),
+        settings.session_pause_s,
     )
     return preprocess, router
 
@@ -182,6 +191,7 @@ def _build_components(
         Budget("batch_tokens", settings.max_batch_tokens, "--max-batch-tokens"),
         settings.pipeline.any_replicas_make_text,
         partial(metrics.trouble, "postprocess"),
+        settings.session_pause_s,
     )
     return Components(
         preprocess=preprocess,

@@ -48,6 +48,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         limits: bounds of requests.
         stream_factory: creates streams.
         on_death: called if a background task fails.
+        max_pause_s: longest pause between two messages of a session under load.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         limits: SessionLimits,
         stream_factory: StreamFactory,
         on_death: Callable[[str, BaseException], None] | None = None,
+        max_pause_s: float = 0.0,
     ) -> None:
         self._library = library
         self._limits = limits
         self._stream_factory = stream_factory
         self._on_death = on_death
+        self._max_pause_s = max_pause_s
         self._metrics = Metrics()
         self._sessions: set[PostSession] = set()
         self._leaving = False
@@ -84,7 +87,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
             session.start_draining()
 
     async def Session(self, request_iterator: object, context: SessionContext) -> None:  # type: ignore[override]
-        writer = BatchWriter(lambda: to_text_batch(session.drain()), context.write)
+        writer = BatchWriter(lambda: to_text_batch(session.drain()), context.write, self._max_pause_s)
         session = PostSession(
             self._library, self._limits, self._metrics, writer.wake, self._on_death, self._stream_factory
         )
@@ -222,7 +225,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         settings.later_engines,
     )
     stream_factory = StreamFactory(limits.stream, custom, stop.fail)
-    service = PostprocessService(library, limits, stream_factory, stop.fail)
+    service = PostprocessService(library, limits, stream_factory, stop.fail, settings.session_pause_s)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
     await server.start()

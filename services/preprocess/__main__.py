@@ -52,7 +52,10 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     )
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(
-        PreprocessService(registry, pool, settings.max_prompt_bytes, waiters, template_waiters), server.server
+        PreprocessService(
+            registry, pool, settings.max_prompt_bytes, waiters, template_waiters, settings.session_pause_s
+        ),
+        server.server,
     )
     await server.start()
     discovery = _model_discovery(settings, registry, stop) if settings.learns else None

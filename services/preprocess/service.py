@@ -47,6 +47,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         waiters: for tokenizers whose calls wait for another process; defaults to `pool`.
         foreign: for chats with a template in the request, so that hostile ones only delay each other; defaults to
             `waiters`.
+        max_pause_s: longest pause between two messages of a session under load.
     """
 
     def __init__(
@@ -56,12 +57,14 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         max_prompt_bytes: int,
         waiters: ComputePool | None = None,
         foreign: ComputePool | None = None,
+        max_pause_s: float = 0.0,
     ) -> None:
         self._registry = registry
         self._pool = pool
         self._waiters = waiters or pool
         self._foreign = foreign or self._waiters
         self._max_prompt_bytes = max_prompt_bytes
+        self._max_pause_s = max_pause_s
         self._instruments = Instruments(pool)
         watch_tokenizers(registry)
 
@@ -78,9 +81,10 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         ) -> Awaitable[preprocess_pb2.TokenizeResponse]:
             return self._staged("tokenize", self._tokenize, request, metadata)
 
-        await MultiplexedCallServer(handle, preprocess_pb2.TokenizeAnswer, preprocess_pb2.TokenizeAnswers).serve(
-            context
+        server = MultiplexedCallServer(
+            handle, preprocess_pb2.TokenizeAnswer, preprocess_pb2.TokenizeAnswers, max_pause_s=self._max_pause_s
         )
+        await server.serve(context)
 
     async def Render(self, request: preprocess_pb2.RenderRequest, context: Context) -> preprocess_pb2.RenderResponse:
         return await self._serve("render", self._render, request, context)

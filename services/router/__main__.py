@@ -89,7 +89,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         settings.temperature,
         settings.predicted_credit,
     )
-    service = RouterService(router, cost)
+    service = RouterService(router, cost, settings.session_pause_s)
     server = GrpcServer(settings, router_pb2.DESCRIPTOR)
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
     if bodies is not None:

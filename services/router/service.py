@@ -71,11 +71,16 @@ def _unary(
 
 
 class RouterService(router_pb2_grpc.RouterServicer):
-    """Implements the Router service."""
+    """Implements the Router service.
 
-    def __init__(self, router: Router, cost: CostModel) -> None:
+    Args:
+        max_pause_s: longest pause between two messages of a session under load.
+    """
+
+    def __init__(self, router: Router, cost: CostModel, max_pause_s: float = 0.0) -> None:
         self._router = router
         self._cost = cost
+        self._max_pause_s = max_pause_s
         self._open_streams: set[_OpenStream] = set()
         self._stopped = False
 
@@ -93,7 +98,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def Session(  # type: ignore[override]  # reads and writes by context
         self, calls: AsyncIterator[router_pb2.RouteCalls], context: Context
     ) -> None:
-        await MultiplexedCallServer(self._route_of_many, router_pb2.RouteAnswer, router_pb2.RouteAnswers).serve(context)
+        calls_server = MultiplexedCallServer(
+            self._route_of_many, router_pb2.RouteAnswer, router_pb2.RouteAnswers, max_pause_s=self._max_pause_s
+        )
+        await calls_server.serve(context)
 
     async def _route_of_many(
         self, request: router_pb2.RouteQueryRequest, metadata: Metadata

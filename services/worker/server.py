@@ -54,7 +54,7 @@ class WorkerServer:
         scraping.health = self.health
         self.worker.gate.on_serving = self._serving_changed
         self.worker.on_card = self._card_changed
-        self.service = WorkerService(self.worker, Controls(self.worker, self._resync))
+        self.service = WorkerService(self.worker, Controls(self.worker, self._resync), settings.session_pause_s)
         self.registration: Registration | None = None
         self._engine_metrics = EngineMetrics(self.engine.metrics_text)
         self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None

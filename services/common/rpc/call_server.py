@@ -32,6 +32,7 @@ class MultiplexedCallServer(Generic[A]):
         make_answer: builds the message of one response, such as `TokenizeAnswer`.
         make_answers: builds the message of several responses.
         most_calls: maximum number of calls in progress and unwritten responses; a caller beyond it is disconnected.
+        max_pause_s: as in `BatchWriter`.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class MultiplexedCallServer(Generic[A]):
         make_answer: Callable[..., Any],
         make_answers: Callable[..., Any],
         most_calls: int = MOST_CALLS,
+        max_pause_s: float = 0.0,
     ) -> None:
         self._handle = handle
         self._make_answer = make_answer
         self._make_answers = make_answers
         self._most_calls = most_calls
+        self._max_pause_s = max_pause_s
         self._running: dict[int, asyncio.Task[None]] = {}
         self._ready: list[Any] = []
         self._greeting_sent = False
@@ -52,7 +55,7 @@ class MultiplexedCallServer(Generic[A]):
 
     async def serve(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Serves until the caller half-closes or disconnects."""
-        self._writer = BatchWriter(self._drain, context.write)
+        self._writer = BatchWriter(self._drain, context.write, self._max_pause_s)
         self._writer.wake()
         try:
             await serve_session(context, self._writer, self._on_message, self._all_completed)

@@ -39,6 +39,7 @@ class MultiplexedCall(Generic[Q, A]):
         session: opens the stream.
         make_call: builds the message of one call, such as `TokenizeCall`.
         make_calls: builds the message of several calls.
+        max_pause_s: as in `BatchWriter`.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class MultiplexedCall(Generic[Q, A]):
         session: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
         make_call: Callable[..., Any],
         make_calls: Callable[..., Any],
+        max_pause_s: float = 0.0,
     ) -> None:
         self._peer = peer
         self._unary = unary
         self._open_session = session
         self._make_call = make_call
         self._make_calls = make_calls
+        self._max_pause_s = max_pause_s
         self._numbers = count(1)
         self._pending: dict[int, asyncio.Future[A]] = {}
         self._calls: list[Any] = []
@@ -92,7 +95,9 @@ class MultiplexedCall(Generic[Q, A]):
         """Keeps a session open until cancelled."""
         while True:
             await self._welcome.wait()
-            self._session = ClientSession(self._peer, self._open_session, self._drain, self._on_message)
+            self._session = ClientSession(
+                self._peer, self._open_session, self._drain, self._on_message, self._max_pause_s
+            )
             try:
                 await self._session.run()
             finally:

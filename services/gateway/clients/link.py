@@ -54,6 +54,7 @@ class Link(ABC, Generic[Out, In]):
         channel: channel to the peer.
         connect_timeout_s: timeout of a connection attempt.
         on_lost: called when a session has ended, with all of its streams.
+        max_pause_s: longest pause between two messages under load.
 
     Attributes:
         streams: streams of the session by slot; rows and events of other slots are dropped.
@@ -68,6 +69,7 @@ class Link(ABC, Generic[Out, In]):
         channel: grpc.aio.Channel,
         connect_timeout_s: float,
         on_lost: Callable[[SluiceError], None],
+        max_pause_s: float = 0.0,
     ) -> None:
         self.peer = peer
         self.streams: dict[int, GenerationStream] = {}
@@ -77,6 +79,7 @@ class Link(ABC, Generic[Out, In]):
         self._channel = channel
         self._connect_timeout_s = connect_timeout_s
         self._on_lost = on_lost
+        self._max_pause_s = max_pause_s
         self._connected = asyncio.Event()
         self._session: ClientSession[Out, In] | None = None
         self._abandoned = False
@@ -129,7 +132,7 @@ class Link(ABC, Generic[Out, In]):
             await asyncio.wait_for(self._channel.channel_ready(), self._connect_timeout_s)
         except (TimeoutError, grpc.aio.UsageError):  # UsageError: the channel was closed, this link follows
             return None
-        self._session = ClientSession(self.peer, self._open_call, self._drain, self._receive)
+        self._session = ClientSession(self.peer, self._open_call, self._drain, self._receive, self._max_pause_s)
         self._abandoned = False
         self._protocol_error = None
         self.sessions += 1

@@ -94,12 +94,14 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         replica: Replica[postprocess_pb2_grpc.PostprocessAsyncStub],
         connect_timeout_s: float,
         events: TextEvents,
+        max_pause_s: float = 0.0,
     ) -> None:
         super().__init__(
             f"postprocess at {replica.address}",
             replica.channel,
             connect_timeout_s,
             lambda error: events.on_post_lost(self, error),
+            max_pause_s,
         )
         self.leaving = False
         self.address = replica.address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -45,6 +46,7 @@ class PreprocessClient:
 
     Args:
         on_event: called with each incident of a call; see ReplicaSet.
+        max_pause_s: longest pause between two messages of a session under load.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class PreprocessClient:
         credentials: grpc.ChannelCredentials | None,
         tokenize_timeout_s: float,
         on_event: Callable[[str], None] = lambda event: None,
+        max_pause_s: float = 0.0,
     ) -> None:
         self.replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
             "preprocess",
             targets,
-            _stub,
+            partial(_stub, max_pause_s=max_pause_s),
             credentials,
             shared=lambda stub: cast(Any, stub.Tokenize),
             on_event=on_event,
@@ -145,11 +148,16 @@ class PreprocessClient:
         return response.text
 
 
-def _stub(channel: grpc.aio.Channel) -> preprocess_pb2_grpc.PreprocessAsyncStub:
+def _stub(channel: grpc.aio.Channel, max_pause_s: float) -> preprocess_pb2_grpc.PreprocessAsyncStub:
     """Returns a stub that multiplexes its calls of Tokenize over one stream."""
     stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
     stub.Tokenize = MultiplexedCall(
-        "preprocess", stub.Tokenize, stub.Session, preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls
+        "preprocess",
+        stub.Tokenize,
+        stub.Session,
+        preprocess_pb2.TokenizeCall,
+        preprocess_pb2.TokenizeCalls,
+        max_pause_s,
     )
     typed: preprocess_pb2_grpc.PreprocessAsyncStub = stub
     return typed

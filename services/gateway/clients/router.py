@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_REPORTS = 100_000
 REPORT_RETRY_S = 1.0
+REPORT_DELAY_S = 0.005
+"""How long reports collect before they are sent; much shorter than the prefills that they tell the router about."""
 
 _RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 _QUERY_ONLY = router_pb2.RouteQueryRequest.MODE_QUERY_ONLY
@@ -32,12 +35,13 @@ T = TypeVar("T")
 class RouterClient:
     """Sends calls to the least loaded router replica.
 
-    Progress reports (prefill complete, request ended) are sent in batches: while one batch is in flight, the next one
-    accumulates.
+    Progress reports (prefill complete, request ended) collect for `REPORT_DELAY_S` and are sent in batches; the end of
+    a request supersedes the report that its prefill is complete.
 
     Args:
         owner: owner of the reservations; the stream of the worker list under this name renews their lease.
         on_event: called with each incident of a call; see ReplicaSet.
+        max_pause_s: longest pause between two messages of a session under load.
     """
 
     def __init__(
@@ -47,11 +51,12 @@ class RouterClient:
         route_timeout_s: float,
         owner: str = "",
         on_event: Callable[[str], None] = lambda event: None,
+        max_pause_s: float = 0.0,
     ) -> None:
         self.replicas: ReplicaSet[router_pb2_grpc.RouterAsyncStub] = ReplicaSet(
             "router",
             targets,
-            _stub,
+            partial(_stub, max_pause_s=max_pause_s),
             credentials,
             shared=lambda stub: cast(Any, stub.RouteQuery),
             on_event=on_event,
@@ -59,7 +64,7 @@ class RouterClient:
         self.owner = owner
         self._limiter = ConcurrencyLimiter("router")
         self._timeout_s = route_timeout_s
-        self._completed_prefills: list[str] = []
+        self._completed_prefills: dict[str, None] = {}  # in order of arrival
         self._outcomes: list[router_pb2.RequestOutcome] = []
         self._pending_event = asyncio.Event()
         self._all_sent = asyncio.Event()
@@ -133,12 +138,13 @@ class RouterClient:
 
     def prefill_complete(self, reservation_id: str) -> None:
         """Reports, with the next batch, that prefill of a request is complete."""
-        self._completed_prefills.append(reservation_id)
+        self._completed_prefills[reservation_id] = None
         self._all_sent.clear()
         self._pending_event.set()
 
     def free(self, reservation_id: str, cached_tokens: int | None = None, output_tokens: int = 0) -> None:
         """Reports, with the next batch, that a request has ended, with its output and (if known) cached tokens."""
+        self._completed_prefills.pop(reservation_id, None)
         self._outcomes.append(
             router_pb2.RequestOutcome(
                 reservation_id=reservation_id, cached_tokens=cached_tokens, output_tokens=output_tokens
@@ -152,8 +158,10 @@ class RouterClient:
         while True:
             await self._pending_event.wait()
             self._pending_event.clear()
-            self._completed_prefills = await self._report(self._completed_prefills, self._send_completed_prefills)
-            self._outcomes = await self._report(self._outcomes, self._send_outcomes)
+            await asyncio.sleep(REPORT_DELAY_S)
+            for reservation_id in await self._report([*self._completed_prefills], self._send_completed_prefills):
+                self._completed_prefills.pop(reservation_id, None)
+            del self._outcomes[: len(await self._report(self._outcomes[:], self._send_outcomes))]
             if not self._completed_prefills and not self._outcomes:
                 self._all_sent.set()
 
@@ -167,37 +175,43 @@ class RouterClient:
         await self.replicas.call(lambda stub: stub.MarkPrefillComplete, request, self._timeout_s)
 
     async def _send_outcomes(self, outcomes: list[router_pb2.RequestOutcome]) -> None:
+        """Sends outcomes to all replicas, as each tracks only its own decisions; one also releases the reservations."""
+        released: list[object] = []
+
+        def release(stub: router_pb2_grpc.RouterAsyncStub) -> Any:
+            released[:] = [stub]
+            return stub.FreeRequest
+
         ids = [outcome.reservation_id for outcome in outcomes]
-        request = router_pb2.FreeRequestRequest(reservation_ids=ids)
-        await self.replicas.call(lambda stub: stub.FreeRequest, request, self._timeout_s)
-        # Any replica can release reservations, but outcomes go to all, as each tracks only its own decisions.
+        request = router_pb2.FreeRequestRequest(reservation_ids=ids, outcomes=outcomes)
+        await self.replicas.call(release, request, self._timeout_s)
+        others = [replica for replica in self.replicas.serving if replica.stub not in released]
         request = router_pb2.FreeRequestRequest(outcomes=outcomes)
-        calls = [replica.stub.FreeRequest(request, timeout=self._timeout_s) for replica in self.replicas.serving]
+        calls = [replica.stub.FreeRequest(request, timeout=self._timeout_s) for replica in others]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, grpc.aio.AioRpcError):
                 log.info("sending request outcomes to a router replica failed", extra={"status": result.code().name})
 
-    async def _report(self, pending: list[T], send: Callable[[list[T]], Awaitable[None]]) -> list[T]:
-        """Sends one batch and returns the remaining reports, including those added meanwhile."""
-        if not pending:
-            return pending
-        batch = pending[:]
+    async def _report(self, batch: list[T], send: Callable[[list[T]], Awaitable[None]]) -> list[T]:
+        """Sends one batch and returns the reports that need no further attempt: all of them, or none."""
+        if not batch:
+            return batch
         try:
             await send(batch)
         except SluiceError as error:
             log.warning("sending reports to the router failed: %s", error.message, extra={"requests": len(batch)})
-            if error.retryable and len(pending) < MAX_PENDING_REPORTS:
+            if error.retryable and len(batch) < MAX_PENDING_REPORTS:
                 await asyncio.sleep(REPORT_RETRY_S)
                 self._pending_event.set()
-                return pending
-        return pending[len(batch) :]
+                return []
+        return batch
 
 
-def _stub(channel: grpc.aio.Channel) -> router_pb2_grpc.RouterAsyncStub:
+def _stub(channel: grpc.aio.Channel, max_pause_s: float) -> router_pb2_grpc.RouterAsyncStub:
     """Returns a stub that multiplexes its calls of RouteQuery over one stream."""
     stub: Any = router_pb2_grpc.RouterStub(channel)
     stub.RouteQuery = MultiplexedCall(
-        "router", stub.RouteQuery, stub.Session, router_pb2.RouteCall, router_pb2.RouteCalls
+        "router", stub.RouteQuery, stub.Session, router_pb2.RouteCall, router_pb2.RouteCalls, max_pause_s
     )
     typed: router_pb2_grpc.RouterAsyncStub = stub
     return typed

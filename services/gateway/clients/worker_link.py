@@ -96,8 +96,11 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         on_lost: Callable[[WorkerLink, SluiceError], None],
         max_start_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
+        max_pause_s: float = 0.0,
     ) -> None:
-        super().__init__(f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error))
+        super().__init__(
+            f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error), max_pause_s
+        )
         self.worker_id = worker_id
         self.address = address
         self.stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)

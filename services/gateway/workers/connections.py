@@ -61,6 +61,7 @@ class ConnectionManager:
     Args:
         makes_text: whether streams use the postprocess replicas.
         on_event: called with each incident of a call to a postprocess replica; see ReplicaSet.
+        max_pause_s: longest pause between two messages of a session under load.
 
     Attributes:
         postprocess: the postprocess replicas.
@@ -77,6 +78,7 @@ class ConnectionManager:
         batch_tokens: Budget = BATCH_TOKENS,
         makes_text: bool = True,
         on_event: Callable[[str], None] = lambda event: None,
+        max_pause_s: float = 0.0,
     ) -> None:
         self._credentials = credentials
         self._connect_timeout_s = connect_timeout_s
@@ -85,6 +87,7 @@ class ConnectionManager:
         self._worker_message_bytes = worker_message_bytes
         self._batch_tokens = batch_tokens
         self._makes_text = makes_text
+        self._max_pause_s = max_pause_s
         self._workers: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
         self._channels: dict[WorkerLink, grpc.aio.Channel] = {}
@@ -115,6 +118,7 @@ class ConnectionManager:
             self._streams.on_worker_lost,
             self._worker_message_bytes,
             self._batch_tokens,
+            self._max_pause_s,
         )
         self._workers[entry.worker_id] = link
         self._channels[link] = channel
@@ -194,7 +198,7 @@ class ConnectionManager:
         for address, link in links.items():
             link.retired = address not in serving
         for address in serving.keys() - links.keys():
-            link = PostLink(serving[address], self._connect_timeout_s, self._streams)
+            link = PostLink(serving[address], self._connect_timeout_s, self._streams, self._max_pause_s)
             link.replica.held = True  # keep the channel, which carries the session, while the replica drains
             self._streams.texts.add_link(link)
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")

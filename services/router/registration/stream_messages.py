@@ -14,7 +14,7 @@ from services.router.kv_index.events import EventBatch, Tier
 from services.router.workers.worker import Worker
 
 WINDOW_S = 10.0
-MOST_MESSAGES = 50_000  # per window and rank; a Sluice worker sends at most 200 per second
+MOST_MESSAGES = 50_000  # per window and rank; a Sluice worker sends at most 50 per second
 LEAST_HASHES = 1_000_000  # allowed per window and rank, however small the cache is
 MOST_TURNOVERS = 20  # of the complete cache per window
 

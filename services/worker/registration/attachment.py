@@ -22,7 +22,7 @@ ATTACH_S = 5.0
 LEAVE_S = 1.0
 HEARTBEAT_S = 1.0
 # An event after an idle period is sent immediately; events within this interval share a message.
-EVENT_PACE_S = 0.005
+EVENT_PACE_S = 0.02
 SNAPSHOT_HASHES = 65_536
 
 Call = grpc.aio.StreamStreamCall[router_pb2.AttachRequest, router_pb2.AttachResponse]

@@ -45,13 +45,17 @@ Action = worker_pb2.ControlRequest
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Serves the RPCs of one worker.
 
+    Args:
+        max_pause_s: longest pause between two messages of a session under load.
+
     Attributes:
         sessions: currently open sessions.
     """
 
-    def __init__(self, worker: Worker, controls: Controls) -> None:
+    def __init__(self, worker: Worker, controls: Controls, max_pause_s: float = 0.0) -> None:
         self._worker = worker
         self._controls = controls
+        self._max_pause_s = max_pause_s
         self.sessions: set[WorkerSession] = set()
         self._handlers: set[asyncio.Task[Any]] = set()
         self._ending = False
@@ -71,7 +75,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """See worker.proto."""
         handler = asyncio.current_task()
         assert handler is not None
-        writer: BatchWriter[worker_pb2.TokenBatch] = BatchWriter(lambda: _next_batch(session), context.write)
+        writer: BatchWriter[worker_pb2.TokenBatch] = BatchWriter(
+            lambda: _next_batch(session), context.write, self._max_pause_s
+        )
         session = WorkerSession(self._worker, lambda: writer.wake(), lambda: end_overflowed(handler))
         errors: list[SluiceError] = []
 
