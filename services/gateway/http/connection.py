@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from services.common.budgets import Budget
 from services.gateway.http.bounded_reader import READ_BYTES, BoundedReader, PausedFlowControl
@@ -316,6 +317,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._close_soon(LINGER_S)
         else:
             self.transport.close()
+
+
+def chunk_writer(send: Any) -> Callable[[bytes], bool] | None:
+    """Returns a function that writes a chunk of a response without a task switch; None if the server has none.
+
+    The function returns False, without writing, where `send` has to be called: before the start of the response, and
+    while the client reads too slowly.
+
+    Args:
+        send: the server's own ASGI send.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle):
+        return None
+
+    def write(data: bytes) -> bool:
+        open_ended = cycle.response_started and cycle.chunked_encoding and not cycle.response_complete
+        if not open_ended or cycle.disconnected or cycle.flow.write_paused:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    return write
 
 
 def _error_response(status: int, message: str) -> bytes:

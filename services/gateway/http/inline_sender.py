@@ -52,12 +52,20 @@ class InlineSender:
 
     Args:
         send: the ASGI send.
+        write: writes a chunk in place, see `chunk_writer`; None: chunks are sent with `send`.
         on_writable: called when a blocked message has been sent and the next one may follow.
         on_broken: called when sending failed because the client disconnected.
     """
 
-    def __init__(self, send: Send, on_writable: Callable[[], None], on_broken: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        send: Send,
+        write: Callable[[bytes], bool] | None,
+        on_writable: Callable[[], None],
+        on_broken: Callable[[], None],
+    ) -> None:
         self._send = send
+        self._write = write
         self._on_writable = on_writable
         self._on_broken = on_broken
         self._waiting: asyncio.Task[None] | None = None
@@ -78,6 +86,11 @@ class InlineSender:
             self._on_broken()
             return
         self._waiting = asyncio.get_running_loop().create_task(self._finish(sending, awaited))
+
+    def send_chunk(self, data: bytes) -> None:
+        """Sends a part of the body, which is not empty and not the last; must not be called while `blocked`."""
+        if self._write is None or not self._write(data):
+            self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def close(self) -> None:
         """Cancels a message that is still being sent."""

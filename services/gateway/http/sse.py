@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import SluiceError
+from services.gateway.http.connection import chunk_writer
 from services.gateway.http.errors import error_response
 from services.gateway.http.inline_sender import InlineSender, abort, raw_send
 from services.gateway.http.write_scheduler import WriteScheduler
@@ -107,7 +108,7 @@ class EventStream(Response):
             if not self._completed.is_set():
                 self.before_start(self)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                self._sender = InlineSender(raw_send(scope, send), self._write, self._end)
+                self._sender = _inline_sender(scope, send, self._write, self._end)
                 self._write()
                 await self._completed.wait()
         finally:
@@ -142,7 +143,7 @@ class EventStream(Response):
         elif self._sender is None:
             self._opened.set()
         elif not self._sender.blocked and not self._completed.is_set() and not self._last_sent:
-            self._sender.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            self._sender.send_chunk(COMMENT)
 
     def _end(self) -> None:
         self._completed.set()
@@ -168,10 +169,19 @@ class EventStream(Response):
             if not data and self._idle and not self._last_sent:
                 data = COMMENT
             self._idle = False
-            if data or self._last_sent:
-                self._sender.send({"type": "http.response.body", "body": data, "more_body": not self._last_sent})
+            if self._last_sent:
+                self._sender.send({"type": "http.response.body", "body": data, "more_body": False})
+            elif data:
+                self._sender.send_chunk(data)
         if self._last_sent and not self._sender.blocked:
             self._completed.set()
+
+
+def _inline_sender(
+    scope: Scope, send: Send, on_writable: Callable[[], None], on_broken: Callable[[], None]
+) -> InlineSender:
+    raw = raw_send(scope, send)
+    return InlineSender(raw, chunk_writer(raw), on_writable, on_broken)
 
 
 class _EmptySource:

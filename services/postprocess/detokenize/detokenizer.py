@@ -58,6 +58,9 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """Returns the text held back, at the end of the stream."""
 
+    def peek(self, tokens: Sequence[int]) -> str | None:
+        """Returns the text of tokens if `step` would return it without a change of state; None if that is uncertain."""
+
 
 @dataclass(frozen=True, slots=True)
 class ByteTable:
@@ -134,6 +137,14 @@ class TableDetokenizer:
             raise outside_vocabulary(token, len(self._pieces)) from None
         return self._join(token, piece)
 
+    def peek(self, tokens: Sequence[int]) -> str | None:
+        if not self._plain:
+            return None
+        try:
+            return "".join(map(self._texts.__getitem__, tokens))  # type: ignore[arg-type]
+        except (TypeError, IndexError):  # a token with None for its text, or outside the vocabulary
+            return None
+
     def _join(self, token: int, piece: bytes) -> str:
         if token in self._table.breaks:
             return self.flush()
@@ -191,6 +202,9 @@ class LibraryDetokenizer:
             return text
         return self.flush() if len(self._held) >= self.HELD_AT_MOST else ""
 
+    def peek(self, tokens: Sequence[int]) -> str | None:
+        return None
+
     def flush(self) -> str:
         if not self._held:
             return ""
@@ -223,3 +237,6 @@ class MarkerDetokenizer:
     def step(self, token: int) -> str:
         text = self._texts.get(token)
         return self._inner.step(token) if text is None else self._inner.flush() + text
+
+    def peek(self, tokens: Sequence[int]) -> str | None:
+        return self._inner.peek(tokens) if self._texts.keys().isdisjoint(tokens) else None

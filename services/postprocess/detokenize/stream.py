@@ -142,6 +142,9 @@ class Stream:
         """Returns the text completed by these tokens; check `finish` afterwards."""
         if len(tokens) == 1:
             return self.feed_one(tokens[0])
+        if (text := self.peek(tokens)) is not None:
+            self.tokens_seen += len(tokens)
+            return text
         feed_one, parts = self.feed_one, []
         for token in tokens:
             if text := feed_one(token):
@@ -149,6 +152,14 @@ class Stream:
             if self.finish is not None:
                 break
         return "".join(parts)
+
+    def peek(self, tokens: Sequence[int]) -> str | None:
+        """Returns the text of tokens, found at once, if `feed` would only count them; None if that is uncertain."""
+        if self._scanner is not None or self.finish is not None or not self._ends.isdisjoint(tokens):
+            return None
+        if self.tokens_seen + len(tokens) > self._max_tokens:
+            return None
+        return self._detokenizer.peek(tokens)
 
     def feed_one(self, token: int) -> str:
         """Returns the text completed by one token; see `feed`."""

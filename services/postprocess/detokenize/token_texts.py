@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.postprocess.detokenize.detokenizer import Detokenizer
@@ -61,6 +62,10 @@ class TokenRecorder:
         self.note(token)
         self._offset += len(text)
         return text
+
+    def peek(self, tokens: Sequence[int]) -> str | None:
+        """Returns None: every token is recorded."""
+        return None
 
     def take(self) -> TokenTexts:
         """Returns the tokens recorded since the last call."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from services.postprocess.parsers.events import Content, Event
+from services.postprocess.parsers.events import Content, Event, Reasoning
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -82,6 +82,11 @@ class Parser(ABC):
     reasoning: bool = False
     reasoning_tokens: int = 0
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "feed" in cls.__dict__ and "plain" not in cls.__dict__:  # an inherited `plain` would bypass this `feed`
+            cls.plain = Parser.plain  # type: ignore[method-assign]
+
     def __init__(self, context: ParserContext) -> None:
         self.context = context
 
@@ -92,6 +97,15 @@ class Parser(ABC):
     @abstractmethod
     def finish(self) -> list[Event]:
         """Ends the text; called once, as the last method."""
+
+    def plain(self, text: str) -> Content | Reasoning | None:
+        """Returns the event of a text that certainly has no markup, or None, which leaves it to `feed`.
+
+        Called before `feed`, with the text of one or more tokens. Must not change the parser, must not raise, and must
+        take a small part of the time of `feed`; a parser that returns an event holds no text. Optional; a class that
+        overrides `feed` alone does not inherit it.
+        """
+        return None
 
     @property
     def held(self) -> str:
@@ -117,6 +131,10 @@ class Chain(Parser):
         events = self._forward(self._first.feed(text))
         self.reasoning = self._first.reasoning
         return events
+
+    def plain(self, text: str) -> Content | Reasoning | None:
+        event = self._first.plain(text)
+        return self._second.plain(text) if type(event) is Content else event
 
     def finish(self) -> list[Event]:
         return self._forward(self._first.finish()) + self._second.finish()

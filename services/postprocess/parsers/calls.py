@@ -107,6 +107,7 @@ class CallParser(Parser):
     id_length: ClassVar[int] = 24
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if not cls.starts:
             return  # another base class
         cls._outside = Markers(*cls.starts, *cls.ends, *cls.swallowed)
@@ -139,6 +140,10 @@ class CallParser(Parser):
         while self._buffer and self._step(events):
             pass
         return events
+
+    def plain(self, text: str) -> Content | None:
+        outside = self._body is None and not (self._in_broken or self._unclosed or self._after_call or self._buffer)
+        return Content(text) if outside and self._outside.absent(text) and self._gate.passes(text) else None
 
     def _step(self, events: list[Event]) -> bool:
         """Parses the next part of the buffer; returns False if more text is needed."""

@@ -65,6 +65,11 @@ class HarmonyParser(Parser):
         self.reasoning = self._state == _REASONING
         return events
 
+    def plain(self, text: str) -> Content | Reasoning | None:
+        if self._buffer or self._state not in (_CONTENT, _REASONING) or not _IN_MESSAGE.absent(text):
+            return None
+        return Reasoning(text) if self._state == _REASONING else Content(text)
+
     def _step(self, events: list[Event]) -> bool:
         if self._state == _HEADER:
             return self._read_header(events)

@@ -76,6 +76,10 @@ class Markers:
         self._first = frozenset(marker[0] for marker in markers)
         self._longest = max(map(len, markers)) - 1
 
+    def absent(self, text: str) -> bool:
+        """Returns whether a text has none of the characters that begin a marker."""
+        return self._first.isdisjoint(text)
+
     def split(self, text: str) -> Found:
         """Splits a text at the first marker, or before an incomplete one at its end."""
         if self._first.isdisjoint(text):
@@ -96,6 +100,10 @@ class WhitespaceBuffer:
     def __init__(self) -> None:
         self.held = ""
         self._over = False  # the current run of white space is too long to belong to a marker
+
+    def passes(self, text: str) -> bool:
+        """Returns whether `text` would return exactly this text, without a change of state."""
+        return not self.held and not self._over and not text[-1].isspace()
 
     def text(self, text: str) -> str:
         """Adds text; returns the certain part."""

@@ -28,6 +28,7 @@ class ThinkParser(Parser):
     implied: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         cls._tags = Markers(cls.end)
         cls.markers = frozenset((cls.start, cls.end))
 
@@ -64,6 +65,12 @@ class ThinkParser(Parser):
             events.append(Content(self._buffer))
             self._buffer = ""
         return events
+
+    def plain(self, text: str) -> Content | Reasoning | None:
+        if self._state == _ANSWER:
+            return Content(text)
+        reasons = self._state == _THINKING and self._emitted and not self._buffer
+        return Reasoning(text) if reasons and self._tags.absent(text) and self._gate.passes(text) else None
 
     def _open(self) -> None:
         begun = self._buffer.lstrip()

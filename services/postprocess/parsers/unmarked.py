@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls import Body, CallParser
-from services.postprocess.parsers.events import Event
+from services.postprocess.parsers.events import Content, Event
 from services.postprocess.parsers.markers import TextBuffer
 
 _SPACES = re.compile(r"\s*").match
@@ -54,6 +54,9 @@ class UnmarkedCallParser(CallParser):
             return False
         self._restore_lead()
         return super()._scan(events)
+
+    def plain(self, text: str) -> Content | None:
+        return None if self._fresh else super().plain(text)
 
     def _skip_lead(self) -> None:
         """Moves text that may precede an unmarked call out of the buffer, so that it is not scanned again."""

@@ -77,6 +77,8 @@ class ParsedStream:
     def feed(self, tokens: Sequence[int]) -> None:
         """Processes tokens."""
         stream = self._stream
+        if self._feed_plain(tokens):
+            return
         for token in tokens:
             text = stream.feed_one(token)
             if text:
@@ -86,6 +88,20 @@ class ParsedStream:
                 return
             if self._parser is not None and self._parser.reasoning:
                 self._reasoning_tokens += 1
+
+    def _feed_plain(self, tokens: Sequence[int]) -> bool:
+        """Processes tokens whose text certainly has no markup; returns False, without a change, for others."""
+        parser, stream = self._parser, self._stream
+        if parser is None or not (text := stream.peek(tokens)):
+            return False
+        event = parser.plain(text)
+        if event is None:
+            return False
+        stream.tokens_seen += len(tokens)
+        self.events.append(event)
+        if parser.reasoning:
+            self._reasoning_tokens += len(tokens)
+        return True
 
     def end(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
         """Ends the stream as the engine did; see Stream.end."""

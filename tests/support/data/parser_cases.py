@@ -51,11 +51,13 @@ def case(names: Names, draw: random.Random) -> tuple[str, list[int]]:
 
 
 def check(names: Names, text: str, cuts: Sequence[int]) -> None:
-    """The pieces say what the whole says, and so does one character at a time."""
+    """The output does not depend on the pieces of the text, nor on `Parser.plain`."""
     parsers = ParserNames(*names)
     whole = parsed(parsers, [text])
     assert parsed(parsers, pieces_of(text, cuts)) == whole, f"cut at {sorted(cuts)}: {text!r}"
     assert parsed(parsers, list(text)) == whole, f"one character at a time: {text!r}"
+    assert parsed(parsers, pieces_of(text, cuts), plain=True) == whole, f"plain, cut at {sorted(cuts)}: {text!r}"
+    assert parsed(parsers, list(text), plain=True) == whole, f"plain, one character at a time: {text!r}"
 
 
 @dataclass(frozen=True)

@@ -56,13 +56,23 @@ def said(events: Iterable[Event]) -> ParsedDelta:
     )
 
 
-def parsed(names: ParserNames, pieces: Sequence[str], context: ParserContext | None = None) -> ParsedDelta:
-    """What a parser says about a text in pieces."""
+def parsed(
+    names: ParserNames, pieces: Sequence[str], context: ParserContext | None = None, plain: bool = False
+) -> ParsedDelta:
+    """Returns the output of a parser for a text in pieces.
+
+    Args:
+        plain: use `Parser.plain` for the pieces for which it returns an event.
+    """
     parser = build(names, context or ParserContext(TOOLS, identity="request-1"))
     events: list[Event] = []
     for piece in pieces:
         if piece:
-            events += parser.feed(piece)
+            before = parser.held, parser.reasoning
+            event = parser.plain(piece) if plain else None
+            events += parser.feed(piece) if event is None else [event]
+            if event is not None:
+                assert (parser.held, parser.reasoning) == before == ("", type(event) is Reasoning)
     return said(events + parser.finish())
 
 

@@ -252,7 +252,8 @@ class StreamedResponse(ABC):
         """Returns the events of all buffered output, and the end of the stream once the response has ended."""
         self._started = True
         self.unsent = 0
-        events = b"".join([sink.take() for sink in self.sinks])
+        sinks = self.sinks
+        events = sinks[0].take() if len(sinks) == 1 else b"".join([sink.take() for sink in sinks])
         if not self.over:
             return events
         return events + (self._encode_end() if self._error is None else self._encode_failure(self._error))

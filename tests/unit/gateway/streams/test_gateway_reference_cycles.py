@@ -173,7 +173,7 @@ async def test_senders_that_are_closed_while_a_client_takes_nothing() -> None:
         await never()
 
     async def closed() -> None:
-        sender = InlineSender(send, lambda: None, lambda: None)
+        sender = InlineSender(send, None, lambda: None, lambda: None)
         sender.send({"type": "http.response.body", "body": b"x"})
         assert sender.blocked
         await sender.close()
