@@ -3,7 +3,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-slow test-parsers test-browser test-compose bench clean
+.PHONY: help setup run test check format protos lock test-slow test-parsers test-browser test-compose bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,9 @@ test-engines: setup ## hold the real vLLM, SGLang and transformers to their test
 
 bench: setup ## measure throughput, latency and CPU of each service; ARGS passes flags
 	@.venv/bin/python benchmarks/serve.py $(ARGS)
+
+bench-peers: setup ## measure NVIDIA Dynamo and Sluice in turns (root: Dynamo gets a network namespace); ARGS passes flags
+	@.venv/bin/python benchmarks/peers.py $(ARGS)
 
 clean: ## remove what the other targets made
 	rm -rf .venv .venv-engines build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 _TEXT = re.compile(rb'"(?:content|reasoning_content|text)": ?"[^"]')
 _EVENT = b"data: {"
+_CLOSE = "Connection: close\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _WORDS = re.findall(
     r"\w+",
@@ -49,6 +50,7 @@ class Load:
     seed: int = 0
     timeout_s: float = 120.0
     path: str = "/v1/chat/completions"
+    fresh: bool = False  # a connection for each request
 
 
 @dataclass
@@ -150,7 +152,8 @@ class Wire(asyncio.Protocol):
         return self._body
 
     def close(self) -> None:
-        """Cuts the connection."""
+        """Closes the connection at once."""
+        self.open = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -167,11 +170,12 @@ def build_requests(load: Load, count: int, salt: str) -> list[bytes]:
             "stream_options": {"include_usage": True},
             "max_tokens": load.tokens,
             "ignore_eos": True,
+            "min_tokens": load.tokens,
         }
         payload = json.dumps(body).encode()
         head = (
             f"POST {load.path} HTTP/1.1\r\nHost: {load.host}:{load.port}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(payload)}\r\n\r\n"
+            f"Content-Length: {len(payload)}\r\n{_CLOSE if load.fresh else ''}\r\n"
         )
         made.append(head.encode() + payload)
     return made
@@ -233,13 +237,14 @@ class Client:
     async def _stream(self, index: int, queue: Iterator[bytes], outcome: Outcome) -> None:
         for request in queue:
             try:
-                wire = self._wires[index]
+                wire, sent = self._wires[index], time.perf_counter()
                 if wire is None or not wire.open:
                     wire = self._wires[index] = await self._open()
-                sent = time.perf_counter()
                 async with asyncio.timeout(self._load.timeout_s):
                     body = await wire.ask(request)
                 self._judge(wire, body, sent, outcome)
+                if self._load.fresh:
+                    wire.close()
             except (OSError, TimeoutError, BadAnswer) as error:
                 outcome.errors[str(error) or type(error).__name__] += 1
                 if (wire := self._wires[index]) is not None:

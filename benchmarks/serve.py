@@ -62,6 +62,7 @@ def serve(
         Literal["auto", "none"], typer.Option(help="auto: watch the services of the `sluice up` behind the url")
     ] = "auto",
     processes: Annotated[int, typer.Option(min=1, help="client processes")] = 1,
+    fresh: Annotated[bool, typer.Option("--fresh", help="open a connection for each request")] = False,
     seed: Annotated[int, typer.Option(help="of the prompts; 0: new ones, which are in no prefix cache")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
@@ -84,6 +85,7 @@ def serve(
                 words=prompt,
                 warmup=min(max(at_once, 10), MOST_WARMUP),
                 seed=seed or time.time_ns(),
+                fresh=fresh,
             )
             rows.append(measure(name, load, processes, services))
     if as_json:

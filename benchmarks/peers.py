@@ -1,0 +1,210 @@
+"""Measures Sluice and NVIDIA Dynamo in turns: the same model folder, the same client, the same machine.
+
+Figures of different runs do not compare, because a shared machine changes by a factor of two within an hour; ratios
+within one run do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from line_plot import Series, plot
+from peer_processes import MODEL, Target, dynamo, install
+from processes import own_suite, suite_of
+from report import machine
+from rich.console import Console
+
+HERE = Path(__file__).resolve().parent
+PEER = "Dynamo"
+
+# (streams, requests, tokens, words)
+LOADS = {
+    "1": (1, 60, 64, 150),
+    "32": (32, 640, 128, 150),
+    "256": (256, 1024, 128, 150),
+    "long": (256, 512, 512, 150),
+    "1024": (1024, 2048, 128, 150),
+    "prompts": (64, 256, 128, 2500),
+}
+CURVES: dict[str, list[tuple[int, tuple[int, int, int, int]]]] = {
+    "streams": [(n, (n, max(2 * n, 40), 128, 150)) for n in (1, 4, 16, 64, 256, 1024, 4096)],
+    "prompts": [(words, (16, 48, 32, words)) for words in (1, 100, 1_000, 10_000, 50_000)],
+    "workers": [(n, (256, 768, 128, 150)) for n in (1, 2, 4, 8)],
+}
+ACROSS = {"streams": "concurrent streams", "prompts": "words of a prompt", "workers": "worker replicas"}
+_PARSERS = {
+    "SLUICE_POSTPROCESS_TOOL_PARSERS": f"{MODEL}=hermes",
+    "SLUICE_POSTPROCESS_REASONING_PARSERS": f"{MODEL}=qwen3",
+}
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+Row = dict[str, Any]
+
+
+@app.command()
+def peers(
+    folder: Annotated[Path, typer.Option(help="where the peers are installed")] = HERE.parent / "build/peers",
+    loads: Annotated[str, typer.Option(help=f"separated by commas: {', '.join(LOADS)}")] = ",".join(LOADS),
+    rounds: Annotated[int, typer.Option(min=1, help="of each load, after one that is not counted")] = 4,
+    workers: Annotated[int, typer.Option(min=1, help="mock workers of each system")] = 2,
+    speedup: Annotated[float, typer.Option(help="of both mock engines; 1: the pace of an engine")] = 1000.0,
+    parsers: Annotated[bool, typer.Option(help="also a Sluice with reasoning and tool parsers on")] = True,
+    before: Annotated[Path | None, typer.Option(help="also another checkout of Sluice", exists=True)] = None,
+    curve: Annotated[
+        Literal["", "streams", "prompts", "workers"], typer.Option(help="how the cost grows, instead of `loads`")
+    ] = "",
+    svg: Annotated[Path | None, typer.Option(help="with --curve: draw it into this file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+) -> None:
+    """Measure Sluice beside Dynamo and print medians and ratios."""
+    python, model = install(folder.resolve())
+    if curve:
+        rows = _curve(curve, python, model, rounds, speedup, workers)
+    else:
+        with _systems(python, model, workers, speedup, parsers, before) as targets:
+            rows = [row for name in loads.split(",") for row in _turns(name, LOADS[name], targets, rounds)]
+    if as_json:
+        print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
+    else:
+        for line in _table(rows):
+            print(line)
+    if curve and svg is not None:
+        svg.write_text(_drawn(curve, rows))
+    raise typer.Exit(1 if any(row["errors"] for row in rows) else 0)
+
+
+@contextmanager
+def _systems(
+    python: Path, model: Path, workers: int, speedup: float, parsers: bool, before: Path | None
+) -> Iterator[dict[str, Target]]:
+    with ExitStack() as stack:
+        targets = {PEER: stack.enter_context(dynamo(python, model, workers, speedup))}
+        if before is not None:
+            targets["Sluice before"] = stack.enter_context(_suite(model, workers, speedup, tree=before.resolve()))
+        targets["Sluice"] = stack.enter_context(_suite(model, workers, speedup))
+        if parsers:
+            targets["Sluice, parsers on"] = stack.enter_context(_suite(model, workers, speedup, _PARSERS))
+        yield targets
+
+
+@contextmanager
+def _suite(
+    model: Path, workers: int, speedup: float, settings: Mapping[str, str] | None = None, tree: Path | None = None
+) -> Iterator[Target]:
+    kept = {name: os.environ.get(name) for name in settings or {}}
+    os.environ.update(settings or {})
+    with own_suite(workers, speedup, ["--model", str(model), "--model-name", MODEL], tree) as url:
+        for name, value in kept.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        processes = suite_of(int(url.rpartition(":")[2]))
+        yield Target(url, (), {name: process.pid for name, process in processes.items()})
+
+
+def _turns(name: str, load: tuple[int, int, int, int], targets: Mapping[str, Target], rounds: int) -> list[Row]:
+    """Returns the medians of a load, by system; the first round warms up and is not counted."""
+    seen: dict[str, list[Row]] = {system: [] for system in targets}
+    for turn in range(rounds + 1):
+        for system, target in targets.items():
+            print(f"{name}: {system}, round {turn}", file=sys.stderr)
+            measured = _measure(load, target)
+            if turn:
+                seen[system].append(measured)
+    medians = {system: _median(rows) for system, rows in seen.items()}
+    base = medians[PEER]
+    return [
+        {"load": name, "system": system, **row, "ratio": row["cpu_us"] / base["cpu_us"] if base["cpu_us"] else 0.0}
+        for system, row in medians.items()
+    ]
+
+
+def _measure(load: tuple[int, int, int, int], target: Target) -> Row:
+    streams, requests, tokens, words = load
+    command = [*target.prefix, sys.executable, str(HERE / "serve.py"), "--url", target.url, "--model", MODEL, "--json"]
+    command.append("--fresh")  # the same for all: with kept connections, delayed acknowledgements slow Dynamo down
+    command += ["--streams", str(streams), "--requests", str(requests), "--tokens", str(tokens), "--words", str(words)]
+    command += [flag for name, pid in target.processes.items() for flag in ("--pid", f"{name}={pid}")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if not done.stdout:
+        raise RuntimeError(done.stderr.strip() or "the load generator printed nothing")
+    row = json.loads(done.stdout)["loads"][0]
+    return {
+        "streams": streams,
+        "tokens": tokens,
+        "words": words,
+        "cpu_us": row["cpu_us_per_token_without_workers"],
+        "tokens_per_s": row["tokens_per_s"],
+        "first_ms": row["first_text_ms"].get("p50", 0.0),
+        "first_p99_ms": row["first_text_ms"].get("p99", 0.0),
+        "events": row["events_per_token"],
+        "errors": sum(row["errors"].values()),
+        "by_process": row["cpu_us_per_token"],
+    }
+
+
+def _median(rows: Sequence[Row]) -> Row:
+    merged = {
+        key: statistics.median(row[key] for row in rows) for key in rows[0] if key not in ("errors", "by_process")
+    }
+    by_process = {name: statistics.median(row["by_process"][name] for row in rows) for name in rows[0]["by_process"]}
+    spread = [min(row["cpu_us"] for row in rows), max(row["cpu_us"] for row in rows)]
+    errors = sum(row["errors"] for row in rows)
+    return {**merged, "cpu_us_range": spread, "by_process": by_process, "errors": errors}
+
+
+def _curve(name: str, python: Path, model: Path, rounds: int, speedup: float, workers: int) -> list[Row]:
+    points = CURVES[name]
+    rows: list[Row] = []
+    if name != "workers":
+        with _systems(python, model, workers, speedup, False, None) as targets:
+            for at, load in points:
+                rows += [{"at": at, **row} for row in _turns(f"{name} {at}", load, targets, rounds)]
+        return rows
+    for at, load in points:
+        with _systems(python, model, at, speedup, False, None) as targets:
+            rows += [{"at": at, **row} for row in _turns(f"{name} {at}", load, targets, rounds)]
+    return rows
+
+
+def _drawn(name: str, rows: Sequence[Row]) -> str:
+    titles = {"CPU, µs per token": "cpu_us", "tokens per second": "tokens_per_s", "first text p50, ms": "first_ms"}
+    panels = []
+    for title, key in titles.items():
+        lines = {
+            system: [(float(row["at"]), float(row[key])) for row in rows if row["system"] == system]
+            for system in dict.fromkeys(row["system"] for row in rows)
+        }
+        panels.append(Series(title, ACROSS[name], lines))
+    return plot(panels)
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    yield "| load | system | CPU µs a token | ratio | tokens/s | first text p50 / p99 | events a token | errors |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for row in rows:
+        low, high = row["cpu_us_range"]
+        shape = f"{row['streams']:.0f} × {row['tokens']:.0f}, {row['words']:,.0f} words"
+        yield (
+            f"| {shape} | {row['system']} | {row['cpu_us']:.1f} ({low:.1f}–{high:.1f}) | {row['ratio']:.2f} | "
+            f"{row['tokens_per_s']:,.0f} | {row['first_ms']:.1f} / {row['first_p99_ms']:.1f} ms | "
+            f"{row['events']:.2f} | {row['errors']} |"
+        )
+    about = machine()
+    yield ""
+    yield f"{about['cores']} cores of {about['cpu']}, {about['memory_gib']} GiB, Python {about['python']}."
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except (OSError, RuntimeError, ValueError, KeyError, subprocess.CalledProcessError) as error:
+        Console(stderr=True).print(f"peers.py: {error}", markup=False)
+        sys.exit(1)
