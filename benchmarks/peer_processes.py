@@ -42,7 +42,7 @@ def install(folder: Path) -> tuple[Path, Path]:
     if not (folder / "dynamo/.complete").exists():
         print(f"installing Dynamo in {folder}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", folder / "dynamo"], check=True)
-        pins = HERE.parent / "requirements/peers.txt"
+        pins = HERE / "peers.txt"
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", pins], check=True)
         (folder / "dynamo/.complete").touch()

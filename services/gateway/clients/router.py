@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING_REPORTS = 100_000
 REPORT_RETRY_S = 1.0
-REPORT_DELAY_S = 0.01
+REPORT_DELAY_S = 0.02
 """How long reports collect before they are sent; much shorter than the prefills that they tell the router about."""
 
 _RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
