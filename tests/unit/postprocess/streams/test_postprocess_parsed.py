@@ -296,6 +296,29 @@ def test_settings_name_parsers_by_model() -> None:
     assert settings_.parsers == {"tekken": ParserNames("my.own:Parser", "")}
 
 
+@given(st.data())
+def test_plain_text_found_at_once_gives_the_events_of_token_by_token_parsing(data: st.DataObject) -> None:
+    text = data.draw(st.text(st.sampled_from("ab <>\n/{[").filter(bool), max_size=60)) + data.draw(
+        st.sampled_from(["", ANSWER])
+    )
+    tokens = byte_level().encode(text)
+    cuts = data.draw(st.lists(st.integers(0, len(tokens)), max_size=6))
+    assert run(tokens, cuts, known=byte_level()) == run(tokens, list(range(len(tokens))), known=byte_level())
+
+
+def test_parser_that_overrides_feed_alone_sees_every_text() -> None:
+    class Loud(HermesParser):
+        def feed(self, text: str) -> list[Event]:
+            return super().feed(text.upper())
+
+    assert Loud(ParserContext()).plain("plain") is None
+    assert HermesParser(ParserContext()).plain("plain") == Content("plain")
+    stream = ParsedStream(Stream(OPTIONS, byte_level().vocabulary, Limits()), Loud(ParserContext()))
+    stream.feed(byte_level().encode("loud"))
+    stream.end(FinishReason.STOP)
+    assert said(stream.events).content == "LOUD"
+
+
 async def test_a_session_tells_events_in_order_and_plain_streams_keep_their_column() -> None:
     library = VocabularyRegistry([ModelSpec("m", "x")], 60, lambda spec: tekken().vocabulary)
     await library.load_all()

@@ -1,0 +1,104 @@
+"""Reports of the gateway to the router: collected, sent in one call, and sent again after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from services.common.errors import unavailable
+from services.gateway.clients import router
+from services.gateway.clients.router import RouterClient
+from sluice.v1 import router_pb2
+
+
+class Replica:
+    """A router replica that records the calls it receives."""
+
+    def __init__(self) -> None:
+        self.stub = self
+        self.prefills: list[list[str]] = []
+        self.frees: list[router_pb2.FreeRequestRequest] = []
+        self.failures = 0
+
+    async def MarkPrefillComplete(self, request: router_pb2.MarkPrefillCompleteRequest, timeout: float) -> None:
+        self._fail()
+        self.prefills.append(list(request.reservation_ids))
+
+    async def FreeRequest(self, request: router_pb2.FreeRequestRequest, timeout: float) -> None:
+        self._fail()
+        self.frees.append(request)
+
+    def _fail(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise unavailable("The router does not respond.")
+
+
+class Replicas:
+    """A replica set that calls its first replica."""
+
+    def __init__(self, *serving: Replica) -> None:
+        self.serving = serving
+
+    async def call(
+        self, method: Callable[[Replica], Callable[..., Awaitable[Any]]], request: Any, timeout_s: float
+    ) -> Any:
+        return await method(self.serving[0])(request, timeout=timeout_s)
+
+
+@pytest.fixture
+def replicas() -> Replicas:
+    return Replicas(Replica(), Replica())
+
+
+@pytest.fixture
+async def client(replicas: Replicas, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RouterClient]:
+    monkeypatch.setattr(router, "REPORT_DELAY_S", 0.0)
+    monkeypatch.setattr(router, "REPORT_RETRY_S", 0.0)
+    client = RouterClient(["127.0.0.1:1"], None, 5.0)
+    client.replicas = cast(Any, replicas)
+    reporting = asyncio.create_task(client.run_reports())
+    yield client
+    reporting.cancel()
+
+
+async def test_outcomes_of_one_tick_reach_every_replica_and_one_releases_them(
+    client: RouterClient, replicas: Replicas
+) -> None:
+    client.free("a", 16, 5)
+    client.free("b", None, 0)
+    await client.flush_reports(20)
+    first, second = replicas.serving
+    assert [list(request.reservation_ids) for request in first.frees] == [["a", "b"]]
+    assert [list(request.reservation_ids) for request in second.frees] == [[]]
+    for replica in replicas.serving:
+        (request,) = replica.frees
+        assert [(each.reservation_id, each.output_tokens) for each in request.outcomes] == [("a", 5), ("b", 0)]
+        assert [each.HasField("cached_tokens") for each in request.outcomes] == [True, False]
+
+
+async def test_prefill_of_a_request_that_has_ended_is_not_reported(client: RouterClient, replicas: Replicas) -> None:
+    client.prefill_complete("a")
+    client.prefill_complete("b")
+    client.free("a")
+    await client.flush_reports(20)
+    assert replicas.serving[0].prefills == [["b"]]
+    assert [list(request.reservation_ids) for request in replicas.serving[0].frees] == [["a"]]
+
+
+async def test_reports_that_fail_are_sent_again_with_those_added_meanwhile(
+    client: RouterClient, replicas: Replicas
+) -> None:
+    first = replicas.serving[0]
+    first.failures = 3
+    client.prefill_complete("a")
+    client.free("b", 0, 1)
+    await asyncio.sleep(0)
+    client.free("c", 0, 2)
+    await client.flush_reports(20)
+    assert first.failures == 0
+    assert [id_ for ids in first.prefills for id_ in ids] == ["a"]
+    assert [id_ for request in first.frees for id_ in request.reservation_ids] == ["b", "c"]
