@@ -301,7 +301,9 @@ async def test_closing_leaves_no_task(caplog: pytest.LogCaptureFixture) -> None:
         async with suite(2) as (_, chosen):
             await ask(chosen)
         await until(lambda: asyncio.all_tasks() <= before)
-    assert caplog.text == ""
+    # gRPC has one poller for all event loops of a process, and may hold an event of an earlier test's closed loop.
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text for text in logged if "PollerCompletionQueue" not in text] == []
 
 
 async def test_a_call_that_takes_unusually_long_is_made_elsewhere_too(monkeypatch: pytest.MonkeyPatch) -> None:
