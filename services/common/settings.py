@@ -90,7 +90,7 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
     )
     drain_s: float = Field(10.0, ge=0, description="seconds that running requests have to finish after SIGTERM")
     session_pause_ms: float = Field(
-        2.0,
+        5.0,
         ge=0,
         le=100,
         description="longest pause between two messages of a session that writes continuously, milliseconds; a message "
