@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, ClassVar
 
-from services.postprocess.parsers.events import Content, Event, Reasoning
+from services.postprocess.parsers.events import Content, Event, PlainKind
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -98,11 +98,11 @@ class Parser(ABC):
     def finish(self) -> list[Event]:
         """Ends the text; called once, as the last method."""
 
-    def plain(self, text: str) -> Content | Reasoning | None:
-        """Returns the event of a text that certainly has no markup, or None, which leaves it to `feed`.
+    def plain(self, text: str) -> PlainKind:
+        """Returns the type of the only event of a text that certainly has no markup; None leaves the text to `feed`.
 
         Called before `feed`, with the text of one or more tokens. Must not change the parser, must not raise, and must
-        take a small part of the time of `feed`; a parser that returns an event holds no text. Optional; a class that
+        take a small part of the time of `feed`; a parser that returns a type holds no text. Optional; a class that
         overrides `feed` alone does not inherit it.
         """
         return None
@@ -132,9 +132,9 @@ class Chain(Parser):
         self.reasoning = self._first.reasoning
         return events
 
-    def plain(self, text: str) -> Content | Reasoning | None:
-        event = self._first.plain(text)
-        return self._second.plain(text) if type(event) is Content else event
+    def plain(self, text: str) -> PlainKind:
+        kind = self._first.plain(text)
+        return self._second.plain(text) if kind is Content else kind
 
     def finish(self) -> list[Event]:
         return self._forward(self._first.finish()) + self._second.finish()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 from services.postprocess.parsers.base import Parser, ParserContext
-from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event
+from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, PlainKind
 from services.postprocess.parsers.json_scan import Malformed
 from services.postprocess.parsers.markers import PIECE_CHARS, Markers, TextBuffer, WhitespaceBuffer, pieces_of
 
@@ -141,9 +141,10 @@ class CallParser(Parser):
             pass
         return events
 
-    def plain(self, text: str) -> Content | None:
-        outside = self._body is None and not (self._in_broken or self._unclosed or self._after_call or self._buffer)
-        return Content(text) if outside and self._outside.absent(text) and self._gate.passes(text) else None
+    def plain(self, text: str) -> PlainKind:
+        if self._body is not None or self._in_broken or self._unclosed or self._after_call or self._buffer:
+            return None
+        return Content if self._outside.absent(text) and self._gate.passes(text) else None
 
     def _step(self, events: list[Event]) -> bool:
         """Parses the next part of the buffer; returns False if more text is needed."""

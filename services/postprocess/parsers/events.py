@@ -41,6 +41,9 @@ class Degraded(NamedTuple):
 
 Event = Content | Reasoning | CallStart | CallArguments | Degraded
 
+PlainKind = type[Content] | type[Reasoning] | None
+"""The type of the only event of a text; None: the text needs parsing."""
+
 
 def merge(events: Iterable[Event]) -> list[Event]:
     """Returns the events with adjacent ones of a kind merged, and each Degraded reason once."""

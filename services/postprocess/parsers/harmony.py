@@ -12,7 +12,7 @@ import re
 
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.calls import INCOMPLETE, MALFORMED, NOT_CHOSEN, Calls, Named
-from services.postprocess.parsers.events import CallArguments, Content, Degraded, Event, Reasoning
+from services.postprocess.parsers.events import CallArguments, Content, Degraded, Event, PlainKind, Reasoning
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
 from services.postprocess.parsers.markers import PIECE_CHARS, Markers, WhitespaceBuffer, pieces_of
 from services.postprocess.parsers.objects import is_name
@@ -65,10 +65,10 @@ class HarmonyParser(Parser):
         self.reasoning = self._state == _REASONING
         return events
 
-    def plain(self, text: str) -> Content | Reasoning | None:
+    def plain(self, text: str) -> PlainKind:
         if self._buffer or self._state not in (_CONTENT, _REASONING) or not _IN_MESSAGE.absent(text):
             return None
-        return Reasoning(text) if self._state == _REASONING else Content(text)
+        return Reasoning if self._state == _REASONING else Content
 
     def _step(self, events: list[Event]) -> bool:
         if self._state == _HEADER:

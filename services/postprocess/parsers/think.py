@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from services.postprocess.parsers.base import Parser, ParserContext
-from services.postprocess.parsers.events import Content, Event, Reasoning
+from services.postprocess.parsers.events import Content, Event, PlainKind, Reasoning
 from services.postprocess.parsers.markers import PIECE_CHARS, Markers, TextBuffer, WhitespaceBuffer, pieces_of
 
 _OPENING, _THINKING, _AFTER, _ANSWER = range(4)
@@ -66,11 +66,11 @@ class ThinkParser(Parser):
             self._buffer = ""
         return events
 
-    def plain(self, text: str) -> Content | Reasoning | None:
+    def plain(self, text: str) -> PlainKind:
         if self._state == _ANSWER:
-            return Content(text)
+            return Content
         reasons = self._state == _THINKING and self._emitted and not self._buffer
-        return Reasoning(text) if reasons and self._tags.absent(text) and self._gate.passes(text) else None
+        return Reasoning if reasons and self._tags.absent(text) and self._gate.passes(text) else None
 
     def _open(self) -> None:
         begun = self._buffer.lstrip()

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls import Body, CallParser
-from services.postprocess.parsers.events import Content, Event
+from services.postprocess.parsers.events import Event, PlainKind
 from services.postprocess.parsers.markers import TextBuffer
 
 _SPACES = re.compile(r"\s*").match
@@ -55,7 +55,7 @@ class UnmarkedCallParser(CallParser):
         self._restore_lead()
         return super()._scan(events)
 
-    def plain(self, text: str) -> Content | None:
+    def plain(self, text: str) -> PlainKind:
         return None if self._fresh else super().plain(text)
 
     def _skip_lead(self) -> None:

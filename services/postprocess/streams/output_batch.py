@@ -50,6 +50,10 @@ class OutputBatch:
         if text:
             self.texts[slot] = self.texts.get(slot, "") + text
 
+    def has_events(self, slot: int) -> bool:
+        """Returns whether the batch has events of a stream, which its further text must follow."""
+        return slot in self._events
+
     def add_events(self, slot: int, events: list[Event]) -> None:
         """Adds events of a parser."""
         if (pending := self._events.get(slot)) is None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from services.postprocess.detokenize.stream import Finish, FinishReason, Stream
 from services.postprocess.detokenize.token_texts import TokenRecorder
 from services.postprocess.parsers.base import Parser
-from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
+from services.postprocess.parsers.events import CallStart, Content, Degraded, Event, Reasoning
 from services.postprocess.parsers.watchdog import HELD_AT_MOST, WATCH, Expired
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,9 @@ class ParsedStream:
     def feed(self, tokens: Sequence[int]) -> None:
         """Processes tokens."""
         stream = self._stream
-        if self._feed_plain(tokens):
+        if (found := self.feed_plain(tokens)) is not None:
+            kind, text = found
+            self.events.append(kind(text))
             return
         for token in tokens:
             text = stream.feed_one(token)
@@ -89,19 +91,22 @@ class ParsedStream:
             if self._parser is not None and self._parser.reasoning:
                 self._reasoning_tokens += 1
 
-    def _feed_plain(self, tokens: Sequence[int]) -> bool:
-        """Processes tokens whose text certainly has no markup; returns False, without a change, for others."""
-        parser, stream = self._parser, self._stream
-        if parser is None or not (text := stream.peek(tokens)):
-            return False
-        event = parser.plain(text)
-        if event is None:
-            return False
-        stream.tokens_seen += len(tokens)
-        self.events.append(event)
-        if parser.reasoning:
+    def feed_plain(self, tokens: Sequence[int]) -> tuple[type[Content | Reasoning], str] | None:
+        """Processes tokens whose text certainly has no markup; returns None, without a change, for others.
+
+        Returns:
+            The type and the text of the only event, which is not added to `events`; earlier ones must have been taken.
+        """
+        parser = self._parser
+        if parser is None or not (text := self._stream.peek(tokens)):
+            return None
+        kind = parser.plain(text)
+        if kind is None:
+            return None
+        self._stream.tokens_seen += len(tokens)
+        if kind is Reasoning:
             self._reasoning_tokens += len(tokens)
-        return True
+        return kind, text
 
     def end(self, reason: FinishReason, stop_token_id: int | None = None) -> None:
         """Ends the stream as the engine did; see Stream.end."""

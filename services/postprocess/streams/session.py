@@ -12,10 +12,11 @@ from functools import partial
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, unavailable
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.metrics import Metrics
-from services.postprocess.parsers.events import Degraded
+from services.postprocess.parsers.events import Content, Degraded, Event, Reasoning
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import AnyParsed, AnyStream, StreamFactory, parsing
 from services.postprocess.streams.output_batch import Batch, OutputBatch
+from services.postprocess.streams.parsed import ParsedStream
 from services.postprocess.streams.parser_selection import ParserSelection
 from services.postprocess.streams.pending import PendingStream, PendingStreams
 from services.postprocess.streams.resume import Remainder, Resume, mismatch
@@ -185,7 +186,7 @@ class PostSession:
             )
         self._add_backlog(len(tokens))
         self._metrics.took(len(tokens))
-        streams, texts = self._streams, self._output.texts
+        streams, parsed_streams, texts = self._streams, self._parsed, self._output.texts
         end, most = 0, self._limits.max_row_tokens
         for slot, count in zip(slots, counts, strict=True):
             start, end = end, end + count
@@ -194,13 +195,28 @@ class PostSession:
                 self.refuse(slot, _too_many(count, most))
                 continue
             if stream is None:
-                self._feed_any(slot, tokens[start:end])
+                row, parsed = tokens[start:end], parsed_streams.get(slot)
+                if type(parsed) is ParsedStream and (found := parsed.feed_plain(row)) is not None:
+                    self._add_plain(slot, *found)
+                else:
+                    self._feed_any(slot, row)
                 continue
             text = stream.feed_one(tokens[start]) if count == 1 else stream.feed(tokens[start:end])
             if text:
                 texts[slot] = texts.get(slot, "") + text
             if stream.finish is not None:
                 self._finished(slot, stream.finish)
+
+    def _add_plain(self, slot: int, kind: type[Content | Reasoning], text: str) -> None:
+        """Adds text without markup of a parsed stream; content goes to the text column where no event precedes it."""
+        if kind is Content and not self._remainders and not self._output.has_events(slot):
+            self._output.add_text(slot, text)
+            return
+        events: list[Event] = [kind(text)]
+        if self._remainders and (remainder := self._remainders.get(slot)) is not None:
+            events = remainder.events(events)
+        if events:
+            self._output.add_events(slot, events)
 
     def _feed_any(self, slot: int, tokens: array[int]) -> None:
         if (parsed := self._parsed.get(slot)) is not None:

@@ -69,10 +69,10 @@ def parsed(
     for piece in pieces:
         if piece:
             before = parser.held, parser.reasoning
-            event = parser.plain(piece) if plain else None
-            events += parser.feed(piece) if event is None else [event]
-            if event is not None:
-                assert (parser.held, parser.reasoning) == before == ("", type(event) is Reasoning)
+            kind = parser.plain(piece) if plain else None
+            events += parser.feed(piece) if kind is None else [kind(piece)]
+            if kind is not None:
+                assert (parser.held, parser.reasoning) == before == ("", kind is Reasoning)
     return said(events + parser.finish())
 
 
