@@ -22,6 +22,8 @@ LAST_WRITE_S = 5.0
 CANCELLED_WRITE_S = 1.0
 MIN_PAUSE_S = 0.001
 """Pause between two messages while the event loop keeps up; shorter ones save little."""
+TIMER_S = 0.001
+"""Resolution of the event loop's timers: a pause that ends as late as this is not a sign of lag."""
 
 
 In = TypeVar("In")
@@ -77,7 +79,7 @@ class BatchWriter(Generic[Out]):
         finally:
             timer.cancel()
             self._paused = None
-        lag_s = perf_counter() - self._due_s
+        lag_s = perf_counter() - self._due_s - TIMER_S
         self._pause_s = min(self._min_pause_s + max(lag_s, 0.0), self._max_pause_s)
 
     def _resume(self) -> None:
