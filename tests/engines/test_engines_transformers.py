@@ -151,7 +151,7 @@ async def test_model_that_cannot_be_served_fails_with_one_message(
     engine: suite.EngineUnderTest, folders: ServableFolders, tmp_path: Path
 ) -> None:
     assert "no option 'devise'" in await suite.refused_start(engine, "--engine-args", "devise=cpu")
-    assert "cannot be used" in await suite.refused_start(engine, "--engine-args", "device=abacus")
+    assert "is not available" in await suite.refused_start(engine, "--engine-args", "device=abacus")
     strange = tmp_path / "strange"
     shutil.copytree(folders.model, strange)
     config = json.loads((strange / "config.json").read_text("utf-8"))
