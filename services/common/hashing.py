@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from struct import Struct
+from struct import Struct, iter_unpack
 
 from xxhash import xxh3_64_intdigest
 
@@ -62,12 +62,12 @@ def block_hashes(
     seed = seed_for(lora, cache_salt)
     packed = token_ids if isinstance(token_ids, bytes) else pack_u32(token_ids)
     stride = block_size * 4
-    view = memoryview(packed)
+    whole = memoryview(packed)[: len(packed) // stride * stride]
     hashes = array("Q")
     append = hashes.append
     digest, pair = xxh3_64_intdigest, _PAIR
-    for start in range(0, len(packed) - stride + 1, stride):
-        local = digest(view[start : start + stride], seed)
+    for (block,) in iter_unpack(f"{stride}s", whole):
+        local = digest(block, seed)
         parent = local if parent is None else digest(pair(parent, local), seed)
         append(parent)
     return hashes

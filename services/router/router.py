@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -162,7 +162,7 @@ class Router:
                 for an invalid prompt or policy, OVERLOADED if all workers stay busy.
         """
         check(query)
-        query = replace(query, prompt=await self.tokenized(query.model, query.prompt))
+        query = await self._with_tokens(query)
         if query.candidates is None:
             await self._disagg.wait_for_prefill(query.model)
 
@@ -177,7 +177,8 @@ class Router:
         except AllBusy:
             self.metrics.shed.add(1)
             raise
-        route = replace(route, waited_ms=waited_ms)
+        if waited_ms:
+            route = replace(route, waited_ms=waited_ms)
         self._record(query, route)
         return route
 
@@ -206,7 +207,7 @@ class Router:
             raise not_found(
                 f"Worker {slot.worker_id} rank {slot.rank} does not serve model {query.model}.", param="worker_id"
             )
-        query = replace(query, prompt=await self.tokenized(query.model, query.prompt))
+        query = await self._with_tokens(query)
         blocks = in_blocks(query.prompt, [worker])
         overlaps = view.match(blocks.hashes)
         overlap = overlaps.get(slot, NO_OVERLAP)
@@ -214,6 +215,10 @@ class Router:
         if not choice.repeated and worker.role is not Role.DECODE:
             view.predict(worker, slot, blocks.hashes, overlap, query.request_id)
         return choice, overlap
+
+    async def _with_tokens(self, query: Query) -> Query:
+        prompt = await self.tokenized(query.model, query.prompt)
+        return query if prompt is query.prompt else replace(query, prompt=prompt)
 
     def report(self, worker: Worker) -> bytes:
         """Returns a worker's last load report; empty before the first one."""
@@ -249,11 +254,11 @@ class Router:
         if not self.ready.is_set():
             raise unavailable("The router is starting and has not reached its store yet.", code="not_ready")
 
-    def _serving(self, model: str) -> tuple[ModelState, list[Worker]]:
+    def _serving(self, model: str) -> tuple[ModelState, Sequence[Worker]]:
         """Returns the state of a model and its workers that accept requests."""
         self.check_ready()
         view = self._synchronizer.find(model)
-        workers = [worker for worker in self.registry.workers(model) if not worker.draining]
+        workers = self.registry.serving(model)
         if view is not None and workers:
             return view, workers
         known = self._synchronizer.known | set(self.registry.models())

@@ -18,12 +18,14 @@ from services.common.redis.target import Credentials, RedisTarget, Topology
 def connect(target: RedisTarget, timeout_s: float, connections: int) -> Any:
     """Returns a client with redis.asyncio.Redis's methods; sends nothing yet.
 
+    Calls have no timeout: callers set one deadline for each, which is cheaper than one for every read and write.
+
     Args:
-        timeout_s: for connecting and for every response, seconds.
+        timeout_s: for connecting, seconds.
         connections: maximum number (in a cluster: per server); with one server, further callers wait for one.
     """
     options: dict[str, Any] = {
-        "socket_timeout": timeout_s,
+        "socket_timeout": None,
         "socket_connect_timeout": timeout_s,
         "protocol": 2,  # the same response types from every server version
         # Callers have their own fallback; a retry here would only add latency.

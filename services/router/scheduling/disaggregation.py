@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.router.kv_index.index import NO_OVERLAP, Overlap
@@ -41,9 +41,9 @@ class EligibleWorkers:
     `skipped` is the reason for not using available prefill workers.
     """
 
-    standalone: list[Worker] = field(default_factory=list)
-    prefill: list[Worker] = field(default_factory=list)
-    decode: list[Worker] = field(default_factory=list)
+    standalone: Sequence[Worker] = ()
+    prefill: Sequence[Worker] = ()
+    decode: Sequence[Worker] = ()
     skipped: str = ""
 
 
@@ -103,7 +103,9 @@ class DisaggPlanner:
         Raises:
             SluiceError: FAILED_PRECONDITION (`no_candidates`), UNAVAILABLE (`no_workers`, `no_prefill_workers`).
         """
-        eligible = _allowed(workers, allowed)
+        eligible = workers if allowed is None else _allowed(workers, allowed)
+        if {worker.role for worker in eligible} == {Role.AGGREGATED}:
+            return EligibleWorkers(eligible)
         prefill = [worker for worker in eligible if worker.role is Role.PREFILL]
         decode = [worker for worker in eligible if worker.role is Role.DECODE]
         standalone = [worker for worker in eligible if _runs_alone(worker)]
@@ -125,7 +127,7 @@ class DisaggPlanner:
         return 0 < blocks.tokens - held * blocks.size <= self._rules.bypass_uncached_tokens
 
     def _lacks_prefill(self, model: str) -> bool:
-        roles = {worker.role for worker in self._registry.workers(model) if not worker.draining}
+        roles = {worker.role for worker in self._registry.serving(model)}
         return Role.DECODE in roles and Role.PREFILL not in roles
 
 
@@ -133,9 +135,7 @@ def _runs_alone(worker: Worker) -> bool:
     return worker.role is Role.AGGREGATED or (worker.role is Role.DECODE and LOCAL_PREFILL in worker.capabilities)
 
 
-def _allowed(workers: Sequence[Worker], allowed: frozenset[str] | None) -> list[Worker]:
-    if allowed is None:
-        return list(workers)
+def _allowed(workers: Sequence[Worker], allowed: frozenset[str]) -> list[Worker]:
     if not allowed:
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from services.common.errors import invalid, quoted
 from services.router.kv_index.index import Overlap
@@ -15,8 +15,7 @@ from services.router.reservations.cost import MILLI, NO_LOAD, CostModel, Load, O
 from services.router.workers.worker import WorkerRank
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A rank that may run the request, its overlap with the prompt and the number of blocks it holds."""
 
     slot: WorkerRank

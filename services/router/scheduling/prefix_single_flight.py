@@ -43,8 +43,12 @@ class PrefixSingleFlight:
             key = view.model, hashes[covered]
             first = self._under_way.get(key)
             if first is None:
-                async with self._deciding(key):
+                decided = self._under_way[key] = asyncio.Event()
+                try:
                     yield overlaps
+                finally:
+                    del self._under_way[key]
+                    decided.set()
                 return
             now = time.monotonic()
             until = until or now + MAX_WAIT_S
@@ -54,12 +58,3 @@ class PrefixSingleFlight:
                 break
             overlaps = view.match(hashes)
         yield overlaps
-
-    @asynccontextmanager
-    async def _deciding(self, key: tuple[str, int]) -> AsyncIterator[None]:
-        decided = self._under_way[key] = asyncio.Event()
-        try:
-            yield
-        finally:
-            del self._under_way[key]
-            decided.set()

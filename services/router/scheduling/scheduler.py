@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from services.router.reservations.cost import Load
 from services.router.reservations.ids import reservation_id
@@ -78,9 +77,8 @@ class Scheduler:
             stopwatch.lap("choose")
         if query.session_id:
             await self._sessions.remember(query.model, query.session_id, decode.slot, query.session_ttl_ms)
-        route = self._route(request, decode, prefill, skipped)
         scores = self._scores(request, booked, decode, prefill)
-        return replace(route, scores=scores, seconds=stopwatch.seconds, stages=stopwatch.laps)
+        return self._route(request, decode, prefill, skipped, scores, stopwatch)
 
     async def _select(
         self, request: SchedulingRequest, eligible: EligibleWorkers
@@ -103,7 +101,13 @@ class Scheduler:
             return await self._selector.select(request, Part.STANDALONE, eligible.standalone), None, PAIR_BUSY
 
     def _route(
-        self, request: SchedulingRequest, decode: Selection, prefill: Selection | None, skipped: str
+        self,
+        request: SchedulingRequest,
+        decode: Selection,
+        prefill: Selection | None,
+        skipped: str,
+        scores: list[Score],
+        stopwatch: Stopwatch,
     ) -> RouteResult:
         query, blocks = request.query, request.blocks
         runs_prompt = prefill or decode
@@ -120,6 +124,7 @@ class Scheduler:
             reservation_id(query.model, query.request_id, prefill is not None) if booked else "",
             decode.choice.expires_unix_ms,
             decode.degraded or runs_prompt.degraded or blind,
+            scores,
             prefill_worker=prefill.worker if prefill else None,
             prefill_rank=prefill.slot.rank if prefill else 0,
             prefill_skipped=skipped,
@@ -129,6 +134,8 @@ class Scheduler:
             prompt_blocks=blocks.count,
             block_size=blocks.size,
             repeated=decode.choice.repeated,
+            seconds=stopwatch.seconds,
+            stages=stopwatch.laps,
             prompt=routed(query.prompt, blocks) if query.return_token_ids else None,
         )
 

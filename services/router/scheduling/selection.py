@@ -114,6 +114,7 @@ class Selector:
         self._random = random
         self._policies = PolicyRegistry(random)
         self._load_snapshots: dict[str, LoadSnapshot] = {}
+        self._slots: tuple[Sequence[Worker], list[WorkerRank]] = ((), [])
 
     async def select(self, request: SchedulingRequest, part: Part, workers: Sequence[Worker]) -> Selection:
         """Chooses among the ranks of at least one worker.
@@ -122,7 +123,7 @@ class Selector:
             AllBusy: all ranks are over the busy thresholds.
             SluiceError: INVALID_ARGUMENT for an unknown policy, UNAVAILABLE if the chosen worker was removed.
         """
-        slots = [slot for worker in workers for slot in worker.slots]
+        slots = self._slots_of(workers)
         name = request.query.policy or self._config.policy
         policy = self._policies.get(name, request.query.model, part.value)
         limits = self._limits(request, workers)
@@ -217,6 +218,12 @@ class Selector:
             some = self._shortlist(request, rest)
             tried |= {offer.slot for offer in some}
             yield some
+
+    def _slots_of(self, workers: Sequence[Worker]) -> list[WorkerRank]:
+        """Returns the ranks of workers; the same list for the same sequence, as in most queries in a row."""
+        if workers is not self._slots[0]:
+            self._slots = workers, [slot for worker in workers for slot in worker.slots]
+        return self._slots[1]
 
     def _load_snapshot(self, request: SchedulingRequest) -> LoadSnapshot:
         return self._load_snapshots.setdefault(request.query.model, LoadSnapshot())

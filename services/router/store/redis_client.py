@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
+from hiredis import pack_command
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError, ReadOnlyError
+from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
 
 from services.common.redis.connect import connect, hang_up
 from services.common.redis.scripts import FAILURES, closed_is_lost
@@ -88,10 +89,14 @@ class RedisClient:
     async def command(self, key: str, *command: Argument) -> Any:
         """Runs one command about one key on a connection that it does not share."""
         with store_errors():
-            if not isinstance(self.redis, RedisCluster):
-                return await self.redis.execute_command(*command)
-            await self.redis.initialize()
-            return await self.redis.execute_command(*command, target_nodes=self.redis.get_node_from_key(key))
+            async with asyncio.timeout(self._timeout_s):
+                return await self._command(key, command)
+
+    async def _command(self, key: str, command: tuple[Argument, ...]) -> Any:
+        if not isinstance(self.redis, RedisCluster):
+            return await self.redis.execute_command(*command)
+        await self.redis.initialize()
+        return await self.redis.execute_command(*command, target_nodes=self.redis.get_node_from_key(key))
 
     async def run(self, name: str, tag: str, *args: Argument) -> Any:
         """Runs a script on the keys of a hash tag."""
@@ -152,12 +157,25 @@ class RedisClient:
             await hang_up(self.redis)
 
     async def _pipeline(self, batches: list[_Batch], cached: bool) -> list[list[Any]]:
-        pipe = self.redis.pipeline(transaction=False)
-        for batch in batches:
-            for command in batch.commands(cached):
-                pipe.execute_command(*command)
-        flat = iter(await pipe.execute(raise_on_error=False))
+        commands = [command for batch in batches for command in batch.commands(cached)]
+        flat = iter(await self._responses(commands))
         return [list(islice(flat, len(batch.calls))) for batch in batches]
+
+    async def _responses(self, commands: list[tuple[Argument, ...]]) -> list[Any]:
+        """Returns the response, or the ResponseError, of each command."""
+        if isinstance(self.redis, RedisCluster):
+            pipe = self.redis.pipeline(transaction=False)
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(await pipe.execute(raise_on_error=False))
+        pool = self.redis.connection_pool  # a pipeline object costs as much as the rest of the round trip
+        connection = await pool.get_connection()
+        try:
+            packed = [pack_command(command) for command in commands]  # type: ignore[arg-type]  # typed as 1-tuple
+            await connection.send_packed_command(packed, check_health=False)
+            return [await _response(connection) for _ in commands]
+        finally:
+            await pool.release(connection)
 
     def _next_batches(self) -> list[_Batch]:
         batches, room = [], MOST_AT_ONCE
@@ -169,3 +187,10 @@ class RedisClient:
     def _fail_waiting(self, reason: str) -> None:
         while self._waiting:
             self._waiting.popleft().fail(reason)
+
+
+async def _response(connection: Any) -> Any:
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error

@@ -70,7 +70,9 @@ class Registry:
 
     def __init__(self) -> None:
         self._workers: dict[str, dict[str, Worker]] = {}
-        self._in_order: dict[str, list[Worker]] = {}  # workers by id; cache, dropped when a model changes
+        # Caches, dropped when a model changes: its workers by id, and those that accept requests.
+        self._in_order: dict[str, list[Worker]] = {}
+        self._serving: dict[str, tuple[Worker, ...]] = {}
         self._watches: set[Watch] = set()
 
     def get(self, model: str, worker_id: str) -> Worker | None:
@@ -87,6 +89,15 @@ class Registry:
             self._in_order[model] = sorted(self._workers[model].values(), key=_by_id)
         return self._in_order[model].copy()
 
+    def serving(self, model: str) -> tuple[Worker, ...]:
+        """Returns the workers of one model that accept requests, ordered by id; the same tuple until one changes."""
+        found = self._serving.get(model)
+        if found is None:
+            found = tuple(worker for worker in self.workers(model) if not worker.draining)
+            if found:
+                self._serving[model] = found
+        return found
+
     def models(self) -> list[str]:
         """Returns the sorted names of the models that have workers."""
         return sorted(model for model, group in self._workers.items() if group)
@@ -97,7 +108,7 @@ class Registry:
         if group.get(worker.worker_id) == worker:
             return
         group[worker.worker_id] = worker
-        self._in_order.pop(worker.model, None)
+        self._changed(worker.model)
         self._notify(UpdateKind.DOWN if worker.draining else UpdateKind.UP, worker)
 
     def drain(self, model: str, worker_id: str, epoch: int) -> None:
@@ -105,7 +116,7 @@ class Registry:
         worker = self.get(model, worker_id)
         if worker is not None and worker.epoch == epoch and not worker.draining:
             draining = self._workers[model][worker_id] = replace(worker, draining=True)
-            self._in_order.pop(model, None)
+            self._changed(model)
             self._notify(UpdateKind.DOWN, draining)
 
     def down(self, model: str, worker_id: str, epoch: int) -> Worker | None:
@@ -114,7 +125,7 @@ class Registry:
         if worker is None or worker.epoch != epoch:
             return None
         del self._workers[model][worker_id]
-        self._in_order.pop(model, None)
+        self._changed(model)
         if not self._workers[model]:
             del self._workers[model]
         if not worker.draining:  # watchers were notified when draining started
@@ -135,6 +146,10 @@ class Registry:
         """Ends all watches."""
         for watch in self._watches:
             watch.end()
+
+    def _changed(self, model: str) -> None:
+        self._in_order.pop(model, None)
+        self._serving.pop(model, None)
 
     def _notify(self, kind: UpdateKind, worker: Worker) -> None:
         for watch in self._watches:

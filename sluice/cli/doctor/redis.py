@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from typing import Any
@@ -29,7 +30,8 @@ async def examine(url: str) -> list[Finding]:
     except SluiceError as error:
         return [fail("redis", error.message, "Correct --redis.")]
     try:
-        return await _check(client)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await _check(client)
     except (RedisError, OSError) as error:
         advice = "Check host, port, password and TLS of --redis, and that the server runs."
         return [fail("redis", f"cannot be reached: {_words(error)}", advice)]
