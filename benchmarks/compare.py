@@ -5,7 +5,6 @@ The other version is a checkout of its own (`git worktree add ../before COMMIT`)
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 import typer
 from load import Load
 from processes import own_suite, suite_of
-from report import show
+from report import medians, show
 from rich.console import Console
 from serve import MOST_WARMUP, PRESETS, measure
 
@@ -43,7 +42,7 @@ def compare(
             for turn in range(rounds):
                 for name in sorted(urls, reverse=turn % 2 == 1):
                     seen[name].append(_measured(f"{chosen}, {name}", urls[name], chosen))
-            rows += [_median(each) for each in seen.values()]
+            rows += [medians(each) for each in seen.values()]
     show(rows, Console(width=160))
     raise typer.Exit(1 if any(row["errors"] for row in rows) else 0)
 
@@ -54,17 +53,6 @@ def _measured(name: str, url: str, preset: str) -> dict[str, Any]:
     warmup = min(max(streams, 10), MOST_WARMUP)
     load = Load("127.0.0.1", port, "tekken", streams, requests, tokens, words, warmup, seed=time.time_ns())
     return measure(name, load, 1, suite_of(port))
-
-
-def _median(rows: list[Any]) -> Any:
-    """Of figures at the same place in every row; what is no figure is that of the first, errors are those of all."""
-    first = rows[0]
-    if isinstance(first, dict):
-        merged = {key: _median([row[key] for row in rows]) for key in first if key != "errors"}
-        return merged | (
-            {"errors": {k: v for row in rows for k, v in row["errors"].items()}} if "errors" in first else {}
-        )
-    return statistics.median(rows) if isinstance(first, int | float) else first
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from array import array
@@ -25,7 +24,7 @@ import uvloop
 from drive import run_load
 from load import Load
 from processes import own_suite, suite_of
-from report import percentiles_ms
+from report import medians, percentiles_ms
 from rich.console import Console
 from rich.table import Table
 
@@ -68,7 +67,7 @@ def inter_token(
             if turn:  # the first round warms up
                 seen["Generate RPC"].append(direct)
                 seen["HTTP"].append(http)
-    rows = {name: _median(found) for name, found in seen.items()}
+    rows = {name: medians(found) for name, found in seen.items()}
     if as_json:
         print(json.dumps({"step_ms": step_ms, "streams": streams, "rows": rows}, indent=2))
     else:
@@ -106,12 +105,6 @@ async def _generate(addresses: Sequence[str], streams: int, tokens: int) -> dict
         for channel in channels:
             await channel.close()
     return {"mean": percentiles_ms(means), "pause": percentiles_ms(pauses)}
-
-
-def _median(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    return {
-        kind: {rank: statistics.median(row[kind][rank] for row in rows) for rank in rows[0][kind]} for kind in rows[0]
-    }
 
 
 def _table(rows: dict[str, dict[str, dict[str, float]]]) -> Table:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from line_plot import Series, plot
+from line_plot import Panel, plot
 from peer_processes import MODEL, Target, dynamo, install
 from processes import own_suite, suite_of
-from report import machine
+from report import machine, medians
 from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
@@ -40,6 +39,17 @@ CURVES: dict[str, list[tuple[int, tuple[int, int, int, int]]]] = {
     "prompts": [(words, (16, 48, 32, words)) for words in (1, 100, 1_000, 10_000, 50_000)],
     "workers": [(n, (256, 768, 128, 150)) for n in (1, 2, 4, 8)],
 }
+CPU = "cpu_us_per_token_without_workers"
+FIELDS = (  # of a row of serve.py
+    "streams",
+    "tokens_per_request",
+    "words_per_prompt",
+    "tokens_per_s",
+    "events_per_token",
+    "errors",
+    "cpu_us_per_token",
+    CPU,
+)
 ACROSS = {"streams": "concurrent streams", "prompts": "words of a prompt", "workers": "worker replicas"}
 _PARSERS = {
     "SLUICE_POSTPROCESS_TOOL_PARSERS": f"{MODEL}=hermes",
@@ -118,11 +128,11 @@ def _turns(name: str, load: tuple[int, int, int, int], targets: Mapping[str, Tar
             measured = _measure(load, target)
             if turn:
                 seen[system].append(measured)
-    medians = {system: _median(rows) for system, rows in seen.items()}
-    base = medians[PEER]
+    summaries = {system: _summary(rows) for system, rows in seen.items()}
+    base = summaries[PEER][CPU]
     return [
-        {"load": name, "system": system, **row, "ratio": row["cpu_us"] / base["cpu_us"] if base["cpu_us"] else 0.0}
-        for system, row in medians.items()
+        {"load": name, "system": system, **row, "ratio": row[CPU] / base if base else 0.0}
+        for system, row in summaries.items()
     ]
 
 
@@ -136,28 +146,14 @@ def _measure(load: tuple[int, int, int, int], target: Target) -> Row:
     if not done.stdout:
         raise RuntimeError(done.stderr.strip() or "the load generator printed nothing")
     row = json.loads(done.stdout)["loads"][0]
-    return {
-        "streams": streams,
-        "tokens": tokens,
-        "words": words,
-        "cpu_us": row["cpu_us_per_token_without_workers"],
-        "tokens_per_s": row["tokens_per_s"],
-        "first_ms": row["first_text_ms"].get("p50", 0.0),
-        "first_p99_ms": row["first_text_ms"].get("p99", 0.0),
-        "events": row["events_per_token"],
-        "errors": sum(row["errors"].values()),
-        "by_process": row["cpu_us_per_token"],
-    }
+    first_text = row["first_text_ms"] or dict.fromkeys(("p50", "p90", "p99"), 0.0)  # empty: every request failed
+    return {field: row[field] for field in FIELDS} | {"first_text_ms": first_text}
 
 
-def _median(rows: Sequence[Row]) -> Row:
-    merged = {
-        key: statistics.median(row[key] for row in rows) for key in rows[0] if key not in ("errors", "by_process")
-    }
-    by_process = {name: statistics.median(row["by_process"][name] for row in rows) for name in rows[0]["by_process"]}
-    spread = [min(row["cpu_us"] for row in rows), max(row["cpu_us"] for row in rows)]
-    errors = sum(row["errors"] for row in rows)
-    return {**merged, "cpu_us_range": spread, "by_process": by_process, "errors": errors}
+def _summary(rows: Sequence[Row]) -> Row:
+    cpu_us = [row[CPU] for row in rows]
+    errors = sum(sum(row["errors"].values()) for row in rows)
+    return {**medians(rows), "cpu_us_range": [min(cpu_us), max(cpu_us)], "errors": errors}
 
 
 def _curve(name: str, python: Path, model: Path, rounds: int, speedup: float, workers: int) -> list[Row]:
@@ -175,15 +171,19 @@ def _curve(name: str, python: Path, model: Path, rounds: int, speedup: float, wo
 
 
 def _drawn(name: str, rows: Sequence[Row]) -> str:
-    titles = {"CPU, µs per token": "cpu_us", "tokens per second": "tokens_per_s", "first text p50, ms": "first_ms"}
+    values: dict[str, Callable[[Row], float]] = {
+        "CPU, µs per token": lambda row: row[CPU],
+        "tokens per second": lambda row: row["tokens_per_s"],
+        "first text p50, ms": lambda row: row["first_text_ms"]["p50"],
+    }
     panels = []
-    for title, key in titles.items():
+    for title, value in values.items():
         lines = {
-            system: [(float(row["at"]), float(row[key])) for row in rows if row["system"] == system]
+            system: [(float(row["at"]), float(value(row))) for row in rows if row["system"] == system]
             for system in dict.fromkeys(row["system"] for row in rows)
         }
-        panels.append(Series(title, ACROSS[name], lines))
-    return plot(panels)
+        panels.append(Panel(title, ACROSS[name], lines))
+    return plot(panels, columns=len(panels))
 
 
 def _table(rows: Sequence[Row]) -> Iterator[str]:
@@ -191,11 +191,12 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for row in rows:
         low, high = row["cpu_us_range"]
-        shape = f"{row['streams']:.0f} × {row['tokens']:.0f}, {row['words']:,.0f} words"
+        first_text = row["first_text_ms"]
+        shape = f"{row['streams']:.0f} × {row['tokens_per_request']:.0f}, {row['words_per_prompt']:,.0f} words"
         yield (
-            f"| {shape} | {row['system']} | {row['cpu_us']:.1f} ({low:.1f}–{high:.1f}) | {row['ratio']:.2f} | "
-            f"{row['tokens_per_s']:,.0f} | {row['first_ms']:.1f} / {row['first_p99_ms']:.1f} ms | "
-            f"{row['events']:.2f} | {row['errors']} |"
+            f"| {shape} | {row['system']} | {row[CPU]:.1f} ({low:.1f}–{high:.1f}) | {row['ratio']:.2f} | "
+            f"{row['tokens_per_s']:,.0f} | {first_text['p50']:.1f} / {first_text['p99']:.1f} ms | "
+            f"{row['events_per_token']:.2f} | {row['errors']} |"
         )
     about = machine()
     yield ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,24 @@ def figures(name: str, load: Load, outcome: Outcome, cpu_s: Mapping[str, float])
         ),
         "client_cpu_us_per_token": 1e6 * outcome.client_cpu / tokens,
     }
+
+
+def medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the median of each figure, at any depth; other values are those of the first row.
+
+    Args:
+        rows: at least one, of the same shape. Only `errors` may differ; all of them are kept.
+    """
+    merged = {key: _median([row[key] for row in rows]) for key in rows[0] if key != "errors"}
+    if "errors" in rows[0]:
+        merged["errors"] = {error: count for row in rows for error, count in row["errors"].items()}
+    return merged
+
+
+def _median(values: Sequence[Any]) -> Any:
+    if isinstance(values[0], Mapping):
+        return medians(values)
+    return statistics.median(values) if isinstance(values[0], int | float) else values[0]
 
 
 def machine() -> dict[str, Any]:
