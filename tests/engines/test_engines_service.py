@@ -7,15 +7,13 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import psutil
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.net.ports import free_port
 from services.common.packing import unpack_u32
 from services.common.rpc.channels import open_channel
-from services.common.rpc.errors import from_rpc_error
 from services.common.tasks import Stop
 from services.preprocess import __main__ as preprocess
 from services.preprocess.protocol import ChatRequest
@@ -23,6 +21,7 @@ from services.preprocess.settings import PreprocessSettings
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
 from tests.engines.servers import python
+from tests.support.clients.callers import refused
 from tests.support.data.loaded_tokenizers import tiny_folder, tiny_hf
 
 pytestmark = pytest.mark.engines
@@ -67,12 +66,6 @@ def chat(text: str, **more: Any) -> pb.TokenizeRequest:
     return pb.TokenizeRequest(model="tiny", chat=pb.ChatInput(messages_json=messages, **more))
 
 
-async def refused(call: Any) -> SluiceError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value, "preprocess")
-
-
 async def test_killed_processes_lose_no_request(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     await stub.Tokenize(chat("warm"), timeout=180)
 
@@ -99,7 +92,8 @@ async def test_hostile_template_returns_a_typed_error_and_delays_no_other_reques
 ) -> None:
     expected = (await stub.Tokenize(chat("hi"), timeout=180)).token_ids
     for template, kind in HOSTILE:
-        hostile = asyncio.ensure_future(refused(stub.Tokenize(chat("hi", chat_template=template), timeout=180)))
+        call = stub.Tokenize(chat("hi", chat_template=template), timeout=180)
+        hostile = asyncio.ensure_future(refused(call, within_s=200))
         while not hostile.done():
             assert (await stub.Tokenize(chat("hi"), timeout=60)).token_ids == expected
             await asyncio.sleep(0.05)

@@ -11,16 +11,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.net.ports import free_port
 from services.common.packing import pack_u32, pack_u64, unpack_u32
 from services.common.rpc.channels import open_channel
-from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.service import PreprocessService
@@ -31,6 +29,7 @@ from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc
+from tests.support.clients.callers import refused
 from tests.support.data.loaded_tokenizers import limits, tekken, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import build_tiny_model
 
@@ -75,12 +74,6 @@ def chat(*messages: dict[str, Any], **parts: Any) -> pb.ChatInput:
         for name, part in parts.items()
     }
     return pb.ChatInput(messages_json=json.dumps(messages or [USER], ensure_ascii=False).encode(), **encoded)
-
-
-async def refused(call: Any) -> SluiceError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return from_rpc_error(caught.value, "preprocess")
 
 
 @pytest.mark.parametrize("model", ["tiny", "tekken"])

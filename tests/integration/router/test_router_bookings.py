@@ -15,10 +15,10 @@ from services.gateway.clients.router import RouterClient
 from services.gateway.core.request import Route, TokenizedPrompt
 from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import router_pb2
+from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
-RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 LEASE_MS = 3_000
 
 
@@ -35,14 +35,8 @@ async def ready(stub: Any) -> bool:
     return bool(await call.code() is grpc.StatusCode.OK)
 
 
-def prompt(*tokens: int) -> router_pb2.PromptRef:
-    return router_pb2.PromptRef(token_ids=pack_u32(tokens))
-
-
 def reserve(request_id: str, tokens: list[int] | range = range(640), **more: Any) -> router_pb2.RouteQueryRequest:
-    return router_pb2.RouteQueryRequest(
-        mode=RESERVE, request_id=request_id, model=MODEL, prompt=prompt(*tokens), **more
-    )
+    return query(prompt(*tokens), request_id, **more)
 
 
 async def workers(pair: list[RouterProcess], *names: str, **card: Any) -> list[FakeWorker]:

@@ -10,24 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from services.common.packing import pack_u32, pack_u64
+from services.common.packing import pack_u64
 from services.router.kv_index.events import Snapshot
 from services.router.store.redis import RedisStore
 from services.router.workers.worker import Role, Worker
 from sluice.v1 import router_pb2
+from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import RouterChild, router_children
 from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, until
 
-RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 AWAY_S = 20
 CALLERS = 16
 MILLION = 1_000_000
-
-
-def query(request_id: str, tokens: list[int]) -> router_pb2.RouteQueryRequest:
-    prompt = router_pb2.PromptRef(token_ids=pack_u32(tokens))
-    return router_pb2.RouteQueryRequest(model=MODEL, prompt=prompt, mode=RESERVE, request_id=request_id)
 
 
 class Load:
@@ -46,7 +41,7 @@ class Load:
             router = self._routers[number % len(self._routers)]
             started = time.monotonic()
             tokens = [caller, *range(number % 40 * BLOCK)]
-            answer = await router.stub.RouteQuery(query(f"c{caller}-{number}", tokens), timeout=20)
+            answer = await router.stub.RouteQuery(query(prompt(*tokens), f"c{caller}-{number}"), timeout=20)
             self.slowest_s = max(self.slowest_s, time.monotonic() - started)
             self.answers[answer.degraded] += 1
             freed = router_pb2.FreeRequestRequest(reservation_ids=[answer.reservation_id])
@@ -120,9 +115,9 @@ async def test_a_killed_router_is_replaced_by_the_other(redis: RedisServer, tmp_
             return bool(listed) and bool(await killed.dump()) and await killed.dump() == await stays.dump()
 
         await until(agree)
-        booked_at_first = await killed.stub.RouteQuery(query("r", tokens), timeout=20)
+        booked_at_first = await killed.stub.RouteQuery(query(prompt(*tokens), "r"), timeout=20)
         await killed.kill()
-        again = await stays.stub.RouteQuery(query("r", tokens), timeout=20)
+        again = await stays.stub.RouteQuery(query(prompt(*tokens), "r"), timeout=20)
         assert (again.decode.worker_id, again.reservation_id) == ("w", booked_at_first.reservation_id)
         await worker.attach(stays)  # type: ignore[arg-type]
         assert worker.attached is not None

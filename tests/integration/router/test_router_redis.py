@@ -12,12 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.hashing import block_hashes
-from services.common.packing import pack_u32
 from sluice.v1 import router_pb2
+from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers, until
 
-RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 PROMPT = list(range(2_000))
 OTHER = list(range(9_000, 11_000))
 
@@ -28,13 +27,6 @@ async def pair(redis: RedisServer) -> AsyncIterator[list[RouterProcess]]:
         for replica in replicas:
             await until(lambda replica=replica: serving(replica))
         yield replicas
-
-
-def query(tokens: list[int], request_id: str = "", **more: Any) -> router_pb2.RouteQueryRequest:
-    mode = {"mode": RESERVE, "request_id": request_id} if request_id else {}
-    return router_pb2.RouteQueryRequest(
-        model=MODEL, prompt=router_pb2.PromptRef(token_ids=pack_u32(tokens)), **mode, **more
-    )
 
 
 async def serving(router: RouterProcess) -> bool:
@@ -59,7 +51,7 @@ async def dump(router: RouterProcess) -> list[tuple[Any, ...]]:
 
 
 async def overlap(router: RouterProcess, tokens: list[int]) -> tuple[str, int]:
-    answer = await router.stub.RouteQuery(query(tokens))
+    answer = await router.stub.RouteQuery(query(prompt(*tokens)))
     return answer.decode.worker_id, answer.overlap.device_blocks
 
 
@@ -74,7 +66,7 @@ async def test_what_one_replica_learned_the_other_uses(pair: list[RouterProcess]
     for worker in workers.values():
         await worker.attach(first)
     await knows(second, "w1", "w2")
-    chosen = await first.stub.RouteQuery(query([*PROMPT, 1], "r1"))
+    chosen = await first.stub.RouteQuery(query(prompt(*PROMPT, 1), "r1"))
     await workers[chosen.decode.worker_id].store(block_hashes(PROMPT, BLOCK))
     await first.stub.MarkPrefillComplete(router_pb2.MarkPrefillCompleteRequest(reservation_ids=[chosen.reservation_id]))
 
@@ -82,11 +74,11 @@ async def test_what_one_replica_learned_the_other_uses(pair: list[RouterProcess]
         return (await overlap(second, PROMPT))[1] == len(PROMPT) // BLOCK
 
     await until(learned)
-    met = await second.stub.RouteQuery(query([*PROMPT, 2], "r2"))
+    met = await second.stub.RouteQuery(query(prompt(*PROMPT, 2), "r2"))
     assert met.decode.worker_id == chosen.decode.worker_id
     assert met.overlap.device_blocks == len(PROMPT) // BLOCK
     assert met.degraded == ""
-    elsewhere = await second.stub.RouteQuery(query(OTHER, "r3"))
+    elsewhere = await second.stub.RouteQuery(query(prompt(*OTHER), "r3"))
     assert elsewhere.decode.worker_id != chosen.decode.worker_id
     freed = await second.stub.FreeRequest(
         router_pb2.FreeRequestRequest(
@@ -102,7 +94,7 @@ async def test_replicas_do_not_herd(pair: list[RouterProcess]) -> None:
         await FakeWorker(name).attach(pair[0])
     await knows(pair[1], "w1", "w2", "w3", "w4")
     prompts = [list(range(n * 10_000, n * 10_000 + 2_000)) for n in range(40)]
-    await asyncio.gather(*(pair[n % 2].stub.RouteQuery(query(prompts[n], f"r{n}")) for n in range(40)))
+    await asyncio.gather(*(pair[n % 2].stub.RouteQuery(query(prompt(*prompts[n]), f"r{n}")) for n in range(40)))
     assert await requests_booked(pair[1]) == {"w1": 10, "w2": 10, "w3": 10, "w4": 10}
 
 
@@ -110,8 +102,8 @@ async def test_an_idempotent_retry_at_another_replica(pair: list[RouterProcess])
     for name in ("w1", "w2"):
         await FakeWorker(name).attach(pair[0])
     await knows(pair[1], "w1", "w2")
-    one = await pair[0].stub.RouteQuery(query(PROMPT, "r"))
-    two = await pair[1].stub.RouteQuery(query(PROMPT, "r"))
+    one = await pair[0].stub.RouteQuery(query(prompt(*PROMPT), "r"))
+    two = await pair[1].stub.RouteQuery(query(prompt(*PROMPT), "r"))
     assert (one.decode, one.reservation_id, one.expires_unix_ms) == (
         two.decode,
         two.reservation_id,
@@ -231,7 +223,7 @@ async def test_without_redis_the_router_waits_and_says_not_serving(
         await until(lambda: any("cannot be reached" in record.message for record in caplog.records))
         assert not await serving(router)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.stub.RouteQuery(query(PROMPT))
+            await router.stub.RouteQuery(query(prompt(*PROMPT)))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         server.start()
         try:
@@ -252,16 +244,16 @@ async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str
         w2.keep_beating()
         await w1.store(block_hashes(PROMPT, BLOCK))
         await knows(first, "w1", "w2")
-        booked = await first.stub.RouteQuery(query(PROMPT, "before"))
+        booked = await first.stub.RouteQuery(query(prompt(*PROMPT), "before"))
 
         if how == "lost":
             redis.stop()
         else:
             redis.freeze()
-        away = await first.stub.RouteQuery(query(PROMPT, "during"), timeout=30)
+        away = await first.stub.RouteQuery(query(prompt(*PROMPT), "during"), timeout=30)
         assert (away.decode.worker_id, away.degraded) == ("w1", "store_unavailable")
         assert away.overlap.device_blocks == len(PROMPT) // BLOCK
-        again = await first.stub.RouteQuery(query(PROMPT, "during"), timeout=30)
+        again = await first.stub.RouteQuery(query(prompt(*PROMPT), "during"), timeout=30)
         assert (again.decode, again.reservation_id) == (away.decode, away.reservation_id)
         assert await serving(first)
         await w1.store(block_hashes(OTHER, BLOCK), wait=False)
@@ -283,7 +275,7 @@ async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str
             redis.thaw()
 
         async def healed() -> bool:
-            answer = await second.stub.RouteQuery(query(OTHER))
+            answer = await second.stub.RouteQuery(query(prompt(*OTHER)))
             return answer.degraded == "" and answer.overlap.device_blocks == len(OTHER) // BLOCK
 
         await until(healed)

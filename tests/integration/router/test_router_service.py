@@ -9,35 +9,18 @@ from typing import Any
 import grpc
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u64
-from services.common.rpc.errors import from_rpc_error
 from sluice.v1 import common_pb2, router_pb2
+from tests.support.clients.callers import RESERVE, prompt, query, refused
 from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
-
-RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 
 
 @pytest.fixture
 async def router() -> AsyncIterator[RouterProcess]:
     async with routers(drain_s=5, lease_ms=60_000) as (replica,):
         yield replica
-
-
-def prompt(*tokens: int) -> router_pb2.PromptRef:
-    return router_pb2.PromptRef(token_ids=pack_u32(tokens))
-
-
-def query(ref: router_pb2.PromptRef, request_id: str = "", **more: Any) -> router_pb2.RouteQueryRequest:
-    mode = {"mode": RESERVE, "request_id": request_id} if request_id else {}
-    return router_pb2.RouteQueryRequest(**{"model": MODEL, "prompt": ref, **mode, **more})
-
-
-async def refused(call: Any) -> SluiceError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(call, 20)
-    return from_rpc_error(caught.value, "router")
 
 
 async def attached(router: RouterProcess, *names: str, **card: Any) -> list[FakeWorker]:

@@ -4,27 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from google.protobuf.message import Message
 
 from services.common.errors import SluiceError
+from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.servers.router_cluster import FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
 
 A_DAY_US = 24 * 3600 * 1_000_000
+RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 
 
 def now_us() -> int:
     """Returns an epoch: Unix microseconds."""
     return time.time_ns() // 1_000
+
+
+def prompt(*tokens: int) -> router_pb2.PromptRef:
+    """Returns a prompt of token ids."""
+    return router_pb2.PromptRef(token_ids=pack_u32(tokens))
+
+
+def query(ref: router_pb2.PromptRef, request_id: str = "", **more: Any) -> router_pb2.RouteQueryRequest:
+    """Returns a query for a worker; with a request id, it also reserves."""
+    mode = {"mode": RESERVE, "request_id": request_id} if request_id else {}
+    return router_pb2.RouteQueryRequest(**{"model": MODEL, "prompt": ref, **mode, **more})
+
+
+async def refused(call: Awaitable[Any], within_s: float = 60) -> SluiceError:
+    """Returns the error of a call that has to fail.
+
+    Raises:
+        TimeoutError: it did not end in time.
+    """
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await asyncio.wait_for(call, within_s)
+    return from_rpc_error(caught.value, "called")
 
 
 class Calls:

@@ -262,7 +262,7 @@ class Places:
         return Placement(Route("w1"), self.worker)
 
 
-class Nobody:
+class NoConnections:
     def find(self, worker_id: str) -> None:
         return None
 
@@ -276,7 +276,7 @@ async def test_migration_of_a_model_without_workers_does_not_block_others() -> N
         MigrationPolicy(wait_s=60),
         cast(Any, Places(desk.workers[1])),
         cast(Any, Entries()),
-        cast(Any, Nobody()),
+        cast(Any, NoConnections()),
         desk.stream_manager,
         GatewayMetrics(),
         tasks,
@@ -308,7 +308,7 @@ async def test_a_route_stage_that_fails_does_not_end_the_gateway() -> None:
         raise KeyError("inside")
 
     placement = WorkerSelector(
-        cast(Any, None), cast(Any, Entries()), cast(Any, Nobody()), tasks, 1.0, cast(Any, Alone()), broken
+        cast(Any, None), cast(Any, Entries()), cast(Any, NoConnections()), tasks, 1.0, cast(Any, Alone()), broken
     )
     wanted = PlacementRequest(REQUEST, "b", PROMPT, 16, 0, cast(Any, type("D", (), {"share": lambda *_: 1.0})()))
     with raises_error(match="route stage", kind=ErrorKind.INTERNAL):
@@ -424,7 +424,7 @@ async def test_invalid_result_of_a_place_stage_fails_only_its_generation() -> No
         MigrationPolicy(),
         cast(Any, Places(None)),
         cast(Any, Entries()),
-        cast(Any, Nobody()),
+        cast(Any, NoConnections()),
         desk.stream_manager,
         GatewayMetrics(),
         tasks,
