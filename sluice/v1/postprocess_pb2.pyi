@@ -403,7 +403,7 @@ class StreamEvent(_message.Message):
     """reason for a fallback; empty: none"""
     text: _builtins.str
     """Content text of streams with a parser, where the order of text, reasoning and tool calls matters: a slot's events
-    are ordered. Where such a stream has only content in a batch, it is in the text column instead.
+    are ordered. Content that precedes all of a slot's events in a batch may be in the text column instead.
     """
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...

@@ -81,7 +81,7 @@ class CallQueue(ABC, Generic[T]):
         """Called when nothing is left to do."""
 
     def on_no_child(self) -> None:
-        """Called when calls wait and there is no child."""
+        """Called when calls wait without a child."""
 
     @property
     def outstanding(self) -> int:

@@ -48,7 +48,7 @@ class ApiKey:
         models: names of the models it may use; empty for all.
         priority: 0 to 9; requests of higher priorities leave the queue first.
         weight: 1 to 100; share of the turns in the queue among keys of the same priority.
-        revoked: whether it is no longer valid.
+        revoked: whether it was revoked and is rejected.
         scopes: permissions.
         tenant: name of the tenant; empty for a separate tenant.
     """

@@ -159,9 +159,13 @@ class RouterClient:
             await self._pending_event.wait()
             self._pending_event.clear()
             await asyncio.sleep(REPORT_DELAY_S)
-            for reservation_id in await self._report([*self._completed_prefills], self._send_completed_prefills):
-                self._completed_prefills.pop(reservation_id, None)
-            del self._outcomes[: len(await self._report(self._outcomes[:], self._send_outcomes))]
+            completed = [*self._completed_prefills]
+            if await self._reported(completed, self._send_completed_prefills):
+                for reservation_id in completed:
+                    self._completed_prefills.pop(reservation_id, None)
+            outcomes = self._outcomes[:]
+            if await self._reported(outcomes, self._send_outcomes):
+                del self._outcomes[: len(outcomes)]
             if not self._completed_prefills and not self._outcomes:
                 self._all_sent.set()
 
@@ -192,10 +196,10 @@ class RouterClient:
             if isinstance(result, grpc.aio.AioRpcError):
                 log.info("sending request outcomes to a router replica failed", extra={"status": result.code().name})
 
-    async def _report(self, batch: list[T], send: Callable[[list[T]], Awaitable[None]]) -> list[T]:
-        """Sends one batch and returns the reports that need no further attempt: all of them, or none."""
+    async def _reported(self, batch: list[T], send: Callable[[list[T]], Awaitable[None]]) -> bool:
+        """Sends one batch; returns whether it needs no further attempt."""
         if not batch:
-            return batch
+            return True
         try:
             await send(batch)
         except SluiceError as error:
@@ -203,8 +207,8 @@ class RouterClient:
             if error.retryable and len(batch) < MAX_PENDING_REPORTS:
                 await asyncio.sleep(REPORT_RETRY_S)
                 self._pending_event.set()
-                return []
-        return batch
+                return False
+        return True
 
 
 def _stub(channel: grpc.aio.Channel, max_pause_s: float) -> router_pb2_grpc.RouterAsyncStub:

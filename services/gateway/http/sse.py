@@ -108,7 +108,8 @@ class EventStream(Response):
             if not self._completed.is_set():
                 self.before_start(self)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                self._sender = _inline_sender(scope, send, self._write, self._end)
+                raw = raw_send(scope, send)
+                self._sender = InlineSender(raw, chunk_writer(raw), self._write, self._end)
                 self._write()
                 await self._completed.wait()
         finally:
@@ -175,13 +176,6 @@ class EventStream(Response):
                 self._sender.send_chunk(data)
         if self._last_sent and not self._sender.blocked:
             self._completed.set()
-
-
-def _inline_sender(
-    scope: Scope, send: Send, on_writable: Callable[[], None], on_broken: Callable[[], None]
-) -> InlineSender:
-    raw = raw_send(scope, send)
-    return InlineSender(raw, chunk_writer(raw), on_writable, on_broken)
 
 
 class _EmptySource:

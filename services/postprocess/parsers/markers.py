@@ -73,13 +73,12 @@ class Markers:
     def __init__(self, *markers: str) -> None:
         self._search = re.compile("|".join(map(re.escape, markers))).search
         self._beginnings = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
-        self._first = frozenset(marker[0] for marker in markers)
-        self._beginning = tuple(self._first)
+        self._first = tuple({marker[0] for marker in markers})
         self._longest = max(map(len, markers)) - 1
 
     def absent(self, text: str) -> bool:
         """Returns whether a text has none of the characters that begin a marker."""
-        for character in self._beginning:  # noqa: SIM110  # faster than a generator, for the one to three there are
+        for character in self._first:  # noqa: SIM110  # faster than a generator, for the one to three there are
             if character in text:
                 return False
         return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from services.postprocess.detokenize.stream import Finish
 from services.postprocess.detokenize.token_texts import TokenRecorder, TokenTexts
-from services.postprocess.parsers.events import Content, Event, merge
+from services.postprocess.parsers.events import Event, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,7 @@ class OutputBatch:
             return None
         tokens, leaving = self._tokens, self._leaving
         self.texts, self._finishes, self._events, self._tokens, self._leaving = {}, [], {}, [], False
-        merged = []
-        for slot, found in events.items():
-            kept = merge(found)
-            if len(kept) == 1 and type(kept[0]) is Content and slot not in texts:
-                texts[slot] = kept[0].text
-            else:
-                merged.append((slot, kept))
+        merged = [(slot, merge(found)) for slot, found in events.items()]
         lengths = array("I", map(len, texts.values()))
         return Batch(array("I", texts), lengths, "".join(texts.values()), finishes, merged, tokens, leaving)
 

@@ -76,11 +76,15 @@ class ParsedStream:
 
     def feed(self, tokens: Sequence[int]) -> None:
         """Processes tokens."""
-        stream = self._stream
         if (found := self.feed_plain(tokens)) is not None:
             kind, text = found
             self.events.append(kind(text))
-            return
+        else:
+            self.parse(tokens)
+
+    def parse(self, tokens: Sequence[int]) -> None:
+        """Processes tokens whose text may have markup, one at a time."""
+        stream = self._stream
         for token in tokens:
             text = stream.feed_one(token)
             if text:

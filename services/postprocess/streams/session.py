@@ -12,7 +12,7 @@ from functools import partial
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, unavailable
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.metrics import Metrics
-from services.postprocess.parsers.events import Content, Degraded, Event, Reasoning
+from services.postprocess.parsers.events import Content, Degraded, Event
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import AnyParsed, AnyStream, StreamFactory, parsing
 from services.postprocess.streams.output_batch import Batch, OutputBatch
@@ -195,11 +195,11 @@ class PostSession:
                 self.refuse(slot, _too_many(count, most))
                 continue
             if stream is None:
-                row, parsed = tokens[start:end], parsed_streams.get(slot)
-                if type(parsed) is ParsedStream and (found := parsed.feed_plain(row)) is not None:
-                    self._add_plain(slot, *found)
+                parsed = parsed_streams.get(slot)
+                if type(parsed) is ParsedStream:
+                    self._feed_parsed(slot, parsed, tokens[start:end])
                 else:
-                    self._feed_any(slot, row)
+                    self._feed_any(slot, tokens[start:end])
                 continue
             text = stream.feed_one(tokens[start]) if count == 1 else stream.feed(tokens[start:end])
             if text:
@@ -207,8 +207,13 @@ class PostSession:
             if stream.finish is not None:
                 self._finished(slot, stream.finish)
 
-    def _add_plain(self, slot: int, kind: type[Content | Reasoning], text: str) -> None:
-        """Adds text without markup of a parsed stream; content goes to the text column where no event precedes it."""
+    def _feed_parsed(self, slot: int, stream: ParsedStream, tokens: array[int]) -> None:
+        """Feeds a row; content without markup goes to the text column unless an event precedes it."""
+        if (found := stream.feed_plain(tokens)) is None:
+            stream.parse(tokens)
+            self._parsed_changed(slot, stream)
+            return
+        kind, text = found
         if kind is Content and not self._remainders and not self._output.has_events(slot):
             self._output.add_text(slot, text)
             return

@@ -2729,7 +2729,7 @@ class StreamEvent(betterproto2.Message):
     text: "str" = betterproto2.field(11, betterproto2.TYPE_STRING)
     """
     Content text of streams with a parser, where the order of text, reasoning and tool calls matters: a slot's events
-    are ordered. Where such a stream has only content in a batch, it is in the text column instead.
+    are ordered. Content that precedes all of a slot's events in a batch may be in the text column instead.
     """
 
 
