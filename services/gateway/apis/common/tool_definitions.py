@@ -8,6 +8,8 @@ from typing import Any
 from services.gateway.apis.common.field_reader import FieldReader
 from services.gateway.apis.common.json_schemas import TOOL_NAME_PATTERN
 
+TOOL_NAME_RULE = "must be 1 to 128 letters, digits, underscores and dashes"
+
 
 def read_definition(reader: FieldReader, *own_fields: str) -> dict[str, Any]:
     """Returns name and description of a tool as those of a function.
@@ -24,6 +26,6 @@ def read_definition(reader: FieldReader, *own_fields: str) -> dict[str, Any]:
     reader.under("strict").optional(bool)
     name = reader.under("name")
     if not re.fullmatch(TOOL_NAME_PATTERN, name.text()):
-        raise name.invalid("must be 1 to 128 letters, digits, underscores and dashes")
+        raise name.invalid(TOOL_NAME_RULE)
     description = reader.under("description").optional(str)
     return {"name": name.value} if description is None else {"name": name.value, "description": description}

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.gateway.apis.responses.custom_tools import arguments_of
 from services.gateway.apis.responses.items import Item, reasoning_text
+from services.gateway.apis.responses.tools import function_name
 
 
 @dataclass(slots=True)
@@ -63,26 +65,27 @@ def _join(messages: list[dict[str, Any]]) -> None:
 def _add(chat: Conversation, item: Item) -> None:
     stored = item.stored
     kind = stored["type"]
-    if kind == "function_call_output":
+    if kind in ("function_call_output", "custom_tool_call_output"):
         content = stored["output"]
         text = content if isinstance(content, str) else _joined(content)
         chat.add({"role": "tool", "tool_call_id": stored["call_id"], "content": text}, item.path)
     elif kind == "reasoning":
         message = _assistant_message(chat, item, new=True)
         message.setdefault("reasoning_content", []).append(reasoning_text(stored))
-    elif kind == "function_call":
+    elif kind in ("function_call", "custom_tool_call"):
         message = _assistant_message(chat, item, new=False)
-        message.setdefault("tool_calls", []).append(
-            {
-                "id": stored["call_id"],
-                "type": "function",
-                "function": {"name": stored["name"], "arguments": stored["arguments"]},
-            }
-        )
+        message.setdefault("tool_calls", []).append(_call(stored))
     elif stored["role"] == "assistant":
         _assistant_message(chat, item, new=True)["content"] = _joined(stored["content"])
     else:
         _add_message(chat, item)
+
+
+def _call(stored: dict[str, Any]) -> dict[str, Any]:
+    custom = stored["type"] == "custom_tool_call"
+    arguments = arguments_of(stored["input"]) if custom else stored["arguments"]
+    name = function_name(stored.get("namespace", ""), stored["name"])
+    return {"id": stored["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _assistant_message(chat: Conversation, item: Item, new: bool) -> dict[str, Any]:

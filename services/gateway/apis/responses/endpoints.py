@@ -88,7 +88,9 @@ class ResponsesEndpoints:
                 )
                 translated = self._translated(fields, replace(response_input, chat=chat), response_id)
             options = OutputOptions.of_request(
-                fields, self._block_runner.naming(fields.model) if fields.logprobs is not None else None
+                fields,
+                response_input.tools.client,
+                self._block_runner.naming(fields.model) if fields.logprobs is not None else None,
             )
 
             def store(response: dict[str, Any]) -> None:

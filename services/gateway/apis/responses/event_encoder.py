@@ -11,6 +11,7 @@ from services.common.errors import SluiceError
 from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.logprobs import TokenText
+from services.gateway.apis.responses.custom_tools import InputReader
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
 from services.gateway.core.request import Finish
 
@@ -28,6 +29,7 @@ _EVENT_NAMES = {
     BlockKind.REASONING: _EventNames("reasoning_text", "content_part", "content_index"),
     BlockKind.TEXT: _EventNames("output_text", "content_part", "content_index"),
 }
+_CUSTOM_CALL = _EventNames("custom_tool_call_input")
 _SUMMARY = _EventNames("reasoning_summary_text", "reasoning_summary_part", "summary_index")
 
 
@@ -51,6 +53,7 @@ class ResponseEventEncoder:
         self._sequence = 0
         self._delta = (b"", b"")  # bytes of the open item before the sequence number, and before the piece
         self._after = b""
+        self._input: InputReader | None = None  # of the open call, if its tool is custom
 
     def opening(self, counts: Counts) -> bytes:
         """See EventEncoder."""
@@ -88,8 +91,10 @@ class ResponseEventEncoder:
         events = b""
         if name:
             events = self._begin(Block(BlockKind.CALL, call, call_id, name))
+            self._input = InputReader() if self._items[-1].custom else None
         self._items[-1].block.pieces.append(arguments)
-        return events + self._piece(arguments) if arguments else events
+        piece = arguments if self._input is None else self._input.feed(arguments)
+        return events + self._piece(piece) if piece else events
 
     def closing(self, finish: Finish, counts: Counts) -> bytes:
         """See EventEncoder."""
@@ -130,18 +135,28 @@ class ResponseEventEncoder:
         self._open = False
         block, text = item.block, item.block.text
         names, location = self._names(item), self._location(item)
+        events = b""
+        if self._input is not None:
+            rest, self._input = self._input.finish(), None
+            events = self._piece(rest) if rest else b""
         content: dict[str, Any] = {"text": text}
         if block.kind is BlockKind.CALL:
-            content = {"name": block.name, "arguments": text}
+            content = self._call_content(item)
         elif block.kind is BlockKind.TEXT:
             content["logprobs"] = item.logprobs(block.tokens)
-        events = self._event(f"response.{names.piece}.done", **location, **content)
+        events += self._event(f"response.{names.piece}.done", **location, **content)
         if names.part:
             events += self._event(f"response.{names.part}.done", **location, part=item.part(text))
         index = len(self._items) - 1
         return events + self._event("response.output_item.done", output_index=index, item=item.completed(status))
 
+    def _call_content(self, item: OutputItem) -> dict[str, Any]:
+        call = item.completed("completed")
+        return {"input": call["input"]} if item.custom else {"name": call["name"], "arguments": call["arguments"]}
+
     def _names(self, item: OutputItem) -> _EventNames:
+        if item.custom:
+            return _CUSTOM_CALL
         summary = item.block.kind is BlockKind.REASONING and self._options.summary
         return _SUMMARY if summary else _EVENT_NAMES[item.block.kind]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,16 @@ from services.gateway.apis.common.field_reader import FieldReader
 SEALED = "sluice1."
 """Prefix of `encrypted_content`, which holds the reasoning in base64: opaque to clients but not encrypted."""
 
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+_ITEMS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
 _UNSUPPORTED = {
     "item_reference": "send the item itself, or use previous_response_id",
-    "custom_tool_call": "describe the tool as a function",
-    "custom_tool_call_output": "describe the tool as a function",
     "compaction": "compaction is not supported",
 }
 _STATUS = ("in_progress", "completed", "incomplete")
@@ -67,13 +73,11 @@ def _read(reader: FieldReader) -> dict[str, Any]:
     supported = f"the supported types are {', '.join(_ITEMS)}"
     reader.reject_other_kinds(_ITEMS, lambda kind: f"items are not accepted; {_UNSUPPORTED.get(kind, supported)}")
     kind = reader.value.get("type", "message" if reader.value.keys() & {"role", "content"} else None)
-    if kind != "message":
-        reader.kind(*_ITEMS)
+    kind = "message" if kind == "message" else reader.kind(*_ITEMS)
     if reader.under("status").value is not None:
         reader.under("status").choice(*_STATUS)
     reader.under("id").optional(str)
-    readers = {"message": _read_message, "function_call": _read_call, "function_call_output": _read_output}
-    return readers.get(str(kind), _read_reasoning)(reader)
+    return _READERS[kind](reader)
 
 
 def _read_message(reader: FieldReader) -> dict[str, Any]:
@@ -118,7 +122,6 @@ def _read_call(reader: FieldReader) -> dict[str, Any]:
     reader.fields(
         "type", "id", "status", "call_id", "name", "arguments", "parsed_arguments", "caller", "namespace", "async"
     )
-    reader.under("namespace").reject_unless(reason="functions have no namespaces here")
     reader.under("async").reject_unless(False, reason="calls are synchronous")
     return {
         "id": reader.value.get("id") or new_id("fc"),
@@ -127,6 +130,25 @@ def _read_call(reader: FieldReader) -> dict[str, Any]:
         "call_id": reader.under("call_id").text(empty=False),
         "name": reader.under("name").text(empty=False),
         "arguments": reader.under("arguments").text(),
+        **_namespace(reader),
+    }
+
+
+def _namespace(reader: FieldReader) -> dict[str, str]:
+    namespace = reader.under("namespace").optional(str)
+    return {"namespace": namespace} if namespace else {}
+
+
+def _read_custom_call(reader: FieldReader) -> dict[str, Any]:
+    reader.fields("type", "id", "status", "call_id", "name", "input", "caller", "namespace")
+    return {
+        "id": reader.value.get("id") or new_id("ctc"),
+        "type": "custom_tool_call",
+        "status": "completed",
+        "call_id": reader.under("call_id").text(empty=False),
+        "name": reader.under("name").text(empty=False),
+        "input": reader.under("input").text(),
+        **_namespace(reader),
     }
 
 
@@ -135,8 +157,8 @@ def _read_output(reader: FieldReader) -> dict[str, Any]:
     output = reader.under("output")
     is_list = isinstance(output.value, list)
     return {
-        "id": reader.value.get("id") or new_id("fco"),
-        "type": "function_call_output",
+        "id": reader.value.get("id") or new_id("fco" if reader.value["type"] == "function_call_output" else "ctco"),
+        "type": reader.value["type"],
         "status": "completed",
         "call_id": reader.under("call_id").text(empty=False),
         "output": [_part(part, "input_text") for part in output.items()] if is_list else output.text(),
@@ -158,6 +180,16 @@ def _read_reasoning(reader: FieldReader) -> dict[str, Any]:
         "content": [{"type": "reasoning_text", "text": text} for text in content],
         "encrypted_content": sealed.value,
     }
+
+
+_READERS: dict[str, Callable[[FieldReader], dict[str, Any]]] = {
+    "message": _read_message,
+    "function_call": _read_call,
+    "function_call_output": _read_output,
+    "custom_tool_call": _read_custom_call,
+    "custom_tool_call_output": _read_output,
+    "reasoning": _read_reasoning,
+}
 
 
 def _texts(reader: FieldReader, kind: str) -> list[str]:

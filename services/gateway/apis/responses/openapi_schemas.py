@@ -21,6 +21,12 @@ from services.gateway.apis.common.json_schemas import (
 
 MAX_TOOLS = 1024
 
+HOSTED_TOOL = (
+    "^(code_interpreter|computer|computer_use_preview|file_search|image_generation|mcp|programmatic_tool_calling"
+    "|tool_search|web_search|web_search_preview)(_[0-9]{4}_[0-9]{2}_[0-9]{2})?$"
+)
+"""Types of the tools that OpenAI runs itself."""
+
 
 def _item(properties: dict[str, Schema], *required: str) -> Schema:
     common = {"id": STRING_OR_NULL, "status": {"enum": ["in_progress", "completed", "incomplete", None]}}
@@ -52,7 +58,7 @@ _CALL = _item(
     {
         "parsed_arguments": ANY,
         "caller": ANY,
-        "namespace": NULL,
+        "namespace": STRING_OR_NULL,
         "async": FALSE_OR_NULL,
         "type": const("function_call"),
         "call_id": NON_EMPTY,
@@ -61,10 +67,21 @@ _CALL = _item(
     },
     *("type", "call_id", "name", "arguments"),
 )
+_CUSTOM_CALL = _item(
+    {
+        "caller": ANY,
+        "namespace": STRING_OR_NULL,
+        "type": const("custom_tool_call"),
+        "call_id": NON_EMPTY,
+        "name": NON_EMPTY,
+        "input": STRING,
+    },
+    *("type", "call_id", "name", "input"),
+)
 _CALL_OUTPUT = _item(
     {
         **dict.fromkeys(("name", "caller", "namespace"), ANY),
-        "type": const("function_call_output"),
+        "type": {"enum": ["function_call_output", "custom_tool_call_output"]},
         "call_id": NON_EMPTY,
         "output": any_of(STRING, array(_TEXT_PART)),
     },
@@ -94,9 +111,38 @@ _TOOL = closed_object(
     *("type", "name"),
 )
 
-INPUT: Schema = any_of(NON_EMPTY, array(any_of(_MESSAGE, _CALL, _CALL_OUTPUT, _REASONING), minItems=1))
-TOOLS: Schema = any_of(array(_TOOL, maxItems=MAX_TOOLS), NULL)
+_CUSTOM_TOOL = closed_object(
+    {
+        "type": const("custom"),
+        "name": TOOL_NAME,
+        "description": STRING_OR_NULL,
+        "format": any_of(
+            closed_object({"type": const("text")}, "type"),
+            closed_object(
+                {"type": const("grammar"), "syntax": {"enum": ["lark", "regex"]}, "definition": STRING},
+                *("type", "syntax", "definition"),
+            ),
+            NULL,
+        ),
+        "defer_loading": FALSE_OR_NULL,
+        "allowed_callers": {"enum": [["direct"], None]},
+    },
+    *("type", "name"),
+)
+_NAMESPACE = closed_object(
+    {
+        "type": const("namespace"),
+        "name": TOOL_NAME,
+        "description": STRING_OR_NULL,
+        "tools": array(any_of(_TOOL, _CUSTOM_TOOL)),
+    },
+    *("type", "name", "tools"),
+)
+_HOSTED_TOOL = open_object({"type": {"type": "string", "pattern": HOSTED_TOOL}}, "type")
+
+INPUT: Schema = any_of(NON_EMPTY, array(any_of(_MESSAGE, _CALL, _CUSTOM_CALL, _CALL_OUTPUT, _REASONING), minItems=1))
+TOOLS: Schema = any_of(array(any_of(_TOOL, _CUSTOM_TOOL, _NAMESPACE, _HOSTED_TOOL), maxItems=MAX_TOOLS), NULL)
 TOOL_CHOICE: Schema = any_of(
     {"enum": ["none", "auto", "required", None]},
-    open_object({"type": const("function"), "name": TOOL_NAME}, "type", "name"),
+    open_object({"type": {"enum": ["function", "custom"]}, "name": TOOL_NAME}, "type", "name"),
 )

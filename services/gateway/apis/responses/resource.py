@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
@@ -12,8 +12,10 @@ from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import Naming, chat_logprobs
+from services.gateway.apis.responses.custom_tools import input_of
 from services.gateway.apis.responses.items import new_id, seal
 from services.gateway.apis.responses.schemas import ResponsesRequest
+from services.gateway.apis.responses.tools import ClientTool
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
@@ -27,28 +29,45 @@ class OutputOptions:
         summary: reasoning is in the summary instead of the content.
         sealed: reasoning is also in `encrypted_content`.
         naming: the names of tokens; None without log-probabilities.
+        tools: the client's tools by the name of their function.
     """
 
     summary: bool = False
     sealed: bool = False
     naming: Naming | None = None
+    tools: Mapping[str, ClientTool] = field(default_factory=dict)
 
     @classmethod
-    def of_request(cls, fields: ResponsesRequest, naming: Naming | None) -> OutputOptions:
+    def of_request(
+        cls, fields: ResponsesRequest, tools: Mapping[str, ClientTool], naming: Naming | None
+    ) -> OutputOptions:
         """Returns the options that a request selects."""
         reasoning = fields.reasoning
         return cls(
-            reasoning is not None and reasoning.as_summary, "reasoning.encrypted_content" in fields.includes, naming
+            reasoning is not None and reasoning.as_summary,
+            "reasoning.encrypted_content" in fields.includes,
+            naming,
+            tools,
         )
+
+    def tool(self, block: Block) -> ClientTool:
+        """Returns the tool that a block calls; the model may call one that the request does not have."""
+        return self.tools.get(block.name) or ClientTool(block.name)
 
 
 class OutputItem:
     """An output item, made from one block of the output."""
 
     def __init__(self, block: Block, options: OutputOptions) -> None:
-        self.id = new_id(_PREFIXES[block.kind])
         self.block = block
         self._options = options
+        self._tool = options.tool(block)
+        self.id = new_id("ctc" if self.custom else _PREFIXES[block.kind])
+
+    @property
+    def custom(self) -> bool:
+        """Whether it is the call of a custom tool."""
+        return self._tool.custom
 
     def in_progress(self) -> dict[str, Any]:
         """Returns the item as it is added, without content."""
@@ -91,14 +110,16 @@ class OutputItem:
         return {**item, "encrypted_content": seal(text or "") if self._options.sealed else None}
 
     def _call(self, status: str, arguments: str) -> dict[str, Any]:
-        block = self.block
+        tool = self._tool
+        content = {"input": input_of(arguments)} if tool.custom else {"arguments": arguments}
         return {
             "id": self.id,
-            "type": "function_call",
+            "type": "custom_tool_call" if tool.custom else "function_call",
             "status": status,
-            "arguments": arguments,
-            "call_id": block.call_id,
-            "name": block.name,
+            **content,
+            "call_id": self.block.call_id,
+            "name": tool.name,
+            **({"namespace": tool.namespace} if tool.namespace else {}),
         }
 
 
@@ -210,4 +231,5 @@ def _request_fields(fields: ResponsesRequest, defaults: SamplingParams, previous
 
 
 def _with_null_fields(tool: dict[str, Any]) -> dict[str, Any]:
-    return {"description": None, "parameters": None, "strict": None, **tool}
+    nulls = {"description": None, "parameters": None, "strict": None} if tool["type"] == "function" else {}
+    return {**nulls, **tool}

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from services.common.budgets import Budget
 from services.gateway.apis.common.field_reader import FieldReader
-from services.gateway.apis.common.tool_definitions import read_definition
+from services.gateway.apis.common.json_schemas import TOOL_NAME_PATTERN
+from services.gateway.apis.common.tool_definitions import TOOL_NAME_RULE, read_definition
+from services.gateway.apis.responses.custom_tools import read_custom
+from services.gateway.apis.responses.openapi_schemas import HOSTED_TOOL
+
+_SEPARATOR = "__"
+
+
+class ClientTool(NamedTuple):
+    """A tool as the client names it."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+
+    @property
+    def function(self) -> str:
+        """The name of the function that the model calls."""
+        return function_name(self.namespace, self.name)
+
+
+def function_name(namespace: str, name: str) -> str:
+    """Returns the name of the function for a tool of a namespace (empty: of none)."""
+    return f"{namespace}{_SEPARATOR}{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,57 +43,113 @@ class ChatTools:
         chat: the tools of the chat request.
         paths: the path of each in the client's request.
         choice: the tool_choice of the chat request.
+        client: the tools by the name of their function.
+        left_out: types of the hosted tools, which are left out because they cannot run here.
     """
 
     chat: Sequence[dict[str, Any]]
     paths: Sequence[str]
     choice: Any
+    client: Mapping[str, ClientTool]
+    left_out: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class _Tools:
+    """Tools read so far."""
+
+    chat: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    client: dict[str, ClientTool] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, reader: FieldReader, namespace: str = "") -> None:
+        """Adds a tool, with its namespace if it is in one."""
+        kind = reader.value.get("type") if isinstance(reader.value, dict) else None
+        if _hosted(reader.value) and not namespace:
+            self.left_out.append(str(kind))
+        elif kind == "namespace" and not namespace:
+            self._add_namespace(reader)
+        else:
+            self._add_function(reader, namespace)
+
+    def _add_namespace(self, reader: FieldReader) -> None:
+        name = reader.fields("type", "name", "description", "tools").under("name")
+        if not re.fullmatch(TOOL_NAME_PATTERN, name.text()):
+            raise name.invalid(TOOL_NAME_RULE)
+        reader.under("description").optional(str)
+        for tool in reader.under("tools").items():
+            self.add(tool, name.value)
+
+    def _add_function(self, reader: FieldReader, namespace: str) -> None:
+        kind = reader.kind("function", "custom") if namespace else reader.kind("function", "custom", "namespace")
+        function = read_custom(reader) if kind == "custom" else _parameters(reader)
+        name = reader.under("name")
+        tool = ClientTool(name.text(), namespace, kind == "custom")
+        if not re.fullmatch(TOOL_NAME_PATTERN, tool.function):
+            raise name.invalid(f"{TOOL_NAME_RULE}, its namespace included")
+        if tool.function in self.client:
+            raise name.invalid(f"{tool.function!r} is the name of another tool too")
+        self.chat.append({"type": "function", "function": {"name": tool.function, **function}})
+        self.paths.append(reader.path)
+        self.client[tool.function] = tool
 
 
 def read_tools(tools: list[Any] | None, tool_choice: Any, list_items: Budget) -> ChatTools:
-    """Returns the validated tools; raises SluiceError(INVALID_ARGUMENT) for invalid and OpenAI-hosted tools."""
-    chat = []
-    paths = []
+    """Returns the validated tools; raises SluiceError(INVALID_ARGUMENT) for invalid ones."""
+    found = _Tools()
     for reader in FieldReader(tools or [], "tools", "[]", list_items).items():
-        chat.append(_function(reader))
-        paths.append(reader.path)
-    names = {tool["function"]["name"] for tool in chat}
+        found.add(reader)
+    indexes: Sequence[int] = range(len(found.chat))
+    mode = tool_choice
     choice = FieldReader(tool_choice, "tool_choice", "[]", list_items)
-    if not isinstance(tool_choice, dict):
-        if tool_choice is not None:
-            choice.choice("none", "auto", "required")
-        return ChatTools(chat, paths, tool_choice)
-    if choice.under("type").value == "allowed_tools":
-        allowed = _allowed(choice, names)
-        indexes = [index for index, tool in enumerate(chat) if tool["function"]["name"] in allowed]
-        return ChatTools([chat[index] for index in indexes], [paths[index] for index in indexes], tool_choice["mode"])
-    return ChatTools(chat, paths, {"type": "function", "function": {"name": _named(choice, names)}})
+    if isinstance(tool_choice, dict) and tool_choice.get("type") == "allowed_tools":
+        allowed = _allowed(choice, found.client)
+        indexes = [index for index, name in enumerate(found.client) if name in allowed]
+        mode = tool_choice["mode"]
+    elif isinstance(tool_choice, dict):
+        mode = {"type": "function", "function": {"name": _named(choice, found.client)}}
+    elif tool_choice is not None:
+        choice.choice("none", "auto", "required")
+    return ChatTools(
+        [found.chat[index] for index in indexes],
+        [found.paths[index] for index in indexes],
+        mode,
+        found.client,
+        found.left_out,
+    )
 
 
-def _function(reader: FieldReader) -> dict[str, Any]:
-    reader.reject_other_kinds(("function",), lambda kind: "tools are hosted by OpenAI; describe the tool as a function")
-    reader.kind("function")
+def _parameters(reader: FieldReader) -> dict[str, Any]:
+    """Returns a function, without its name."""
     function = read_definition(reader, "parameters", "output_schema", "async")
     reader.under("output_schema").reject_unless(reason="describe the output in the description")
     reader.under("async").reject_unless(False, reason="calls are synchronous")
+    del function["name"]
     if reader.under("parameters").optional(dict) is not None:
         function["parameters"] = reader.value["parameters"]
-    return {"type": "function", "function": function}
+    return function
 
 
-def _allowed(choice: FieldReader, names: Set[str]) -> set[str]:
+def _allowed(choice: FieldReader, tools: Container[str]) -> set[str]:
     choice.fields("type", "mode", "tools")
     choice.under("mode").choice("auto", "required")
-    allowed = {_named(reader, names) for reader in choice.under("tools").items()}
+    allowed = {_named(reader, tools) for reader in choice.under("tools").items() if not _hosted(reader.value)}
     if not allowed:
-        raise choice.under("tools").invalid("must name at least one tool")
+        raise choice.under("tools").invalid("must name at least one tool that can run here")
     return allowed
 
 
-def _named(reader: FieldReader, names: Set[str]) -> str:
-    reader.reject_other_kinds(("function",), lambda kind: "tools are hosted by OpenAI; name a function")
-    reader.kind("function")
-    name = reader.fields("type", "name").under("name")
-    if name.text(empty=False) not in names:
-        raise name.invalid(f"names {name.value[:64]!r}, which is not among tools")
-    return str(name.value)
+def _hosted(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and re.match(HOSTED_TOOL, kind) is not None
+
+
+def _named(reader: FieldReader, tools: Container[str]) -> str:
+    reader.reject_other_kinds(("function", "custom"), lambda kind: "tools are hosted by OpenAI; name a function")
+    reader.kind("function", "custom")
+    reader.fields("type", "name", "namespace")
+    name = function_name(reader.under("namespace").optional(str) or "", reader.under("name").text(empty=False))
+    if name not in tools:
+        raise reader.under("name").invalid(f"names {name[:64]!r}, which is not among tools")
+    return name

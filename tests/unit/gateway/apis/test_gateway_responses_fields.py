@@ -61,7 +61,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({**CALL, "arguments": {}}, "input[1].arguments"),
         ({**CALL, "name": ""}, "input[1].name"),
         ({**CALL, "call_id": None}, "input[1].call_id"),
-        ({**CALL, "namespace": "n"}, "input[1].namespace"),
+        ({**CALL, "namespace": 5}, "input[1].namespace"),
         ({**OUTPUT, "output": None}, "input[1].output"),
         ({**OUTPUT, "output": [{"type": "input_image"}]}, "input[1].output[0].type"),
         ({"type": "reasoning", "summary": "x"}, "input[1].summary"),
@@ -77,8 +77,7 @@ def test_items_that_are_wrong(item: Any, param: str) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [TOOL, {"type": "local_shell"}]}, "tools[1].type"),
         ({"tools": [{**TOOL, "name": "two words"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
