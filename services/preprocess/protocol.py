@@ -47,6 +47,10 @@ class ChatRequest:
         return self.tools if self.tool_choice != "none" else None
 
 
+EFFORT = "reasoning_effort"
+"""Argument of a chat template that many clients send to every model."""
+
+
 @dataclass(frozen=True)
 class TokenizerFacts:
     """Constant properties of a loaded tokenizer.
@@ -64,6 +68,7 @@ class TokenizerFacts:
         prompt_fingerprint: digests of a fixed set of chats, see `probes`; empty until the tokenizer is served.
         defaults: sampling defaults from the model's files.
         cache_refusal: why prompt segments are not cached; empty when they are, or when there is no such cache.
+        without_effect: arguments of a chat that clients send for other models and that change no prompt of this one.
     """
 
     processor: str
@@ -78,6 +83,7 @@ class TokenizerFacts:
     cache_refusal: str = ""
     prompt_fingerprint: str = ""
     defaults: GenerationDefaults = NO_DEFAULTS
+    without_effect: frozenset[str] = frozenset()
 
 
 def packed_chat(tokenizer: TokenizerProtocol, chat: ChatRequest) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -222,6 +223,7 @@ def _response(
         fingerprint=facts.fingerprint,
         default_sampling=_default_sampling(facts.defaults),
         default_max_tokens=facts.defaults.max_tokens,
+        without_effect=_without_effect(facts.without_effect, request.chat),
     )
     return reply, len(packed) // 4
 
@@ -233,6 +235,13 @@ def _detokenize(
     text = tokenizer.decode(ids, request.skip_special_tokens)
     each = [tokenizer.decode([token]) for token in ids] if request.each else ()
     return preprocess_pb2.DetokenizeResponse(text=text, each=each)
+
+
+def _without_effect(names: frozenset[str], chat: preprocess_pb2.ChatInput) -> list[str]:
+    """Returns those of the names that a chat, already validated, has as arguments of the model's own template."""
+    if not names or not chat.template_kwargs_json or chat.chat_template:
+        return []
+    return sorted(names.intersection(json.loads(chat.template_kwargs_json)))
 
 
 def _default_sampling(defaults: GenerationDefaults) -> common_pb2.SamplingOptions:

@@ -180,6 +180,7 @@ class TokenizeResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    WITHOUT_EFFECT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32"""
     block_hashes: _builtins.bytes
@@ -204,6 +205,10 @@ class TokenizeResponse(_message.Message):
         do not set are unset; seed and logit_bias always are.
         """
 
+    @_builtins.property
+    def without_effect(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """arguments in template_kwargs_json that change no prompt of this model"""
+
     def __init__(
         self,
         *,
@@ -217,10 +222,11 @@ class TokenizeResponse(_message.Message):
         fingerprint: _builtins.str = ...,
         default_sampling: _common_pb2.SamplingOptions | None = ...,
         default_max_tokens: _builtins.int | None = ...,
+        without_effect: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_max_tokens: _TypeAlias = _typing.Literal["default_max_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_max_tokens: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens"]  # noqa: Y015

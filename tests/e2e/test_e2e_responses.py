@@ -231,7 +231,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("input", {"input": []}),
         ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
-        ("tools[0].type", {"input": "x", "tools": [{"type": "web_search"}]}),
+        ("tools[0].type", {"input": "x", "tools": [{"type": "local_shell"}]}),
         ("tools[1].parameters", {"input": "x", "tools": [TOOLS[0], {**TOOLS[1], "parameters": []}]}),
         ("background", {"input": "x", "background": True}),
         ("reasoning.mode", {"input": "x", "reasoning": {"mode": "pro"}}),

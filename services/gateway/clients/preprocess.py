@@ -113,6 +113,7 @@ class PreprocessClient:
             embeds=embeds,
             defaults=_defaults(response.default_sampling),
             default_max_tokens=response.default_max_tokens if response.HasField("default_max_tokens") else None,
+            without_effect=tuple(response.without_effect),
         )
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:

@@ -164,6 +164,17 @@ class GenerationRequest:
     hints: RoutingHints = NO_HINTS
     engine_text: bool = False  # the worker's engine detokenizes
     session_id: str = ""  # as `session_affinity.current`
+    degraded: tuple[str, ...] = ()  # what the answer lacks for reasons known before it starts
+
+
+def no_effect(field: str) -> str:
+    """Returns the reason in `degraded` for a field of the request that has no effect."""
+    return f"no_effect:{field}"
+
+
+def left_out(kind: str) -> str:
+    """Returns the reason in `degraded` for a part of the request, such as a hosted tool, that is left out."""
+    return f"left_out:{kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +192,7 @@ class TokenizedPrompt:
     default_max_tokens: int | None = None
     embeds: EmbedsPrompt | None = None  # in place of ids
     raw: ChatPrompt | TextPrompt | None = None  # the worker tokenizes it and returns the ids with its first delta
+    without_effect: tuple[str, ...] = ()  # arguments of the chat template that the model's template does not have
 
     @property
     def has_token_ids(self) -> bool:

@@ -29,6 +29,7 @@ from services.gateway.core.request import (
     TextPrompt,
     TokenizedPrompt,
     TokenPrompt,
+    no_effect,
 )
 from services.gateway.pipeline import plugins, tenant_cache
 from services.gateway.pipeline.builder import build_stages
@@ -211,6 +212,8 @@ class Pipeline:
                     self.stages.text,
                 )
                 generation.streams.append(stream)
+                for reason in (*request.degraded, *map(no_effect, prompt.without_effect)):
+                    self.stream_manager.on_degraded(stream, reason)
                 if tenant_cache.is_shared(request, permit):
                     self.stream_manager.on_degraded(stream, SHARED)
         except BaseException:

@@ -19,6 +19,7 @@ from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import (
+    EFFORT,
     ChatRequest,
     Message,
     PendingPrompt,
@@ -99,6 +100,7 @@ class HfTokenizer(TokenizerProtocol):
             backend=self._encoder.backend,
             defaults=generation_defaults(generation),
             cache_refusal=self._encoder.cache_refusal,
+            without_effect=frozenset() if _reads_effort(self._templates) else frozenset({EFFORT}),
         )
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
@@ -230,6 +232,10 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str) and len(text) <= MOST_SPECIAL_CHARS:  # passed to the template of every chat
             tokens[name] = text
     return tokens
+
+
+def _reads_effort(templates: dict[str, str]) -> bool:
+    return any(EFFORT in source for source in templates.values())
 
 
 def _own_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:

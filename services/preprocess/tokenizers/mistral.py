@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from services.preprocess.encoders.mistral import MistralEncoder
 from services.preprocess.encoders.mistral_plain import PlainEncoder
 from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import generation_defaults
-from services.preprocess.protocol import ChatRequest, Message, TokenizerFacts, TokenizerProtocol
+from services.preprocess.protocol import EFFORT, ChatRequest, Message, TokenizerFacts, TokenizerProtocol
 
 _TOOL_CALL_ID_CHARS = 9
 _UNSET_LENGTH = 10**9
@@ -67,6 +67,7 @@ class MistralTokenizer(TokenizerProtocol):
             backend=self._encoder.backend,
             cache_refusal="" if self._encoder.cache_stats is not None else CACHE_OFF,
             defaults=generation_defaults(read_json(path, "generation_config.json")),
+            without_effect=frozenset() if self._text.version.supports_model_settings else frozenset({EFFORT}),
         )
 
     @property
@@ -107,7 +108,7 @@ class MistralTokenizer(TokenizerProtocol):
 
     def _encode(self, chat: ChatRequest) -> list[int]:
         """Returns the ids as encoded by mistral-common."""
-        extra = _extra_arguments(chat)
+        extra = _extra_arguments(chat, self.facts.without_effect)
         messages = [self._adapted(message, index) for index, message in enumerate(chat.messages)]
         continued = messages[-1]["role"] == "assistant"
         if chat.continue_final_message and not continued:
@@ -163,19 +164,19 @@ class MistralTokenizer(TokenizerProtocol):
         return adapted
 
 
-def _extra_arguments(chat: ChatRequest) -> dict[str, Any]:
+def _extra_arguments(chat: ChatRequest, without_effect: Container[str]) -> dict[str, Any]:
     """Returns extra arguments for mistral-common; rejects those it does not support."""
     if chat.chat_template:
         raise invalid("This model's tokenizer does not support chat templates; omit it.", param="chat_template")
     if chat.documents:
         raise invalid("This model's tokenizer does not support documents; omit them.", param="documents")
     for name in chat.template_kwargs:
-        if name != "reasoning_effort":
+        if name != EFFORT:
             raise invalid(
                 f"This model's tokenizer does not support {quoted(name)}; omit it.",
                 param=f"chat_template_kwargs.{name}",
             )
-    return chat.template_kwargs
+    return {name: value for name, value in chat.template_kwargs.items() if name not in without_effect}
 
 
 def _short_id(call_id: str) -> str:

@@ -48,7 +48,7 @@ def _tokenize(body: dict[str, Any], budgets: BodyBudgets) -> object:
 def _responses(body: dict[str, Any], budgets: BodyBudgets) -> object:
     fields = check(ResponsesRequest, body, budgets)
     tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
-    chat = conversation(fields.instructions, read_items(fields.input, budgets.list_items))
+    chat = conversation(fields.instructions, read_items(fields.input, budgets.list_items).items)
     return translate_response(fields, chat, tools, "resp_1", budgets, forces_calls=True).generation
 
 

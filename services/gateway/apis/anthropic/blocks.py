@@ -15,7 +15,7 @@ import orjson
 from services.common.budgets import Budget
 from services.gateway.apis.common.field_reader import FieldReader
 
-_SUPPORTED = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_SUPPORTED = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference")
 _UNSUPPORTED_REASONS = {
     "image": "only text input is supported",
     "document": "only text input is supported; send the document's text in a text block",
@@ -33,11 +33,15 @@ class Chat:
 
     Attributes:
         open_calls: ids of calls in the last assistant message that have no result yet.
+        references: names of the deferred tools that tool results refer to.
+        left_out: types of the blocks that the model does not get.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     open_calls: list[str] = field(default_factory=list)
+    references: set[str] = field(default_factory=set)
+    left_out: list[str] = field(default_factory=list)
 
     def add(self, message: dict[str, Any], path: str) -> None:
         self.messages.append(message)
@@ -113,7 +117,8 @@ def check_cache_control(reader: FieldReader) -> None:
     """Raises SluiceError(INVALID_ARGUMENT) if `cache_control` is malformed; valid values have no effect."""
     cache_control = reader.under("cache_control")
     if cache_control.optional(dict) is not None:
-        cache_control.fields("type", "ttl").under("type").choice("ephemeral")
+        cache_control.fields("type", "ttl", "scope").under("type").choice("ephemeral")
+        cache_control.under("scope").optional(str)
         if cache_control.under("ttl").value is not None:
             cache_control.under("ttl").choice("5m", "1h")
 
@@ -145,7 +150,7 @@ def _read_result(block: FieldReader, chat: Chat, called: Set[str]) -> str:
     if call.text(empty=False) not in called:
         raise call.invalid(f"is {call.value[:64]!r}, but the previous message has no `tool_use` block with this id")
     content = block.under("content")
-    result = "" if content.value is None else _texts(content)
+    result = "" if content.value is None else _texts(content, chat.references)
     if block.under("is_error").optional(bool):
         result = f"Error: {result}"
     chat.add({"role": "tool", "tool_call_id": call.value, "content": result}, block.path)
@@ -166,14 +171,13 @@ def _read_assistant(reader: FieldReader, blocks: list[FieldReader], chat: Chat) 
             block.fields("type", "thinking", "signature")
             block.under("signature").optional(str)
             thinking.append(block.under("thinking").text())
+        elif kind == "redacted_thinking":
+            chat.left_out.append(kind)
         elif kind == "tool_use":
             call = _read_call(block, calls)
             calls[call["id"]] = call
         else:
-            reason = (
-                "Sluice never returns; remove it" if kind == "redacted_thinking" else "is allowed only in user messages"
-            )
-            raise block.under("type").invalid(f"is {kind!r}, which {reason}")
+            raise block.under("type").invalid(f"is {kind!r}, which is allowed only in user messages")
     extra: dict[str, Any] = {}
     if reasoning := "".join(thinking):
         extra["reasoning_content"] = reasoning
@@ -219,13 +223,22 @@ def _text(block: FieldReader) -> str:
     return block.under("text").text()
 
 
-def _texts(reader: FieldReader) -> str:
-    """Returns a string as it is, and a list of text blocks joined by newlines."""
+def _texts(reader: FieldReader, references: set[str] | None = None) -> str:
+    """Returns a string as it is, and a list of text blocks joined by newlines.
+
+    Args:
+        references: collects the tools that blocks refer to; None where only text is allowed.
+    """
     if isinstance(reader.value, str):
         return reader.value
     texts = []
     for block in reader.items():
         _check_kind(block)
+        if references is not None and block.kind("text", "tool_reference") == "tool_reference":
+            name = block.fields("type", "tool_name", "cache_control").under("tool_name").text(empty=False)
+            references.add(name)
+            texts.append(f"The tool {name} is available now.")
+            continue
         block.kind("text")
         texts.append(_text(block))
     return "\n".join(texts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from services.gateway.apis.common.json_schemas import (
     ANY,
     BOOLEAN_OR_NULL,
-    FALSE_OR_NULL,
     NON_EMPTY,
     NULL,
     STRING,
@@ -19,8 +18,16 @@ from services.gateway.apis.common.json_schemas import (
     open_object,
 )
 
+HOSTED_TOOL = (
+    "(advisor|bash|code_execution|computer|memory|text_editor|tool_search_tool_[a-z0-9]+|web_fetch|web_search)_[0-9]{8}"
+)
+"""Types of the tools that Anthropic runs or defines itself."""
+
 _EMPTY: Schema = {"type": ["array", "null"], "maxItems": 0}
-_CACHE_CONTROL = any_of(closed_object({"type": const("ephemeral"), "ttl": {"enum": ["5m", "1h", None]}}, "type"), NULL)
+_CACHE_CONTROL = any_of(
+    closed_object({"type": const("ephemeral"), "ttl": {"enum": ["5m", "1h", None]}, "scope": STRING_OR_NULL}, "type"),
+    NULL,
+)
 _TEXT = closed_object(
     {"type": const("text"), "text": STRING, "cache_control": _CACHE_CONTROL, "citations": _EMPTY}, "type", "text"
 )
@@ -39,18 +46,22 @@ _TOOL_USE = closed_object(
     },
     *("type", "id", "name", "input"),
 )
+_TOOL_REFERENCE = closed_object(
+    {"type": const("tool_reference"), "tool_name": NON_EMPTY, "cache_control": _CACHE_CONTROL}, "type", "tool_name"
+)
 _TOOL_RESULT = closed_object(
     {
         "type": const("tool_result"),
         "tool_use_id": NON_EMPTY,
-        "content": any_of(STRING, array(_TEXT)),
+        "content": any_of(STRING, array(any_of(_TEXT, _TOOL_REFERENCE))),
         "is_error": BOOLEAN_OR_NULL,
         "cache_control": _CACHE_CONTROL,
         "toolset_name": NULL,
     },
     *("type", "tool_use_id"),
 )
-_BLOCKS = array(any_of(_TEXT, _THINKING, _TOOL_USE, _TOOL_RESULT))
+_REDACTED = open_object({"type": const("redacted_thinking")}, "type")
+_BLOCKS = array(any_of(_TEXT, _THINKING, _REDACTED, _TOOL_USE, _TOOL_RESULT))
 _TOOL = closed_object(
     {
         "type": {"enum": ["custom", None]},
@@ -61,7 +72,7 @@ _TOOL = closed_object(
         "strict": BOOLEAN_OR_NULL,
         "eager_input_streaming": BOOLEAN_OR_NULL,
         "input_examples": _EMPTY,
-        "defer_loading": FALSE_OR_NULL,
+        "defer_loading": BOOLEAN_OR_NULL,
         "allowed_callers": {"enum": [["direct"], None]},
     },
     *("name", "input_schema"),
@@ -74,7 +85,8 @@ MESSAGES: Schema = array(
     ),
     minItems=1,
 )
-TOOLS: Schema = array(_TOOL, maxItems=1024)
+_HOSTED_TOOL = open_object({"type": {"type": "string", "pattern": f"^{HOSTED_TOOL}$"}}, "type")
+TOOLS: Schema = array(any_of(_TOOL, _HOSTED_TOOL), maxItems=1024)
 TOOL_CHOICE: Schema = any_of(
     closed_object({"type": {"enum": ["auto", "any"]}, "disable_parallel_tool_use": BOOLEAN_OR_NULL}, "type"),
     closed_object({"type": const("none")}, "type"),

@@ -14,7 +14,12 @@ from services.common.errors import SluiceError, invalid
 from services.gateway.apis.anthropic.openapi_schemas import MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
 from services.gateway.apis.openai.engine_fields import EngineExtensions
 from services.gateway.apis.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict, within_list_items
-from services.gateway.apis.openai.unsupported_fields import UNSUPPORTED, reject_unsupported, unsupported_field
+from services.gateway.apis.openai.unsupported_fields import (
+    UNSUPPORTED,
+    no_effect_field,
+    reject_unsupported,
+    unsupported_field,
+)
 from services.gateway.apis.openai.validation import MAX_NAME
 
 MAX_TOOLS = 1024
@@ -49,6 +54,19 @@ def _object(value: Any) -> Any:
     return value
 
 
+def _context_management(value: Any) -> Any:
+    """Returns None for edits that change nothing: none at all, or those that keep all thinking, which stays anyway."""
+    if value is not None and not isinstance(value, dict):
+        raise ValueError("must be an object")
+    edits = (value or {}).get("edits")
+    if edits is not None and not (isinstance(edits, list) and all(isinstance(edit, dict) for edit in edits)):
+        raise ValueError("must have a list of edits")
+    kept = all(
+        str(edit.get("type")).startswith("clear_thinking_") and edit.get("keep") == "all" for edit in edits or ()
+    )
+    return None if kept else value
+
+
 StopSequence = Annotated[str, Field(min_length=1, pattern=r"\S")]
 ThinkingBudget = Annotated[int, Field(ge=MIN_THINKING_BUDGET, le=MAX_TOKEN_ID)]
 
@@ -58,6 +76,7 @@ class CacheControl(Strict):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: Annotated[str, Field(max_length=64)] | None = None
 
 
 class Metadata(Strict):
@@ -112,7 +131,9 @@ class PromptFields(Strict):
 
     speed: Any = unsupported_field("only the standard speed exists", "standard")
     mcp_servers: Any = unsupported_field("Sluice does not call MCP servers; describe their tools in tools", [])
-    context_management: Any = unsupported_field("Sluice does not edit the context; send the messages for the model")
+    context_management: Annotated[Any, BeforeValidator(_context_management)] = no_effect_field(
+        "the context is not edited here; send the messages for the model"
+    )
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> PromptFields:
@@ -137,7 +158,7 @@ class MessagesRequest(PromptFields, EngineExtensions):
     service_tier: Literal["auto", "standard_only"] | None = None
 
     container: Any = unsupported_field("containers are not supported")
-    diagnostics: Any = unsupported_field("usage reports the cached tokens")
+    diagnostics: Any = no_effect_field("usage reports the cached tokens")
     inference_geo: Any = unsupported_field("the operator decides where requests run")
 
     @model_validator(mode="after")

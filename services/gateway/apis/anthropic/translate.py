@@ -11,6 +11,8 @@ from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptField
 from services.gateway.apis.anthropic.tools import ChatTools, read_tools
 from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
+from services.gateway.apis.openai.unsupported_fields import fields_without_effect
+from services.gateway.core.request import left_out, no_effect
 from services.gateway.http.body_budgets import BodyBudgets
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
@@ -67,12 +69,12 @@ def translate(
     Raises:
         SluiceError: INVALID_ARGUMENT for invalid or unsupported fields, named as in the client's API.
     """
-    tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
     chat = read_chat(fields.system, fields.messages, budgets.list_items)
-    tool_paths = [f"tools.{index}" for index in range(len(tools.chat))]
-    field_names = MessageFieldNames(_NAMES, chat.paths, tool_paths, _OF_TOOL)
+    tools = read_tools(fields.tools, fields.tool_choice, chat.references, budgets.list_items)
+    field_names = MessageFieldNames(_NAMES, chat.paths, tools.paths, _OF_TOOL)
     body = _chat(fields, chat, tools, capabilities, switched)
-    return translate_chat(body, field_names, request_id, budgets, capabilities.structured_output)
+    degraded = [*map(no_effect, fields_without_effect(fields)), *map(left_out, (*tools.left_out, *chat.left_out))]
+    return translate_chat(body, field_names, request_id, budgets, capabilities.structured_output, degraded)
 
 
 def thinks(fields: PromptFields) -> bool:

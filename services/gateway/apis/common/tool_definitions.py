@@ -21,7 +21,7 @@ def read_definition(reader: FieldReader, *own_fields: str) -> dict[str, Any]:
         SluiceError: INVALID_ARGUMENT for an unknown, invalid or unsupported field.
     """
     reader.fields("type", "name", "description", "strict", "defer_loading", "allowed_callers", *own_fields)
-    reader.under("defer_loading").reject_unless(False, reason="Sluice has no tool search")
+    reader.under("defer_loading").optional(bool)
     reader.under("allowed_callers").reject_unless(["direct"], reason="tools cannot be called by code")
     reader.under("strict").optional(bool)
     name = reader.under("name")

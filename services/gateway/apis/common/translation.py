@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import SluiceError
@@ -23,18 +24,27 @@ class TranslatedRequest:
 
 
 def translate_chat(
-    body: dict[str, Any], field_names: FieldNameMap, request_id: str, budgets: BodyBudgets, forces_calls: bool
+    body: dict[str, Any],
+    field_names: FieldNameMap,
+    request_id: str,
+    budgets: BodyBudgets,
+    forces_calls: bool,
+    degraded: Iterable[str] = (),
 ) -> TranslatedRequest:
     """Returns the generation request of a chat completion with one choice.
 
     Args:
         forces_calls: the model's engines support structured output, which enforces required tool calls.
+        degraded: what the answer will lack of the client's request.
 
     Raises:
         SluiceError: INVALID_ARGUMENT for invalid or unsupported fields, named as in the client's API.
     """
     try:
         fields = check(ChatCompletionRequest, body, budgets)
-        return TranslatedRequest(chat_request(body, fields, request_id, 1, budgets, forces_calls), field_names)
+        request = chat_request(body, fields, request_id, 1, budgets, forces_calls)
+        return TranslatedRequest(
+            replace(request, degraded=tuple(dict.fromkeys((*request.degraded, *degraded)))), field_names
+        )
     except SluiceError as error:
         raise field_names.rename(error) from None

@@ -26,7 +26,7 @@ from services.gateway.apis.openai.fields import (
 )
 from services.gateway.apis.openai.nvext import Nvext
 from services.gateway.apis.openai.openapi_schemas import MESSAGES, TOOL_CHOICE
-from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
+from services.gateway.apis.openai.unsupported_fields import no_effect_field, reject_unsupported, unsupported_field
 
 MAX_TOOLS = 1_024
 
@@ -172,7 +172,7 @@ class ChatCompletionRequest(GenerationFields):
     audio: Any = unsupported_field("only text output is generated")
     prediction: Any = unsupported_field("predicted outputs are not implemented")
     web_search_options: Any = unsupported_field("web search is not built in; describe a tool")
-    verbosity: Any = unsupported_field("request a length in the prompt", "medium")
+    verbosity: Literal["low", "medium", "high"] | None = no_effect_field("request a length in the prompt", "medium")
     best_of: Any = unsupported_field("use n", 1)
     echo: Any = unsupported_field("only completions can echo their prompt", False)
     add_special_tokens: Any = unsupported_field("the chat template adds special tokens", False)

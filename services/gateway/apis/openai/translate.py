@@ -15,6 +15,7 @@ from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
 from services.gateway.apis.openai.structured_output import Constraint, read_constraint
 from services.gateway.apis.openai.tool_choice import CALL_PARSER, forced_call
+from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.core.request import (
     ChatPrompt,
     GenerationRequest,
@@ -25,6 +26,7 @@ from services.gateway.core.request import (
     StructuredOutput,
     TextPrompt,
     TokenPrompt,
+    no_effect,
 )
 from services.gateway.http.body_budgets import BodyBudgets
 
@@ -163,6 +165,7 @@ def _request(
         prompt_logprobs=prompt_logprobs,
         token_texts=logprobs is not None or fields.continuous_usage or bool(fields.return_token_ids),
         needs=tuple(_required_capabilities(fields, logprobs, prompt_logprobs, constraint, forced)),
+        degraded=tuple(map(no_effect, fields_without_effect(fields))),
     )
 
 

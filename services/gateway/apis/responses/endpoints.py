@@ -20,7 +20,7 @@ from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversation import Conversation, conversation
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
-from services.gateway.apis.responses.items import Item, new_id, read_items
+from services.gateway.apis.responses.items import Input, Item, new_id, read_items
 from services.gateway.apis.responses.pagination import page
 from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
 from services.gateway.apis.responses.schemas import ContextFields, InputTokensRequest, ResponsesRequest
@@ -39,11 +39,13 @@ class ResponseInput:
 
     Attributes:
         items: those of earlier responses, then those of the request.
+        left_out: kinds of the items that the model does not get.
     """
 
     items: list[Item]
     tools: ChatTools
     chat: Conversation
+    left_out: list[str]
 
 
 class ResponsesEndpoints:
@@ -143,12 +145,12 @@ class ResponsesEndpoints:
 
     async def _response_input(self, fields: ContextFields, owner: str) -> ResponseInput:
         tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
-        new = [] if fields.input is None else read_items(fields.input, self._budgets.list_items)
-        items = [*await self._earlier(fields.previous_response_id, owner), *new]
+        new = Input([], []) if fields.input is None else read_items(fields.input, self._budgets.list_items)
+        items = [*await self._earlier(fields.previous_response_id, owner), *new.items]
         chat = conversation(fields.instructions, items)
         if not chat.messages:
             raise invalid("input is missing.", param="input", code="missing_required_parameter")
-        return ResponseInput(items, tools, chat)
+        return ResponseInput(items, tools, chat, new.left_out)
 
     async def _earlier(self, response_id: str | None, owner: str) -> list[Item]:
         """Returns the input and output items of the response that the request continues."""
@@ -167,7 +169,10 @@ class ResponsesEndpoints:
 
     def _translated(self, fields: ContextFields, response_input: ResponseInput, response_id: str) -> TranslatedRequest:
         forces_calls = self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json")
-        return translate(fields, response_input.chat, response_input.tools, response_id, self._budgets, forces_calls)
+        left_out = [*response_input.tools.left_out, *response_input.left_out]
+        return translate(
+            fields, response_input.chat, response_input.tools, response_id, self._budgets, forces_calls, left_out
+        )
 
     async def _stored(self, request: Request) -> StoredResponse:
         response_id = request.path_params["response_id"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ _UNSUPPORTED = {
     "item_reference": "send the item itself, or use previous_response_id",
     "compaction": "compaction is not supported",
 }
+_HOSTED_CALLS = re.compile(
+    "(web_search|file_search|code_interpreter|image_generation|computer|tool_search|mcp|mcp_approval)"
+    "_(call|call_output|list_tools|request|response)"
+)
+"""Items about tools that OpenAI runs itself, from a conversation that it began."""
+
 _STATUS = ("in_progress", "completed", "incomplete")
 
 
@@ -46,15 +53,45 @@ class Item:
     path: str
 
 
-def read_items(value: Any, list_items: Budget) -> list[Item]:
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The items of a request's `input`; `left_out` has the kinds of those that the model does not get."""
+
+    items: list[Item]
+    left_out: list[str]
+
+
+def read_items(value: Any, list_items: Budget) -> Input:
     """Returns the items of a request's `input`; raises SluiceError(INVALID_ARGUMENT) for an invalid one.
+
+    Calls of hosted tools, and reasoning that another server has encrypted, are left out: a conversation continues
+    here that began elsewhere.
 
     Args:
         list_items: the longest list of items, or of an item's parts.
     """
     if isinstance(value, str):
-        return [Item(_message("user", [{"type": "input_text", "text": value}]), "input")]
-    return [Item(_read(reader), reader.path) for reader in FieldReader(value, "input", "[]", list_items).items()]
+        return Input([Item(_message("user", [{"type": "input_text", "text": value}]), "input")], [])
+    found = Input([], [])
+    for reader in FieldReader(value, "input", "[]", list_items).items():
+        if kind := _foreign(reader.value):
+            found.left_out.append(kind)
+        else:
+            found.items.append(Item(_read(reader), reader.path))
+    return found
+
+
+def _foreign(item: Any) -> str:
+    """Returns the kind of an item that only the server that made it can use; empty for others."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    if not isinstance(kind, str):
+        return ""
+    if _HOSTED_CALLS.fullmatch(kind):
+        return kind
+    sealed = item.get("encrypted_content") if kind == "reasoning" else None
+    if isinstance(sealed, str) and sealed and not sealed.startswith(SEALED) and not item.get("content"):
+        return "encrypted_reasoning"
+    return ""
 
 
 def seal(reasoning: str) -> str:
@@ -170,7 +207,7 @@ def _read_reasoning(reader: FieldReader) -> dict[str, Any]:
     summary = _texts(reader.under("summary"), "summary_text")
     content = _texts(reader.under("content"), "reasoning_text")
     sealed = reader.under("encrypted_content")
-    if sealed.optional(str) and _unsealed(sealed.value) is None:
+    if sealed.optional(str) and sealed.value.startswith(SEALED) and _unsealed(sealed.value) is None:
         raise sealed.invalid("was not created by Sluice; send reasoning items unchanged, or remove them")
     return {
         "id": reader.value.get("id") or new_id("rs"),

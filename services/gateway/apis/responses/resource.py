@@ -220,7 +220,7 @@ def _request_fields(fields: ResponsesRequest, defaults: SamplingParams, previous
         "service_tier": "default",
         "store": fields.store is not False,
         "temperature": fields.temperature if fields.temperature is not None else defaults.temperature,
-        "text": {"format": text_format, "verbosity": "medium"},
+        "text": {"format": text_format, "verbosity": (fields.text and fields.text.verbosity) or "medium"},
         "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice,
         "tools": [_with_null_fields(tool) for tool in fields.tools or ()],
         "top_logprobs": fields.top_logprobs or 0,

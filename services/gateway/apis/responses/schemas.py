@@ -17,7 +17,7 @@ from services.gateway.apis.openai.fields import (
     Strict,
     within_list_items,
 )
-from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
+from services.gateway.apis.openai.unsupported_fields import no_effect_field, reject_unsupported, unsupported_field
 from services.gateway.apis.responses.openapi_schemas import INPUT, MAX_TOOLS, TOOL_CHOICE, TOOLS
 
 Includable = Literal[
@@ -98,7 +98,7 @@ class TextOptions(Strict):
     """Options of the output text."""
 
     format: TextFormat | None = None
-    verbosity: Any = unsupported_field("request a length in the prompt", "medium")
+    verbosity: Literal["low", "medium", "high"] | None = no_effect_field("request a length in the prompt", "medium")
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> TextOptions:
@@ -188,7 +188,8 @@ class ResponsesRequest(ContextFields, EngineExtensions):
 
     background: Any = unsupported_field("background responses do not exist; use stream", False)
     prompt: Any = unsupported_field("prompt templates are not stored; send instructions")
-    context_management: Any = unsupported_field("compaction is not supported; use truncation")
+    context_management: Any = no_effect_field("the context is not compacted between requests; use truncation", [])
+    client_metadata: JsonObject = None
     moderation: Any = unsupported_field("moderation is not supported")
     access_programs: Any = unsupported_field("access programs do not exist")
     image: Any = unsupported_field("only text input is accepted")

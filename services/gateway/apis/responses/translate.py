@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
+from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.apis.responses.conversation import Conversation
 from services.gateway.apis.responses.schemas import ContextFields, ResponsesRequest, TextFormat
 from services.gateway.apis.responses.tools import ChatTools
+from services.gateway.core.request import left_out as left_out_reason
+from services.gateway.core.request import no_effect
 from services.gateway.http.body_budgets import BodyBudgets
 
 _NAMES = {
@@ -32,11 +36,13 @@ def translate(
     request_id: str,
     budgets: BodyBudgets,
     forces_calls: bool,
+    left_out: Sequence[str] = (),
 ) -> TranslatedRequest:
     """Returns the chat request that a response request translates to.
 
     Args:
         forces_calls: the model's engines support structured output, which enforces required tool calls.
+        left_out: kinds of the tools and items that the model does not get.
 
     Raises:
         SluiceError: INVALID_ARGUMENT for invalid or unsupported fields, named as in the client's API.
@@ -48,7 +54,8 @@ def translate(
         tools.paths,
         {"function.name": "name", "function.parameters": "parameters"},
     )
-    return translate_chat(_chat(fields, conversation, tools), field_names, request_id, budgets, forces_calls)
+    degraded = [*map(no_effect, fields_without_effect(fields)), *map(left_out_reason, left_out)]
+    return translate_chat(_chat(fields, conversation, tools), field_names, request_id, budgets, forces_calls, degraded)
 
 
 def _chat(fields: ContextFields, conversation: Conversation, tools: ChatTools) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from services.worker.engines.mock.transfer import accept, transfer_of
 from services.worker.engines.shared.download import download
 from services.worker.settings import WorkerSettings
 
-DEFAULT_CONTEXT_LENGTH = 32_768
+DEFAULT_CONTEXT_LENGTH = 131_072
 VERSION = "3"
 
 

@@ -1,8 +1,8 @@
 """Generates the mock engine's output: repeats the user's words, then adds readable sentences up to a length.
 
-A prompt with `<<<script: TEXT>>>` near its end produces exactly TEXT, so that tests and demonstrations can produce tool
-calls and reasoning of any model. Special tokens in TEXT become special tokens of the output. A structured output
-constraint determines the whole output.
+A prompt with `<<<script: TEXT>>>` produces exactly TEXT, that of the last one, so that tests and demonstrations can
+produce tool calls and reasoning of any model. Special tokens in TEXT become special tokens of the output. A structured
+output constraint determines the whole output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SHORTEST, LONGEST = 30, 200
 ECHO_WORDS = 16
 ECHO_TOKENS = 64
 SEARCHED_TOKENS = 2_048
-SCRIPT_TOKENS = 512
+SCRIPT_TOKENS = 512  # at the end of a prompt, searched first
+PROMPT_TOKENS = 1 << 16  # at the end of a prompt, searched if a token of them may begin a script
 SENTENCES = 1_024
 SCRIPT = re.compile(r"<<<script: (.*?)>>>(?!>)", re.DOTALL)
 CHOICE = re.compile(r"-(\d{1,3})$")
@@ -68,6 +69,7 @@ class TextGenerator:
     def __init__(self, vocabulary: MockVocabulary) -> None:
         self._vocabulary = vocabulary
         self._sentences = _sentences(vocabulary)
+        self._script_starts = _script_starts(vocabulary)
 
     def answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None) -> Answer:
         """Returns an output of 1 to `limit` tokens, including a stop or end-of-sequence id.
@@ -110,6 +112,8 @@ class TextGenerator:
         if request.guided is not None:
             return array("I", self._vocabulary.encode(guided_text(request.guided, random, effort)))
         scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-SCRIPT_TOKENS:]))
+        if not scripts and not self._script_starts.isdisjoint(prompt[-PROMPT_TOKENS:]):
+            scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-PROMPT_TOKENS:]))
         return array("I", self._vocabulary.encode_marked(scripts[-1])) if scripts else None
 
     def _story(self, prompt: array[int], random: Random, length: int) -> array[int]:
@@ -175,6 +179,12 @@ def _cut(rest: array[int], stop: StopParams, eos_ids: tuple[int, ...], ended: bo
 
 def _seed(prompt: array[int], seed: int | None) -> int:
     return xxh3_64_intdigest(pack_u32(prompt), (seed or 0) & (2**64 - 1))
+
+
+def _script_starts(vocabulary: MockVocabulary) -> frozenset[int]:
+    """Returns the ids of the tokens that may begin a script."""
+    starts = (vocabulary.encode(f"{before}<<<script: x") for before in ("", "a", " ", "\n", '"', ".", "("))
+    return frozenset(next((each for each in ids if "<" in vocabulary.decode([each])), ids[0]) for ids in starts)
 
 
 def _sentences(vocabulary: MockVocabulary) -> list[array[int]]:

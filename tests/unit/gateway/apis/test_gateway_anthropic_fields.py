@@ -53,10 +53,6 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"messages": [USER, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages.1.content.0.input"),
         ({"messages": [USER, {"role": "assistant", "content": "and so "}]}, "messages.1.content"),
         (
-            {"messages": [USER, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
-            "messages.1.content.0.type",
-        ),
-        (
             {"messages": [USER, CALLED, {"role": "user", "content": [{**RESULT, "content": [IMAGE]}]}]},
             "messages.2.content.0.content.0.type",
         ),
@@ -66,7 +62,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"tools": [{"name": "f", "input_schema": {}}]}, "tools.0.input_schema.type"),
         ({"tools": [{"name": "two words", "input_schema": {"type": "object"}}]}, "tools.0.name"),
         ({"tools": [TOOL, TOOL]}, "tools.1.name"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search", "name": "web_search"}]}, "tools.0.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "odd"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -193,3 +189,42 @@ def test_upstream_errors_name_the_clients_fields() -> None:
         assert rename_fields(invalid(message, param=param)).message == expected
     long = rename_fields(invalid("The prompt has 9 tokens.", param="messages", code="context_length_exceeded"))
     assert long.message == "prompt is too long: The prompt has 9 tokens."
+
+
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+CLEAR = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+LATER = {"name": "later", "input_schema": {"type": "object"}, "defer_loading": True}
+
+
+def tools_in(body: dict[str, Any]) -> list[str]:
+    prompt = request_of(MessagesRequest, body).generation.prompt
+    assert isinstance(prompt, ChatPrompt)
+    return [tool["function"]["name"] for tool in orjson.loads(prompt.tools_json or b"[]")]
+
+
+def test_fields_of_agents_without_effect_are_accepted_and_reported_if_they_would_change_something() -> None:
+    scoped = {"type": "text", "text": "s", "cache_control": {"type": "ephemeral", "scope": "global"}}
+    body = {**BODY, "system": [scoped], "context_management": CLEAR, "tools": [TOOL, SEARCH]}
+    assert request_of(MessagesRequest, body).generation.degraded == ("left_out:web_search_20250305",)
+    for edits in ({"edits": []}, {}, None):
+        assert not request_of(MessagesRequest, {**BODY, "context_management": edits}).generation.degraded
+    clear = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    redacted = {
+        "role": "assistant",
+        "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}],
+    }
+    body = {**BODY, "messages": [USER, redacted, USER], "context_management": clear, "diagnostics": {"a": 1}}
+    assert request_of(MessagesRequest, body).generation.degraded == (
+        "no_effect:context_management",
+        "no_effect:diagnostics",
+        "left_out:redacted_thinking",
+    )
+
+
+def test_deferred_tools_are_in_the_prompt_once_a_tool_result_refers_to_them() -> None:
+    assert tools_in({**BODY, "tools": [TOOL, LATER]}) == ["f"]
+    found = {**RESULT, "content": [{"type": "tool_reference", "tool_name": "later"}]}
+    messages = [USER, CALLED, {"role": "user", "content": [found]}]
+    assert tools_in({**BODY, "messages": messages, "tools": [TOOL, LATER]}) == ["f", "later"]
+    hosted = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    assert tools_in({**BODY, "tools": [TOOL, LATER, hosted]}) == ["f", "later"]

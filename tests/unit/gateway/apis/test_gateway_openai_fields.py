@@ -61,7 +61,6 @@ def test_every_field_of_a_chat_is_known_by_name(field: str) -> None:
         ("stream_reasoning", True, False),
         ("functions", None, []),
         ("return_hidden_states", False, "last"),
-        ("verbosity", "medium", "low"),
         ("kv_transfer_params", None, {}),
     ],
 )

@@ -27,7 +27,7 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 def request_of(kind: type[BaseModel], body: dict[str, Any]) -> TranslatedRequest:
     fields: Any = check(kind, body, BUDGETS)
     tools = read_tools(fields.tools, fields.tool_choice, BUDGETS.list_items)
-    items = read_items("earlier" if fields.input is None else fields.input, BUDGETS.list_items)
+    items = read_items("earlier" if fields.input is None else fields.input, BUDGETS.list_items).items
     return translate(fields, conversation(fields.instructions, items), tools, "resp_1", BUDGETS, True)
 
 
@@ -56,7 +56,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({"role": "user", "content": [{"type": "input_file"}]}, "input[1].content[0].type"),
         ({"role": "user", "content": "x", "colour": 1}, "input[1].colour"),
         ({"role": "user", "content": "x", "status": "odd"}, "input[1].status"),
-        ({"type": "web_search_call"}, "input[1].type"),
+        ({"type": "local_shell_call"}, "input[1].type"),
         ({"type": "item_reference", "id": "msg_1"}, "input[1].type"),
         ({**CALL, "arguments": {}}, "input[1].arguments"),
         ({**CALL, "name": ""}, "input[1].name"),
@@ -66,7 +66,6 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({**OUTPUT, "output": [{"type": "input_image"}]}, "input[1].output[0].type"),
         ({"type": "reasoning", "summary": "x"}, "input[1].summary"),
         ({"type": "reasoning", "content": [{"type": "odd"}]}, "input[1].content[0].type"),
-        ({"type": "reasoning", "encrypted_content": "from elsewhere"}, "input[1].encrypted_content"),
         ({"type": "reasoning", "encrypted_content": SEALED + "\u00e4"}, "input[1].encrypted_content"),
     ],
 )
@@ -80,7 +79,7 @@ def test_items_that_are_wrong(item: Any, param: str) -> None:
         ({"tools": [TOOL, {"type": "local_shell"}]}, "tools[1].type"),
         ({"tools": [{**TOOL, "name": "two words"}]}, "tools[0].name"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [{**TOOL, "defer_loading": 5}]}, "tools[0].defer_loading"),
         ({"tools": [{**TOOL, "parameters": {"type": 5}}], "tool_choice": "required"}, "tools[0].parameters"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
@@ -104,7 +103,7 @@ def test_combinations_that_are_wrong(body: dict[str, Any], param: str) -> None:
 
 
 def messages_of(*items: Any, instructions: str | None = None) -> list[dict[str, Any]]:
-    return conversation(instructions, read_items(list(items), BUDGETS.list_items)).messages
+    return conversation(instructions, read_items(list(items), BUDGETS.list_items).items).messages
 
 
 def test_one_turn_of_the_model_is_one_message() -> None:
@@ -142,13 +141,15 @@ def test_sealed_reasoning_comes_back_as_it_was(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         return
-    (item,) = read_items([{"type": "reasoning", "encrypted_content": seal(text)}], BUDGETS.list_items)
+    (item,) = read_items([{"type": "reasoning", "encrypted_content": seal(text)}], BUDGETS.list_items).items
     assert reasoning_text(item.stored) == text
 
 
 @given(st.lists(st.sampled_from(["user", "assistant"]), min_size=1, max_size=12), st.booleans(), st.data())
 def test_turns_are_left_out_from_the_beginning(roles: list[str], system: bool, data: st.DataObject) -> None:
-    items = read_items([{"role": role, "content": f"{index}"} for index, role in enumerate(roles)], BUDGETS.list_items)
+    items = read_items(
+        [{"role": role, "content": f"{index}"} for index, role in enumerate(roles)], BUDGETS.list_items
+    ).items
     whole = conversation("Be brief." if system else None, items)
     turns = data.draw(st.integers(0, len(whole.turn_starts()) - 1))
     cut = whole.without_oldest(turns)

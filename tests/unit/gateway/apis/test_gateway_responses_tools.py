@@ -19,6 +19,7 @@ from services.gateway.apis.responses.items import read_items
 from services.gateway.apis.responses.resource import OutputOptions, Resource
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.tools import ChatTools, read_tools
+from services.gateway.apis.responses.translate import translate
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.errors import raises_error
@@ -111,7 +112,7 @@ def test_calls_of_the_history_become_calls_of_the_flattened_functions() -> None:
         {"type": "custom_tool_call", "call_id": "b", "name": "apply_patch", "input": 'say "hi"\n'},
         {"type": "custom_tool_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "ok"}]},
     ]
-    messages = conversation(None, read_items(items, BUDGETS.list_items)).messages
+    messages = conversation(None, read_items(items, BUDGETS.list_items).items).messages
     calls = [message["tool_calls"][0]["function"] for message in messages if message.get("tool_calls")]
     assert [call["name"] for call in calls] == ["agents__shell", "apply_patch"]
     assert json.loads(calls[1]["arguments"]) == {"input": 'say "hi"\n'}
@@ -177,3 +178,32 @@ def test_streamed_calls_are_given_back_as_the_client_named_their_tools() -> None
     assert (other["name"], "namespace" in other) == ("other", False)
     items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert items == [custom, spaced, other]
+
+
+def test_items_that_only_their_server_can_use_are_left_out_and_named() -> None:
+    found = read_items(
+        [
+            {"role": "user", "content": "Go on."},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+            {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
+            {"type": "mcp_list_tools", "id": "m", "server_label": "x", "tools": []},
+        ],
+        BUDGETS.list_items,
+    )
+    assert [item.stored["type"] for item in found.items] == ["message"]
+    assert found.left_out == ["web_search_call", "encrypted_reasoning", "mcp_list_tools"]
+
+
+def test_fields_without_effect_and_left_out_parts_are_reported() -> None:
+    body = {"model": "m", "input": "x", "text": {"verbosity": "low"}, "context_management": [{"type": "compaction"}]}
+    fields = check(ResponsesRequest, {**body, "client_metadata": {"a": "b"}}, BUDGETS)
+    found = read_items("x", BUDGETS.list_items)
+    tools = tools_of(SEARCH)
+    translated = translate(
+        fields, conversation(None, found.items), tools, "resp_1", BUDGETS, True, [*tools.left_out, *found.left_out]
+    )
+    assert translated.generation.degraded == (
+        "no_effect:context_management",
+        "no_effect:text.verbosity",
+        "left_out:web_search",
+    )

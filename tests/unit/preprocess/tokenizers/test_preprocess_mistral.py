@@ -185,7 +185,6 @@ REFUSED: list[tuple[ChatRequest, str, str]] = [
     (ChatRequest([USER], chat_template="x"), "chat_template", "not support chat templates"),
     (ChatRequest([USER], documents=[{}]), "documents", "not support documents"),
     (ChatRequest([USER], template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking", "omit it"),
-    (ChatRequest([USER], template_kwargs={"reasoning_effort": 5}), "chat_template_kwargs.reasoning_effort", "should"),
     (ChatRequest([USER], continue_final_message=True), "continue_final_message", "Only an assistant message"),
 ]  # fmt: skip
 

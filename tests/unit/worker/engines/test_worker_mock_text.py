@@ -208,6 +208,12 @@ def test_a_script_is_the_whole_answer_with_its_special_tokens(tekken: MockVocabu
     assert (cut.token_ids, cut.reason) == (answer.token_ids[:3], FinishReason.LENGTH)
 
 
+def test_script_far_before_the_end_of_a_prompt_is_found_and_the_last_one_counts(tekken: MockVocabulary) -> None:
+    prompt = [1, 3, *tekken.encode("<<<script: first>>> and <<<script: second>>> " + "more words " * 2_000), 4]
+    answer = TextGenerator(tekken).answer(request(prompt=prompt), ENOUGH)
+    assert tekken.decode(answer.token_ids) == "second"
+
+
 def test_a_script_speaks_for_any_tokenizer(tiny: tuple[Path, MockVocabulary]) -> None:
     _, vocabulary = tiny
     prompt = [1, *vocabulary.encode("user\n<<<script: <think>a</think>b>>>"), 2]
