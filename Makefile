@@ -3,7 +3,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-slow test-parsers test-browser test-compose bench bench-peers clean
+.PHONY: help setup run test check format protos lock test-slow test-parsers test-browser test-agents test-compose bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,10 @@ test-parsers: setup ## cut 100,000 answers of every built-in parser's format in 
 
 test-browser: setup ## drive the live view in Chromium (apt-get install chromium, or CHROMIUM=path); no network
 	@.venv/bin/pytest -m browser tests/browser $(ARGS)
+
+test-agents: setup ## run Codex CLI, Claude Code and OpenCode, the newest on npm, against the default model (needs npm and network)
+	@scripts/agents.sh
+	@.venv/bin/pytest -m agents tests/agents $(ARGS)
 
 test-compose: setup ## build the images, start deploy/compose and check it under load (needs Docker)
 	@.venv/bin/pytest -m compose tests/compose $(ARGS)

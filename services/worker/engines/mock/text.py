@@ -2,13 +2,15 @@
 
 A prompt with `<<<script: TEXT>>>` produces exactly TEXT, that of the last one, so that tests and demonstrations can
 produce tool calls and reasoning of any model. Special tokens in TEXT become special tokens of the output. A structured
-output constraint determines the whole output.
+output constraint determines the whole output. `<<<script64: TEXT>>>` is the same with TEXT in base64, which survives
+the quotes that a chat template puts around the output of a tool.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -28,7 +30,7 @@ SEARCHED_TOKENS = 2_048
 SCRIPT_TOKENS = 512  # at the end of a prompt, searched first
 PROMPT_TOKENS = 1 << 16  # at the end of a prompt, searched if a token of them may begin a script
 SENTENCES = 1_024
-SCRIPT = re.compile(r"<<<script: (.*?)>>>(?!>)", re.DOTALL)
+SCRIPT = re.compile(r"<<<script(64)?: (.*?)>>>(?!>)", re.DOTALL)
 CHOICE = re.compile(r"-(\d{1,3})$")
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -114,7 +116,7 @@ class TextGenerator:
         scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-SCRIPT_TOKENS:]))
         if not scripts and not self._script_starts.isdisjoint(prompt[-PROMPT_TOKENS:]):
             scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-PROMPT_TOKENS:]))
-        return array("I", self._vocabulary.encode_marked(scripts[-1])) if scripts else None
+        return array("I", self._vocabulary.encode_marked(_script(*scripts[-1]))) if scripts else None
 
     def _story(self, prompt: array[int], random: Random, length: int) -> array[int]:
         """Returns complete sentences with at least `length` tokens in total."""
@@ -179,6 +181,15 @@ def _cut(rest: array[int], stop: StopParams, eos_ids: tuple[int, ...], ended: bo
 
 def _seed(prompt: array[int], seed: int | None) -> int:
     return xxh3_64_intdigest(pack_u32(prompt), (seed or 0) & (2**64 - 1))
+
+
+def _script(coded: str, text: str) -> str:
+    if not coded:
+        return text
+    try:
+        return b64decode(text, validate=True).decode()
+    except ValueError:
+        return f"This script is not base64: {text}"
 
 
 def _script_starts(vocabulary: MockVocabulary) -> frozenset[int]:

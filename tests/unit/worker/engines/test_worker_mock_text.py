@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,19 @@ def test_script_far_before_the_end_of_a_prompt_is_found_and_the_last_one_counts(
     prompt = [1, 3, *tekken.encode("<<<script: first>>> and <<<script: second>>> " + "more words " * 2_000), 4]
     answer = TextGenerator(tekken).answer(request(prompt=prompt), ENOUGH)
     assert tekken.decode(answer.token_ids) == "second"
+
+
+@pytest.mark.parametrize(
+    ("coded", "text"),
+    [
+        (b64encode('say "hi" 🌧'.encode()).decode(), 'say "hi" 🌧'),
+        ("?", "This script is not base64: ?"),
+    ],
+)
+def test_script_in_base64_is_decoded(tekken: MockVocabulary, coded: str, text: str) -> None:
+    prompt = [1, 3, *tekken.encode(f'{{"content": "<<<script64: {coded}>>>"}}'), 4]
+    answer = TextGenerator(tekken).answer(request(prompt=prompt), ENOUGH)
+    assert tekken.decode(answer.token_ids) == text
 
 
 def test_a_script_speaks_for_any_tokenizer(tiny: tuple[Path, MockVocabulary]) -> None:
