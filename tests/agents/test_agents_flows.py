@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
-from tests.support.clients.agents import Agent, ClaudeCode, Codex, script
+from tests.support.clients.agents import Agent, script
 from tests.support.servers.suite import Suite
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.agents
 
@@ -24,9 +20,7 @@ def test_agent_loop_of_five_calls_runs_every_command_in_order(agent: Agent) -> N
     assert (agent.work / "order.txt").read_text().split() == ["0", "1", "2", "3", "4"]
 
 
-def test_agent_session_that_is_resumed_on_another_gateway_and_model_continues(
-    agent: Agent, other_suite: Suite
-) -> None:
+def test_agent_session_that_is_resumed_on_another_gateway_and_model_continues(agent: Agent, other_suite: Suite) -> None:
     agent.ask(agent.steps(["echo first >> log.txt"], "First."))
     agent.url, agent.model = other_suite.url, "other"
     assert "Second." in agent.ask(agent.steps(["echo second >> log.txt"], "Second."), resume=True)

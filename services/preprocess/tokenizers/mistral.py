@@ -1,8 +1,9 @@
 """Mistral's tokenizers: mistral-common defines the conversation format; there is no Jinja template.
 
 As permissive as an engine that serves these models: a conversation that ends with an assistant message continues it,
-tool call ids are converted to the form the model expects, and reasoning from earlier turns is dropped for models that
-do not support it. Anything mistral-common rejects beyond that is reported with its own message.
+tool call ids are converted to the form the model expects, reasoning from earlier turns is dropped for models that do
+not support it, and a system message after the model's turn, as agents send them, becomes a user message. Anything
+mistral-common rejects beyond that is reported with its own message.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class MistralTokenizer(TokenizerProtocol):
     def _encode(self, chat: ChatRequest) -> list[int]:
         """Returns the ids as encoded by mistral-common."""
         extra = _extra_arguments(chat, self.facts.without_effect)
-        messages = [self._adapted(message, index) for index, message in enumerate(chat.messages)]
+        messages = _in_order([self._adapted(message, index) for index, message in enumerate(chat.messages)])
         continued = messages[-1]["role"] == "assistant"
         if chat.continue_final_message and not continued:
             raise invalid(
@@ -162,6 +163,15 @@ class MistralTokenizer(TokenizerProtocol):
                     {**call, "id": _short_id(call["id"])} if call.get("id") else call for call in calls
                 ]
         return adapted
+
+
+def _in_order(messages: list[Message]) -> list[Message]:
+    """Returns the messages with the role user for each system message that the format does not allow at its place."""
+    ordered: list[Message] = []
+    for message in messages:
+        misplaced = message["role"] == "system" and ordered and ordered[-1]["role"] in ("assistant", "tool")
+        ordered.append({**message, "role": "user"} if misplaced else message)
+    return ordered
 
 
 def _extra_arguments(chat: ChatRequest, without_effect: Container[str]) -> dict[str, Any]:
