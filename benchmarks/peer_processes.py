@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -37,18 +38,30 @@ class Target:
 
 
 def install(folder: Path) -> tuple[Path, Path]:
-    """Installs Dynamo and builds the model into a folder, unless that was done; returns its Python and the model."""
-    python, model = folder / "dynamo/bin/python", folder / "model"
-    if not (folder / "dynamo/.complete").exists():
-        print(f"installing Dynamo in {folder}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", folder / "dynamo"], check=True)
-        pins = HERE / "peers.txt"
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", pins], check=True)
-        (folder / "dynamo/.complete").touch()
+    """Installs Dynamo and builds the model with its packages, unless done; returns its Python and the model."""
+    python = environment(folder / "dynamo", HERE / "peers.txt")
+    recipe = HERE / "peer_model.py"
+    model = folder / f"model-{hashlib.sha256(recipe.read_bytes()).hexdigest()[:8]}"
     if not (model / "tokenizer.json").exists():
-        subprocess.run([python, HERE / "peer_model.py", model], check=True)
+        subprocess.run([python, recipe, model], check=True)
     return python, model
+
+
+def environment(folder: Path, pins: Path) -> Path:
+    """Creates a virtual environment with pinned packages, unless that was done; returns its Python.
+
+    Raises:
+        RuntimeError: a package cannot be installed.
+    """
+    python = folder / "bin/python"
+    if not (folder / ".complete").exists():
+        print(f"installing {pins.name} in {folder}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        if subprocess.run([*pip, "--no-deps", "--require-hashes", "-r", str(pins)], check=False).returncode:
+            raise RuntimeError(f"pip cannot install the packages of {pins.name}; --peers chooses other peers")
+        (folder / ".complete").touch()
+    return python
 
 
 @contextmanager
@@ -109,7 +122,7 @@ def dynamo(python: Path, model: Path, workers: int, speedup: float) -> Iterator[
                 whole = [*prefix, str(python), "-m", *command, *_PLANES]
                 process = subprocess.Popen(whole, env=environment, stdout=output, stderr=output)
             started.append(process)
-            stack.callback(_stop, process)
+            stack.callback(stop, process)
         _wait_until_served(prefix, log)
         yield Target(f"http://127.0.0.1:{PORT}", prefix, {"gateway": started[0].pid})
 
@@ -123,7 +136,8 @@ def _wait_until_served(prefix: Sequence[str], log: Path) -> None:
         time.sleep(1)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, by force when it does not end in time."""
     process.terminate()
     try:
         process.wait(STOPS_WITHIN_S)

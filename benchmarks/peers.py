@@ -1,4 +1,6 @@
-"""Measures Sluice and NVIDIA Dynamo in turns: the same model folder, the same client, the same machine.
+"""Measures Sluice and its peers in turns: the same model folder, the same client, the same machine.
+
+The peers are NVIDIA Dynamo and SGLang's model gateway (SMG).
 
 Figures of different runs do not compare, because a shared machine changes by a factor of two within an hour; ratios
 within one run do.
@@ -11,19 +13,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from line_plot import Panel, plot
 from peer_processes import MODEL, Target, dynamo, install
+from peer_smg import install_smg, smg
 from processes import own_suite, suite_of
 from report import machine, medians
 from rich.console import Console
 
 HERE = Path(__file__).resolve().parent
-PEER = "Dynamo"
+PEERS = {"dynamo": "Dynamo", "smg": "SMG", "smg-single": "SMG, a token a message"}
 
 # (streams, requests, tokens, words)
 LOADS = {
@@ -58,11 +62,16 @@ _PARSERS = {
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 Row = dict[str, Any]
+Starter = Callable[[Path, int, float], AbstractContextManager[Target]]  # of model folder, workers and speedup
+Starters = Mapping[str, Starter]
 
 
 @app.command()
 def peers(
     folder: Annotated[Path, typer.Option(help="where the peers are installed")] = HERE.parent / "build/peers",
+    beside: Annotated[
+        str, typer.Option("--peers", help=f"separated by commas: {', '.join(PEERS)}; the first has the ratio 1")
+    ] = "dynamo",
     loads: Annotated[str, typer.Option(help=f"separated by commas: {', '.join(LOADS)}")] = ",".join(LOADS),
     rounds: Annotated[int, typer.Option(min=1, help="of each load, after one that is not counted")] = 4,
     workers: Annotated[int, typer.Option(min=1, help="mock workers of each system")] = 2,
@@ -75,12 +84,13 @@ def peers(
     svg: Annotated[Path | None, typer.Option(help="with --curve: draw it into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
-    """Measure Sluice beside Dynamo and print medians and ratios."""
+    """Measure Sluice beside its peers and print medians and ratios."""
     python, model = install(folder.resolve())
+    starters = _starters(beside.split(","), folder.resolve(), python)
     if curve:
-        rows = _curve(curve, python, model, rounds, speedup, workers)
+        rows = _curve(curve, starters, model, rounds, speedup, workers)
     else:
-        with _systems(python, model, workers, speedup, parsers, before) as targets:
+        with _systems(starters, model, workers, speedup, parsers, before) as targets:
             rows = [row for name in loads.split(",") for row in _turns(name, LOADS[name], targets, rounds)]
     if as_json:
         print(json.dumps({"machine": machine(), "rows": rows}, indent=2))
@@ -92,12 +102,30 @@ def peers(
     raise typer.Exit(1 if any(row["errors"] for row in rows) else 0)
 
 
+def _starters(peers: Sequence[str], folder: Path, dynamo_python: Path) -> Starters:
+    """Returns what starts each peer, by its name in the table; installs SMG if it is among them.
+
+    Raises:
+        RuntimeError: a package cannot be installed.
+        ValueError: there is no such peer.
+    """
+    if unknown := set(peers) - PEERS.keys():
+        raise ValueError(f"--peers: there is no {', '.join(unknown)}; choose from {', '.join(PEERS)}")
+    starters: dict[str, Starter] = {}
+    for peer in peers:
+        if peer == "dynamo":
+            starters[PEERS[peer]] = partial(dynamo, dynamo_python)
+        else:
+            starters[PEERS[peer]] = partial(smg, install_smg(folder), single=peer == "smg-single")
+    return starters
+
+
 @contextmanager
 def _systems(
-    python: Path, model: Path, workers: int, speedup: float, parsers: bool, before: Path | None
+    starters: Starters, model: Path, workers: int, speedup: float, parsers: bool, before: Path | None
 ) -> Iterator[dict[str, Target]]:
     with ExitStack() as stack:
-        targets = {PEER: stack.enter_context(dynamo(python, model, workers, speedup))}
+        targets = {name: stack.enter_context(start(model, workers, speedup)) for name, start in starters.items()}
         if before is not None:
             targets["Sluice before"] = stack.enter_context(_suite(model, workers, speedup, tree=before.resolve()))
         targets["Sluice"] = stack.enter_context(_suite(model, workers, speedup))
@@ -129,7 +157,7 @@ def _turns(name: str, load: tuple[int, int, int, int], targets: Mapping[str, Tar
             if turn:
                 seen[system].append(measured)
     summaries = {system: _summary(rows) for system, rows in seen.items()}
-    base = summaries[PEER][CPU]
+    base = next(iter(summaries.values()))[CPU]
     return [
         {"load": name, "system": system, **row, "ratio": row[CPU] / base if base else 0.0}
         for system, row in summaries.items()
@@ -156,16 +184,16 @@ def _summary(rows: Sequence[Row]) -> Row:
     return {**medians(rows), "cpu_us_range": [min(cpu_us), max(cpu_us)], "errors": errors}
 
 
-def _curve(name: str, python: Path, model: Path, rounds: int, speedup: float, workers: int) -> list[Row]:
+def _curve(name: str, starters: Starters, model: Path, rounds: int, speedup: float, workers: int) -> list[Row]:
     points = CURVES[name]
     rows: list[Row] = []
     if name != "workers":
-        with _systems(python, model, workers, speedup, False, None) as targets:
+        with _systems(starters, model, workers, speedup, False, None) as targets:
             for at, load in points:
                 rows += [{"at": at, **row} for row in _turns(f"{name} {at}", load, targets, rounds)]
         return rows
     for at, load in points:
-        with _systems(python, model, at, speedup, False, None) as targets:
+        with _systems(starters, model, at, speedup, False, None) as targets:
             rows += [{"at": at, **row} for row in _turns(f"{name} {at}", load, targets, rounds)]
     return rows
 
