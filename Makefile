@@ -61,7 +61,7 @@ test-engines: setup ## hold the real vLLM, SGLang and transformers to their test
 bench: setup ## measure throughput, latency and CPU of each service; ARGS passes flags
 	@.venv/bin/python benchmarks/serve.py $(ARGS)
 
-bench-peers: setup ## measure NVIDIA Dynamo and Sluice in turns (root: Dynamo gets a network namespace); ARGS passes flags
+bench-peers: setup ## measure Sluice and its peers in turns (root: Dynamo gets a network namespace); ARGS="--peers dynamo,smg" chooses
 	@.venv/bin/python benchmarks/peers.py $(ARGS)
 
 clean: ## remove what the other targets made

@@ -53,7 +53,7 @@ def build(folder: Path) -> None:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=131_072
     )
-    # As in published byte-level models; SMG's own encoder takes no other.
+    # As in Qwen's models. SMG's own encoder declines the one that transformers adds.
     fast.backend_tokenizer.post_processor = processors.ByteLevel(
         add_prefix_space=False, trim_offsets=False, use_regex=False
     )
