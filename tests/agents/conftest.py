@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.support.clients.agents import Agent, ClaudeCode, Codex, OpenCode
 from tests.support.repository import ROOT
 from tests.support.servers.suite import Suite
 
+A = TypeVar("A", bound=Agent)
 INSTALLED = ROOT / "build" / "agents"
 
 
@@ -29,10 +31,27 @@ def other_suite() -> Iterator[Suite]:
         yield running
 
 
+def _made(kind: type[A], tmp_path: Path, suite: Suite) -> A:
+    agent = kind(INSTALLED, tmp_path / "home", tmp_path / "work")
+    assert agent.binary.exists(), f"{agent.binary} is missing: run scripts/agents.sh"
+    agent.url = suite.url
+    return agent
+
+
 @pytest.fixture(params=[Codex, ClaudeCode, OpenCode], ids=lambda kind: kind.command)
 def agent(request: pytest.FixtureRequest, tmp_path: Path, suite: Suite) -> Agent:
     """Each agent, pointed to the suite."""
-    made: Agent = request.param(INSTALLED, tmp_path / "home", tmp_path / "work")
-    assert made.binary.exists(), f"{made.binary} is missing: run scripts/agents.sh"
-    made.url = suite.url
-    return made
+    kind: type[Agent] = request.param
+    return _made(kind, tmp_path, suite)
+
+
+@pytest.fixture
+def codex(tmp_path: Path, suite: Suite) -> Codex:
+    """Codex CLI."""
+    return _made(Codex, tmp_path, suite)
+
+
+@pytest.fixture
+def claude(tmp_path: Path, suite: Suite) -> ClaudeCode:
+    """Claude Code."""
+    return _made(ClaudeCode, tmp_path, suite)

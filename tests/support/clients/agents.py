@@ -35,8 +35,6 @@ class Agent(ABC):
     """
 
     command = ""
-    shell = ""
-    """Its tool that runs a command, and the argument with the command."""
 
     def __init__(self, folder: Path, home: Path, work: Path) -> None:
         self.binary = folder / "node_modules" / ".bin" / self.command
@@ -58,6 +56,10 @@ class Agent(ABC):
     @abstractmethod
     def run_command(self, command: str) -> str:
         """A call of its shell tool, as the model generates it."""
+
+    @abstractmethod
+    def edit(self, file: Path, old: str, new: str, answer: str) -> str:
+        """Prepares the replacement of a text in a file, and then an answer; returns the prompt."""
 
     def start(self, prompt: str, resume: bool = False) -> subprocess.Popen[str]:
         """Starts a run."""
@@ -98,6 +100,20 @@ class Agent(ABC):
         return f"Work: {script(self.run_command(f'{calls[0]}; cat step0.txt'))}"
 
 
+class FileTools(Agent):
+    """An agent that has tools to read and to edit a file, and must read it first."""
+
+    edit_names = ("", "", "", "", "")
+    """Of the tools read and edit, and of the arguments file, old and new text."""
+
+    def edit(self, file: Path, old: str, new: str, answer: str) -> str:
+        read, edit, path, before, after = self.edit_names
+        # The file's content, which the model reads, has the script of the edit; the new text has that of the answer.
+        change = call(edit, **{path: str(file), before: old, after: f"{new} {script(answer)}"})
+        file.write_text(f"{file.read_text()}{script(change)}\n")
+        return f"Edit: {script(call(read, **{path: str(file)}))}"
+
+
 class Codex(Agent):
     """OpenAI's Codex CLI, over the Responses API."""
 
@@ -131,11 +147,19 @@ class Codex(Agent):
     def run_command(self, command: str) -> str:
         return call("exec_command", cmd=command)
 
+    def edit(self, file: Path, old: str, new: str, answer: str) -> str:
+        # The patch, which stays in the history, has the script of the answer.
+        change = f"@@\n-{old}\n+{new} {script(answer)}\n"
+        patch = f"*** Begin Patch\n*** Update File: {file.name}\n{change}*** End Patch"
+        command = f"apply_patch <<'EOF'\n{patch}\nEOF\n"
+        return f"Edit: {script(self.run_command(command))}"
 
-class ClaudeCode(Agent):
+
+class ClaudeCode(FileTools):
     """Anthropic's Claude Code, over the Messages API."""
 
     command = "claude"
+    edit_names = ("Read", "Edit", "file_path", "old_string", "new_string")
 
     def arguments(self, prompt: str, resume: bool) -> list[str]:
         session = ["--continue"] if resume else []
@@ -155,10 +179,11 @@ class ClaudeCode(Agent):
         return call("Bash", command=command, description="A step.")
 
 
-class OpenCode(Agent):
+class OpenCode(FileTools):
     """OpenCode, over chat completions."""
 
     command = "opencode"
+    edit_names = ("read", "edit", "filePath", "oldString", "newString")
 
     def arguments(self, prompt: str, resume: bool) -> list[str]:
         session = ["--continue"] if resume else []
