@@ -121,6 +121,7 @@ async def test_request_for_one_model_too_many_replaces_the_least_recently_used_o
         assert await delivery.wait_for("b", 10)
         assert await delivery.wait_for("c", 10), "it had to wait for no worker to leave"
         assert loaded.ended == ["a"]
+        await until(lambda: not delivery._fetching)  # what is still being loaded cannot be replaced
         loaded.use("b")
         assert await delivery.wait_for("a", 10)
         assert (loaded.ended, tuple(loaded.models), loaded.most) == (["a", "c"], ("b", "a"), 2)
