@@ -28,23 +28,23 @@ is_done() {
     return 1
 }
 
-fits() { "$1" -c 'import sys, ssl, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
+fits() { "$1" -c 'import sys, ssl, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1; }
 
 has_pip() { "$1" -c 'import ensurepip' >/dev/null 2>&1; }
 
 choose_python() {
     if [ -n "${PYTHON:-}" ]; then
-        fits "$PYTHON" || fail "$PYTHON is no Python 3.11, 3.12 or 3.13."
+        fits "$PYTHON" || fail "$PYTHON is no Python 3.11, 3.12, 3.13 or 3.14."
         echo "$PYTHON"
         return
     fi
     local fallback=
-    for candidate in python3.13 python3.12 python3.11 python3; do
+    for candidate in python3.14 python3.13 python3.12 python3.11 python3; do
         fits "$candidate" || continue
         ! has_pip "$candidate" || { echo "$candidate" && return; }
         fallback=${fallback:-$candidate}
     done
-    [ -n "$fallback" ] || fail "no Python 3.11, 3.12 or 3.13 found: install one, or name it with make PYTHON=/path/to/python."
+    [ -n "$fallback" ] || fail "no Python 3.11 to 3.14 found: install one, or name it with make PYTHON=/path/to/python."
     echo "$fallback"
 }
 
