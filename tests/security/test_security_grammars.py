@@ -287,7 +287,7 @@ AMBIGUOUS = StructuredOutput("ebnf", 'start: a\na: a a | "x"')
         (regex("("), {}, "regex"),
         (schema({"type": "string", "pattern": "("}), {}, ""),
         (schema({"type": "rock"}), {}, "rock"),
-        (StructuredOutput("json_schema", '{"items":' * 3_000 + "{}" + "}" * 3_000), {}, "deep"),
+        (StructuredOutput("json_schema", '{"items":' * 3_000 + "{}" + "}" * 3_000), {}, "deep|recursion"),
         (StructuredOutput("json_schema", "{"), {}, ""),
         (StructuredOutput("ebnf", "start: ("), {}, ""),
         (StructuredOutput("regex", " "), {}, "empty"),
@@ -301,7 +301,7 @@ def test_grammar_that_llguidance_refuses_is_a_typed_error(
         grammars(**limits).constraint(guided, [])
     error = caught.value
     assert (error.kind, error.param, error.code) == (ErrorKind.INVALID_ARGUMENT, "response_format", "invalid_value")
-    assert problem in error.message
+    assert re.search(problem, error.message)  # Python 3.12 and newer leave the depth to llguidance
     assert "\n" not in error.message
     assert len(error.message) < 500
 
