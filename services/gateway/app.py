@@ -42,6 +42,7 @@ from services.gateway.http.middleware.admission import AdmissionMiddleware
 from services.gateway.http.middleware.audit import AuditMiddleware
 from services.gateway.http.middleware.deadlines import DeadlineMiddleware
 from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
+from services.gateway.http.middleware.request_ids import RequestIds
 from services.gateway.http.middleware.response_counter import ResponseCounter
 from services.gateway.http.middleware.routing_hints import RoutingHintHeaders
 from services.gateway.http.middleware.scopes import without_effect
@@ -89,6 +90,7 @@ def add_middleware(
         # Outermost: records every response as the client receives it.
         *([] if audit_log is None else [Middleware(AuditMiddleware, entries=audit_log)]),
         # Outside of everything that rejects requests: converts all errors to Anthropic's format.
+        Middleware(RequestIds),
         Middleware(AnthropicDialect),
         # Before anything else of a request is used: requests from other sites' web pages have no effect at all.
         Middleware(HostMiddleware, policy=host_policy(settings), on_refused=gate.count_refused),

@@ -214,7 +214,8 @@ def build_app(
     """Returns the HTTP application with all APIs and middleware."""
     components, pipelines = gateway.components, gateway.pipelines
     write_scheduler = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
-    bodies = BodyReader(settings, BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share)))
+    memory = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
+    bodies = BodyReader(settings, memory, components.registry.only_model)
     block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
     embed_client = EmbedClient(components.registry, components.connections, settings.embed_timeout_s)
     app = create_app(

@@ -94,6 +94,11 @@ class WorkerRegistry:
         by_name = {entry.model: entry for entry in reversed(self.workers.values())}
         return {name: by_name[name] for name in sorted(by_name)}
 
+    def only_model(self) -> str:
+        """Returns the name of the model that can be served now; empty if there are none or several."""
+        names = {entry.model for entry in self.workers.values()}
+        return names.pop() if len(names) == 1 else ""
+
     @property
     def adapters(self) -> dict[str, WorkerEntry]:
         """One worker of each LoRA adapter that requests can name as model; the same one that `model` returns."""

@@ -1,11 +1,10 @@
-"""Middleware for Anthropic's conventions: version header, request ids, and the error format.
+"""Middleware for Anthropic's conventions: version header, the name of the request id's header, and the error format.
 
 Errors arise in many layers; this outermost layer rewrites all of them to Anthropic's format.
 """
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 import orjson
@@ -16,6 +15,8 @@ from services.common.errors import SluiceError
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Accepted API versions. `temperature`, `top_p` and `top_k`, which the second one removed, work with both."""
 REQUEST_ID = b"request-id"
+THREADS_UNSUPPORTED = "thread_unsupported_request"
+"""Code after which Anthropic's SDKs repeat a request without `thread`."""
 _PATHS = "/v1/messages"
 _TYPES = {
     400: "invalid_request_error",
@@ -36,9 +37,12 @@ def error_type(status: int) -> str:
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
-def error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """Returns `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
-    return {"type": "error", "error": {"type": error_type(status), "message": message}, "request_id": request_id}
+def error_body(status: int, message: str, request_id: str, code: str | None = None) -> dict[str, Any]:
+    """Returns `{"type": "error", "error": {"type", "message"}, "request_id"}`; some codes add details."""
+    error: dict[str, Any] = {"type": error_type(status), "message": message}
+    if code == THREADS_UNSUPPORTED:
+        error["details"] = {"error_code": code, "unsupported": ["thread"]}
+    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def error_event_body(error: SluiceError, request_id: str) -> dict[str, Any]:
@@ -55,7 +59,10 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 class AnthropicDialect:
-    """ASGI middleware that adds request ids and Anthropic's error format to requests of Anthropic's API."""
+    """ASGI middleware that adds `request-id` and Anthropic's error format to responses of Anthropic's API.
+
+    The id is that of the middleware `RequestIds`.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -64,9 +71,7 @@ class AnthropicDialect:
         if scope["type"] != "http" or not speaks_anthropic(scope):
             await self._app(scope, receive, send)
             return
-        request_id = f"req_{secrets.token_hex(12)}"
-        scope = {**scope, "state": {**scope.get("state", {}), "request_id": request_id}}
-        await self._app(scope, receive, _ErrorRewriter(send, request_id))
+        await self._app(scope, receive, _ErrorRewriter(send, scope["state"]["request_id"]))
 
 
 class _ErrorRewriter:
@@ -93,15 +98,18 @@ class _ErrorRewriter:
             await self._send_error(self._error)
 
     async def _send_error(self, start: Message) -> None:
-        body = orjson.dumps(error_body(start["status"], _message_of(self._body), self._request_id))
+        message, code = _error_of(self._body)
+        body = orjson.dumps(error_body(start["status"], message, self._request_id, code))
         headers = [pair for pair in start["headers"] if pair[0] not in (b"content-length", b"content-type")]
         new_headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await self._send({**start, "headers": headers + new_headers})
         await self._send({"type": "http.response.body", "body": body})
 
 
-def _message_of(body: bytes) -> str:
+def _error_of(body: bytes) -> tuple[str, str | None]:
+    """Returns the message and the code of an error in OpenAI's format."""
     try:
-        return str(orjson.loads(body)["error"]["message"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return body.decode("utf-8", "replace") or "The request failed without a message."
+        error = orjson.loads(body)["error"]
+        return str(error["message"]), error.get("code")
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return body.decode("utf-8", "replace") or "The request failed without a message.", None

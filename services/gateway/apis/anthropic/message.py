@@ -109,7 +109,7 @@ def _without_thinking(blocks: Sequence[Block]) -> Sequence[Block]:
 
 def _content_block(block: Block, omitted: bool) -> dict[str, Any]:
     if block.kind is BlockKind.TEXT:
-        return {"type": "text", "text": block.text, "citations": None}
+        return {"type": "text", "text": block.text}
     if block.kind is BlockKind.REASONING:
         signature = Signature()
         signature.add(block.text)

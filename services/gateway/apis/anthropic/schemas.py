@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from services.common.errors import SluiceError, invalid
+from services.gateway.apis.anthropic.dialect import THREADS_UNSUPPORTED
 from services.gateway.apis.anthropic.openapi_schemas import MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
 from services.gateway.apis.openai.engine_fields import EngineExtensions
 from services.gateway.apis.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict, within_list_items
@@ -157,9 +158,16 @@ class MessagesRequest(PromptFields, EngineExtensions):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
+    thread: Any = None
     container: Any = unsupported_field("containers are not supported")
     diagnostics: Any = no_effect_field("usage reports the cached tokens")
     inference_geo: Any = unsupported_field("the operator decides where requests run")
+
+    @model_validator(mode="after")
+    def _has_no_thread(self) -> MessagesRequest:
+        if self.thread is not None:
+            raise PydanticCustomError(THREADS_UNSUPPORTED, "threads are not kept here; send the whole conversation")
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> MessagesRequest:
@@ -173,6 +181,8 @@ def explain(first: ErrorDetails) -> SluiceError:
     """Returns a validation error, formatted as Anthropic does: `messages.0.role: …`."""
     parts = [str(part)[:MAX_NAME] for part in first["loc"] if part != "[key]"]
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == THREADS_UNSUPPORTED:
+        return invalid(f"thread: {message}.", param="thread", code=THREADS_UNSUPPORTED)
     if first["type"] == "extra_forbidden":
         return _error(parts, "Extra inputs are not permitted")
     if first["type"] == "missing":

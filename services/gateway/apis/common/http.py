@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +32,24 @@ class BodyReader:
 
     Args:
         bodies: the memory budget shared by all request bodies; None: each body has its own.
+        only_model: returns the served model if there is exactly one, for requests that name none; else empty.
     """
 
-    def __init__(self, settings: GatewaySettings, bodies: BodyMemory | None = None) -> None:
+    def __init__(
+        self, settings: GatewaySettings, bodies: BodyMemory | None = None, only_model: Callable[[], str] = str
+    ) -> None:
         self._max_bytes = int(settings.max_body_mb * (1 << 20))
         self._timeout_s = settings.body_timeout_s
         self._values = settings.budgets.values
         self._bodies = bodies
+        self._only_model = only_model
 
     async def read(self, request: Request) -> dict[str, Any]:
         """Returns the body as a JSON object; raises as `read_json`."""
-        return await read_json(request, self._max_bytes, self._timeout_s, self._values, self._bodies)
+        body = await read_json(request, self._max_bytes, self._timeout_s, self._values, self._bodies)
+        if "model" not in body and (model := self._only_model()):
+            body["model"] = model
+        return body
 
 
 def read_limit(query: Mapping[str, str], most: int) -> int | None:

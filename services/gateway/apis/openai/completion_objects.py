@@ -231,8 +231,7 @@ class ChatFormat(Format):
 
     def _output(self, choice: CompletedChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
-        if choice.reasoning:
-            message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+        message |= {"reasoning_content": choice.reasoning or None, "reasoning": choice.reasoning or None}
         if choice.calls:
             message |= {"content": choice.text or None, "tool_calls": [call.as_dict() for call in choice.calls]}
         return {"message": message}

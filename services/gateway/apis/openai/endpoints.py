@@ -121,7 +121,8 @@ class OpenAIEndpoints:
             "owned_by": "sluice",
             "max_model_len": entry.context_length,
             "tokenizer": self._parity.of_model(entry.model),
-            **({} if name == entry.model else {"parent": entry.model, "root": entry.model}),
+            "root": entry.model,
+            "parent": None if name == entry.model else entry.model,
         }
 
     async def _respond(

@@ -148,6 +148,7 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     modalities: list[str] | None = Field(None, max_length=8, fail_fast=True)
+    enable_thinking: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     # Fields of OpenAI's platform without effect on the output; prompt_cache_key may identify a session.

@@ -65,6 +65,8 @@ def chat_request(
         documents_json=_dump(body.get("documents")),
     )
     forced = _forced_call(body, fields) if forces_calls else None
+    if forced is not None:
+        constraint = None  # it is about text, and the answer is a call
     parsing = _parsing(fields, prompt, forced)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
@@ -142,10 +144,6 @@ def _request(
     min_tokens = fields.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise invalid(f"min_tokens is {min_tokens}, more than max_tokens, {max_tokens}.", param="min_tokens")
-    if constraint is not None and forced is not None:
-        raise invalid(
-            f"{constraint.field} and a tool_choice that requires a call exclude each other.", param=constraint.field
-        )
     prompt_logprobs = _prompt_logprobs(fields, logprobs)
     return GenerationRequest(
         request_id=request_id,
@@ -253,6 +251,8 @@ def _forced_call(body: dict[str, Any], fields: ChatCompletionRequest) -> Structu
 
 def _template_kwargs(fields: ChatCompletionRequest) -> dict[str, Any] | None:
     kwargs = dict(fields.chat_template_kwargs or {})
+    if fields.enable_thinking is not None:
+        kwargs.setdefault("enable_thinking", fields.enable_thinking)
     if fields.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", fields.reasoning_effort)
     return kwargs or None

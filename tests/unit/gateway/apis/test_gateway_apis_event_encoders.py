@@ -21,6 +21,7 @@ from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
+from services.gateway.http.middleware.request_ids import RequestIds
 from services.gateway.http.sse import EventStream
 from tests.support.data.bodies import BUDGETS
 
@@ -243,7 +244,7 @@ async def answer_of(path: str, status: int, body: bytes, headers: list[tuple[byt
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await AnthropicDialect(app)({"type": "http", "path": path, "headers": headers}, receive, send)
+    await RequestIds(AnthropicDialect(app))({"type": "http", "path": path, "headers": headers}, receive, send)
     return sent[0], b"".join(message.get("body", b"") for message in sent[1:]), seen
 
 

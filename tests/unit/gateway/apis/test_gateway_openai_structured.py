@@ -295,9 +295,9 @@ def test_definitions_move_to_the_top_and_clashes_are_not_forced() -> None:
     assert forced_call([tool("f", elsewhere)], "required") is None
 
 
-def test_a_constraint_and_a_demanded_call_exclude_each_other() -> None:
-    with raises_error(param="response_format"):
-        chat(forces=True, tools=[tool("f")], tool_choice="required", response_format={"type": "json_object"})
+def test_demanded_call_takes_the_place_of_a_constraint_on_the_text() -> None:
+    asked = chat(forces=True, tools=[tool("f")], tool_choice="required", response_format={"type": "json_object"})
+    assert asked == chat(forces=True, tools=[tool("f")], tool_choice="required")
 
 
 @pytest.mark.parametrize("parameters", [5, [1], "x", {"$defs": 1}, {"type": "str"}, {"$defs": {"a": {"items": 3}}}])
