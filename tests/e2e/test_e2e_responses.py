@@ -214,14 +214,14 @@ def test_tokens_are_counted(client: openai.OpenAI) -> None:
 
 
 def test_the_oldest_turns_are_left_out_when_they_do_not_fit(client: openai.OpenAI) -> None:
-    turn = [{"role": "user", "content": "word " * 6_000}, {"role": "assistant", "content": "Yes."}]
+    turn = [{"role": "user", "content": "word " * 24_000}, {"role": "assistant", "content": "Yes."}]
     long: Any = [{"role": "developer", "content": "Be brief."}, *turn * 12, {"role": "user", "content": "And now?"}]
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model="tekken", input=long, max_output_tokens=10)
     assert (refused.value.param, refused.value.code) == ("input", "context_length_exceeded")
     response: Any = client.responses.create(model="tekken", input=long, max_output_tokens=10, truncation="auto")
     assert response.truncation == "auto"
-    assert response.usage.input_tokens > 6_000
+    assert response.usage.input_tokens > 24_000
 
 
 def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
@@ -272,3 +272,13 @@ async def test_the_async_client(suite: Suite) -> None:
     ):
         pieces = [event.delta async for event in stream if event.type == "response.output_text.delta"]
     assert "".join(pieces) == "Hi you."
+
+
+def test_compacted_conversation_is_the_input_of_the_next_response(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="tekken", input="Tell me about rivers.", max_output_tokens=20)
+    made = client.responses.compact(model="tekken", previous_response_id=first.id)
+    assert [item.type for item in made.output] == ["message", "compaction"]
+    assert made.usage.output_tokens > 0
+    kept: Any = [item.model_dump(exclude_none=True) for item in made.output]
+    script = {"role": "user", "content": "<<<script: Still here.>>>"}
+    assert client.responses.create(model="tekken", input=[*kept, script]).output_text == "Still here."

@@ -10,7 +10,7 @@ import typer
 from sluice_client import Reservation, RouterClient
 
 from services.common.errors import ErrorKind
-from sluice import errors, settings
+from sluice import errors, fields, settings
 from sluice.cli.commands import app
 from sluice.v1 import router_pb2
 from tests.support.repository import ROOT
@@ -61,6 +61,10 @@ def test_secrets_have_no_default_on_the_page() -> None:
 
 def test_errors_page_matches_the_code() -> None:
     assert errors.PAGE.read_text("utf-8") == errors.page(), "run `python -m sluice.errors --write`"
+
+
+def test_fields_page_matches_the_schemas() -> None:
+    assert fields.PAGE.read_text("utf-8") == fields.page(), "run `python -m sluice.fields --write`"
 
 
 def test_every_kind_of_error_has_an_action() -> None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.apis.responses.custom_tools import arguments_of
-from services.gateway.apis.responses.items import Item, reasoning_text
+from services.gateway.apis.responses.items import Item, reasoning_text, summary_of
 from services.gateway.apis.responses.tools import function_name
+
+SUMMARY = "A summary of the conversation so far:"
 
 
 @dataclass(slots=True)
@@ -69,6 +71,8 @@ def _add(chat: Conversation, item: Item) -> None:
         content = stored["output"]
         text = content if isinstance(content, str) else _joined(content)
         chat.add({"role": "tool", "tool_call_id": stored["call_id"], "content": text}, item.path)
+    elif kind == "compaction":
+        chat.add({"role": "user", "content": f"{SUMMARY}\n\n{summary_of(stored)}"}, item.path)
     elif kind == "reasoning":
         message = _assistant_message(chat, item, new=True)
         message.setdefault("reasoning_content", []).append(reasoning_text(stored))

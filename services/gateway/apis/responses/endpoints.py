@@ -18,12 +18,13 @@ from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
+from services.gateway.apis.responses.compaction import NO_TOOLS, compacted, with_instruction
 from services.gateway.apis.responses.conversation import Conversation, conversation
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.items import Input, Item, new_id, read_items
 from services.gateway.apis.responses.pagination import page
 from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
-from services.gateway.apis.responses.schemas import ContextFields, InputTokensRequest, ResponsesRequest
+from services.gateway.apis.responses.schemas import CompactRequest, ContextFields, InputTokensRequest, ResponsesRequest
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.tools import ChatTools, read_tools
 from services.gateway.apis.responses.translate import translate
@@ -132,6 +133,26 @@ class ResponsesEndpoints:
         """Reject the cancellation: stored responses are completed, as background responses are not supported."""
         await self._stored(request)
         raise invalid("Cannot cancel a synchronous response; close its connection instead.", code="not_cancellable")
+
+    async def compact(self, request: Request) -> Response:
+        """Compact a conversation: its user messages and a summary, which the next request sends as its input."""
+        fields = check(CompactRequest, await self._bodies.read(request), self._budgets)
+        found = await self._response_input(fields, context.current().permit.owner)
+        chat = conversation(fields.instructions, with_instruction(found.items))
+        summarized = ResponseInput(found.items, NO_TOOLS, chat, found.left_out)
+        response_id = new_id("resp")
+        logs.request_id.set(response_id)
+        with telemetry.stage("gateway.request", dict(request.headers), model=fields.model):
+            enter_session(
+                self._settings.session_sources, request.headers, {"prompt_cache_key": fields.prompt_cache_key}
+            )
+            plain = fields.model_copy(update={"text": None, "tools": None, "tool_choice": None})
+            collected = await self._block_runner.collect(request, self._translated(plain, summarized, response_id))
+        if collected is None:
+            return client_closed_response()
+        turn, generation = collected
+        turn.result()
+        return json_response(compacted(found.items, turn.transcript.blocks, turn.usage.counts()), [generation])
 
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without generating."""

@@ -26,10 +26,10 @@ _ITEMS = (
     "custom_tool_call",
     "custom_tool_call_output",
     "reasoning",
+    "compaction",
 )
 _UNSUPPORTED = {
     "item_reference": "send the item itself, or use previous_response_id",
-    "compaction": "compaction is not supported",
 }
 _HOSTED_CALLS = re.compile(
     "(web_search|file_search|code_interpreter|image_generation|computer|tool_search|mcp|mcp_approval)"
@@ -71,7 +71,7 @@ def read_items(value: Any, list_items: Budget) -> Input:
         list_items: the longest list of items, or of an item's parts.
     """
     if isinstance(value, str):
-        return Input([Item(_message("user", [{"type": "input_text", "text": value}]), "input")], [])
+        return Input([Item(user_message(value), "input")], [])
     found = Input([], [])
     for reader in FieldReader(value, "input", "[]", list_items).items():
         if kind := _foreign(reader.value):
@@ -88,14 +88,31 @@ def _foreign(item: Any) -> str:
         return ""
     if _HOSTED_CALLS.fullmatch(kind):
         return kind
-    sealed = item.get("encrypted_content") if kind == "reasoning" else None
-    if isinstance(sealed, str) and sealed and not sealed.startswith(SEALED) and not item.get("content"):
+    sealed = item.get("encrypted_content")
+    if not isinstance(sealed, str) or not sealed or sealed.startswith(SEALED):
+        return ""
+    if kind == "reasoning" and not item.get("content"):
         return "encrypted_reasoning"
-    return ""
+    return "encrypted_compaction" if kind == "compaction" else ""
+
+
+def user_message(text: str) -> dict[str, Any]:
+    """Returns the item of a user's message."""
+    return _message("user", [{"type": "input_text", "text": text}])
+
+
+def compaction_item(summary: str) -> dict[str, Any]:
+    """Returns the item that stands for a conversation."""
+    return {"id": new_id("cmp"), "type": "compaction", "encrypted_content": seal(summary)}
+
+
+def summary_of(item: dict[str, Any]) -> str:
+    """Returns the summary in a compaction item."""
+    return _unsealed(item["encrypted_content"]) or ""
 
 
 def seal(reasoning: str) -> str:
-    """Returns reasoning in the opaque form of `encrypted_content`."""
+    """Returns text in the opaque form of `encrypted_content`."""
     return SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
@@ -219,6 +236,14 @@ def _read_reasoning(reader: FieldReader) -> dict[str, Any]:
     }
 
 
+def _read_compaction(reader: FieldReader) -> dict[str, Any]:
+    reader.fields("type", "id", "status", "encrypted_content", "created_by")
+    sealed = reader.under("encrypted_content")
+    if _unsealed(sealed.text(empty=False)) is None:
+        raise sealed.invalid("was not created by Sluice; send compaction items unchanged, or remove them")
+    return {"id": reader.value.get("id") or new_id("cmp"), "type": "compaction", "encrypted_content": sealed.value}
+
+
 _READERS: dict[str, Callable[[FieldReader], dict[str, Any]]] = {
     "message": _read_message,
     "function_call": _read_call,
@@ -226,6 +251,7 @@ _READERS: dict[str, Callable[[FieldReader], dict[str, Any]]] = {
     "custom_tool_call": _read_custom_call,
     "custom_tool_call_output": _read_output,
     "reasoning": _read_reasoning,
+    "compaction": _read_compaction,
 }
 
 

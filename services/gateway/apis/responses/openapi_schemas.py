@@ -96,6 +96,9 @@ _REASONING = _item(
     },
     "type",
 )
+_COMPACTION = _item(
+    {"type": const("compaction"), "encrypted_content": NON_EMPTY, "created_by": ANY}, "type", "encrypted_content"
+)
 _TOOL = closed_object(
     {
         "type": const("function"),
@@ -140,7 +143,9 @@ _NAMESPACE = closed_object(
 )
 _HOSTED_TOOL = open_object({"type": {"type": "string", "pattern": HOSTED_TOOL}}, "type")
 
-INPUT: Schema = any_of(NON_EMPTY, array(any_of(_MESSAGE, _CALL, _CUSTOM_CALL, _CALL_OUTPUT, _REASONING), minItems=1))
+INPUT: Schema = any_of(
+    NON_EMPTY, array(any_of(_MESSAGE, _CALL, _CUSTOM_CALL, _CALL_OUTPUT, _REASONING, _COMPACTION), minItems=1)
+)
 TOOLS: Schema = any_of(array(any_of(_TOOL, _CUSTOM_TOOL, _NAMESPACE, _HOSTED_TOOL), maxItems=MAX_TOOLS), NULL)
 TOOL_CHOICE: Schema = any_of(
     {"enum": ["none", "auto", "required", None]},

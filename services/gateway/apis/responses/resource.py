@@ -219,15 +219,21 @@ def _request_fields(fields: ResponsesRequest, defaults: SamplingParams, previous
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": fields.store is not False,
-        "temperature": fields.temperature if fields.temperature is not None else defaults.temperature,
+        "temperature": _first(fields.temperature, defaults.temperature, 1.0),
+        "presence_penalty": _first(fields.presence_penalty, 0.0),
+        "frequency_penalty": _first(fields.frequency_penalty, 0.0),
         "text": {"format": text_format, "verbosity": (fields.text and fields.text.verbosity) or "medium"},
         "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice,
         "tools": [_with_null_fields(tool) for tool in fields.tools or ()],
         "top_logprobs": fields.top_logprobs or 0,
-        "top_p": fields.top_p if fields.top_p is not None else defaults.top_p,
+        "top_p": _first(fields.top_p, defaults.top_p, 1.0),
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _with_null_fields(tool: dict[str, Any]) -> dict[str, Any]:

@@ -18,11 +18,19 @@ class ResponseUsage(Open):
 
 
 class ResponseItem(Open):
-    """A message, reasoning, a function call, or the output of one."""
+    """A message, reasoning, a call, the output of one, or a compaction, which has no status."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call", "function_call_output"]
-    status: Literal["in_progress", "completed", "incomplete"]
+    type: Literal[
+        "message",
+        "reasoning",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "compaction",
+    ]
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class ResponseAnswer(Open):
@@ -38,6 +46,16 @@ class ResponseAnswer(Open):
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     previous_response_id: str | None
+
+
+class CompactedAnswer(Open):
+    """A compacted conversation."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[ResponseItem]
+    usage: ResponseUsage
 
 
 class ResponseDeleted(Open):

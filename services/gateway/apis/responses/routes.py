@@ -11,12 +11,13 @@ from pydantic import BaseModel
 from services.gateway.apis.openai.openapi import GENERATING, add_route, responses
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.response_schemas import (
+    CompactedAnswer,
     InputTokens,
     ResponseAnswer,
     ResponseDeleted,
     ResponseItemList,
 )
-from services.gateway.apis.responses.schemas import InputTokensRequest, ResponsesRequest
+from services.gateway.apis.responses.schemas import CompactRequest, InputTokensRequest, ResponsesRequest
 
 STORED = "/v1/responses/{response_id}"
 
@@ -42,6 +43,8 @@ def add_responses(app: FastAPI, endpoints: ResponsesEndpoints) -> list[type[Base
     add("/v1/responses", endpoints.create, created, body=ResponsesRequest)
     counted = responses(InputTokens, GENERATING)
     add("/v1/responses/input_tokens", endpoints.input_tokens, counted, body=InputTokensRequest)
+    compacted = responses(CompactedAnswer, GENERATING)
+    add("/v1/responses/compact", endpoints.compact, compacted, body=CompactRequest)
     retrieved = responses(ResponseAnswer, _FAILURES)
     add(STORED, endpoints.retrieve, retrieved, method="GET", parameters=[_ID, *_STREAM])
     add(STORED, endpoints.delete, responses(ResponseDeleted, _FAILURES), method="DELETE", parameters=[_ID])
@@ -49,4 +52,4 @@ def add_responses(app: FastAPI, endpoints: ResponsesEndpoints) -> list[type[Base
     add(f"{STORED}/input_items", endpoints.input_items, listed, method="GET", parameters=[_ID, *_PAGE])
     cancelled = responses(ResponseAnswer, (*_FAILURES, 429))
     add(f"{STORED}/cancel", endpoints.cancel, cancelled, parameters=[_ID])
-    return [ResponsesRequest, InputTokensRequest]
+    return [ResponsesRequest, InputTokensRequest, CompactRequest]

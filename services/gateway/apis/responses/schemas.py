@@ -162,6 +162,15 @@ class InputTokensRequest(ContextFields):
         return self
 
 
+class CompactRequest(ContextFields):
+    """POST /v1/responses/compact."""
+
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    prompt_cache_options: JsonObject = None
+    service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = None
+
+
 class ResponsesRequest(ContextFields, EngineExtensions):
     """POST /v1/responses."""
 

@@ -11,7 +11,7 @@ from services.gateway.metrics import GatewayMetrics
 
 _PATHS_WITH_NAMES = (
     (re.compile(r"^/v1/models/.+$"), "/v1/models/{model}"),
-    (re.compile(r"^/v1/responses/(?!input_tokens$)[^/]+"), "/v1/responses/{response_id}"),
+    (re.compile(r"^/v1/responses/(?!(?:input_tokens|compact)$)[^/]+"), "/v1/responses/{response_id}"),
 )
 
 

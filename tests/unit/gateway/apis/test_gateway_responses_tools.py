@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind
 from services.gateway.apis.common.output import Counts
+from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.validation import check
+from services.gateway.apis.responses.compaction import compacted, with_instruction
 from services.gateway.apis.responses.conversation import conversation
 from services.gateway.apis.responses.custom_tools import InputReader, arguments_of, input_of
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
-from services.gateway.apis.responses.items import read_items
+from services.gateway.apis.responses.items import compaction_item, read_items, summary_of
 from services.gateway.apis.responses.resource import OutputOptions, Resource
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.tools import ChatTools, read_tools
@@ -207,3 +209,27 @@ def test_fields_without_effect_and_left_out_parts_are_reported() -> None:
         "no_effect:text.verbosity",
         "left_out:web_search",
     )
+
+
+def test_compaction_item_stands_for_the_conversation() -> None:
+    item = compaction_item("They met.")
+    [read] = read_items([item], BUDGETS.list_items).items
+    assert read.stored == item
+    [message] = conversation(None, [read]).messages
+    assert (message["role"], message["content"].splitlines()[-1]) == ("user", "They met.")
+    foreign = {"type": "compaction", "encrypted_content": "gAAAA"}
+    assert read_items([foreign], BUDGETS.list_items).left_out == ["encrypted_compaction"]
+
+
+def test_compacted_conversation_has_the_users_messages_and_the_summary() -> None:
+    items = read_items(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+        BUDGETS.list_items,
+    ).items
+    assert len(with_instruction(items)) == 4
+    made = compacted(
+        items, [Block(BlockKind.REASONING, pieces=["hm"]), Block(BlockKind.TEXT, pieces=["They ", "met."])], COUNTS
+    )
+    *asked, last = made["output"]
+    assert [item["content"][0]["text"] for item in asked] == ["a", "c"]
+    assert summary_of(last) == "They met."
