@@ -146,11 +146,11 @@ def _read_user(reader: FieldReader, blocks: list[FieldReader], chat: Chat) -> No
 def _read_result(block: FieldReader, chat: Chat, called: Set[str]) -> str:
     block.fields("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name")
     block.under("toolset_name").reject_unless(reason="toolsets do not exist here")
+    content = block.under("content")
+    result = "" if content.value is None else _texts(content, chat.references)
     call = block.under("tool_use_id")
     if call.text(empty=False) not in called:
         raise call.invalid(f"is {call.value[:64]!r}, but the previous message has no `tool_use` block with this id")
-    content = block.under("content")
-    result = "" if content.value is None else _texts(content, chat.references)
     if block.under("is_error").optional(bool):
         result = f"Error: {result}"
     chat.add({"role": "tool", "tool_call_id": call.value, "content": result}, block.path)

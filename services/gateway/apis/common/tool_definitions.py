@@ -11,6 +11,12 @@ from services.gateway.apis.common.json_schemas import TOOL_NAME_PATTERN
 TOOL_NAME_RULE = "must be 1 to 128 letters, digits, underscores and dashes"
 
 
+def check_loading(reader: FieldReader) -> None:
+    """Raises SluiceError(INVALID_ARGUMENT) unless the tool is one that the model itself may call."""
+    reader.under("defer_loading").optional(bool)
+    reader.under("allowed_callers").reject_unless(["direct"], reason="tools cannot be called by code")
+
+
 def read_definition(reader: FieldReader, *own_fields: str) -> dict[str, Any]:
     """Returns name and description of a tool as those of a function.
 
@@ -21,8 +27,7 @@ def read_definition(reader: FieldReader, *own_fields: str) -> dict[str, Any]:
         SluiceError: INVALID_ARGUMENT for an unknown, invalid or unsupported field.
     """
     reader.fields("type", "name", "description", "strict", "defer_loading", "allowed_callers", *own_fields)
-    reader.under("defer_loading").optional(bool)
-    reader.under("allowed_callers").reject_unless(["direct"], reason="tools cannot be called by code")
+    check_loading(reader)
     reader.under("strict").optional(bool)
     name = reader.under("name")
     if not re.fullmatch(TOOL_NAME_PATTERN, name.text()):

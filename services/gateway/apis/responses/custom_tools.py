@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from services.gateway.apis.common.field_reader import FieldReader
+from services.gateway.apis.common.tool_definitions import check_loading
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -29,7 +30,8 @@ def read_custom(reader: FieldReader) -> dict[str, Any]:
     Raises:
         SluiceError: INVALID_ARGUMENT for an unknown or invalid field.
     """
-    reader.fields("type", "name", "description", "format", "defer_loading", "allowed_callers", "cache_control")
+    reader.fields("type", "name", "description", "format", "defer_loading", "allowed_callers")
+    check_loading(reader)
     description = reader.under("description").optional(str) or ""
     if (grammar := _grammar(reader.under("format"))) is not None:
         syntax, definition = grammar
@@ -38,7 +40,10 @@ def read_custom(reader: FieldReader) -> dict[str, Any]:
 
 
 def _grammar(form: FieldReader) -> tuple[str, str] | None:
-    if form.value is None or form.kind("text", "grammar") == "text":
+    if form.value is None:
+        return None
+    if form.kind("text", "grammar") == "text":
+        form.fields("type")
         return None
     form.fields("type", "syntax", "definition")
     return form.under("syntax").choice("lark", "regex"), form.under("definition").text(max_length=_MOST_GRAMMAR)
