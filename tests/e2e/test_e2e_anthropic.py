@@ -40,9 +40,7 @@ def test_a_message_at_once(client: anthropic.Anthropic) -> None:
     )
     assert message.id.startswith("msg_")
     assert (message.type, message.role, message.model) == ("message", "assistant", "tekken")
-    assert [block.to_dict() for block in message.content] == [
-        {"type": "text", "text": "Hello there.", "citations": None}
-    ]
+    assert [block.to_dict() for block in message.content] == [{"type": "text", "text": "Hello there."}]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     usage = message.usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) > 10

@@ -30,6 +30,7 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/detokenize", {**MODEL, "tokens": [1]}),
     ("/v1/responses", {**MODEL, "input": "hi", "max_output_tokens": 2}),
     ("/v1/responses/input_tokens", {**MODEL, "input": "hi"}),
+    ("/v1/responses/compact", {**MODEL, "input": "hi"}),
     ("/v1/messages", {**MODEL, "max_tokens": 2, "messages": USER}),
     ("/v1/messages/count_tokens", {**MODEL, "messages": USER}),
 ]

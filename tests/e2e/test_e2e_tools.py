@@ -162,5 +162,5 @@ def test_thinking_switched_off_leaves_no_reasoning(qwen: openai.OpenAI) -> None:
         model="tiny", messages=asking(script), extra_body={"chat_template_kwargs": {"enable_thinking": False}}
     )
     assert answer.choices[0].message.content == script
-    assert not hasattr(answer.choices[0].message, "reasoning_content")
+    assert answer.choices[0].message.reasoning_content is None
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0

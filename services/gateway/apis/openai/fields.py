@@ -22,10 +22,22 @@ MAX_PRIORITY = 1000
 MAX_BIASES = 4_096
 
 
+def _model_may_be_left_out(schema: dict[str, Any]) -> None:
+    """Documents that `model` is filled in where one model is served; see BodyReader."""
+    if "model" in schema.get("required", ()):
+        schema["required"].remove("model")
+
+
 class Strict(BaseModel):
     """Base of request schemas: strict types, and unknown fields are rejected."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        hide_input_in_errors=True,
+        json_schema_extra=_model_may_be_left_out,
+    )
 
     @model_validator(mode="before")
     @classmethod

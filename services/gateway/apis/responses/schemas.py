@@ -170,6 +170,11 @@ class CompactRequest(ContextFields):
     prompt_cache_options: JsonObject = None
     service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = None
 
+    @model_validator(mode="after")
+    def _can_be_honoured(self) -> CompactRequest:
+        reject_unsupported(self)
+        return self
+
 
 class ResponsesRequest(ContextFields, EngineExtensions):
     """POST /v1/responses."""
