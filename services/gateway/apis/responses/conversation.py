@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.gateway.apis.responses.custom_tools import arguments_of
-from services.gateway.apis.responses.items import Item, reasoning_text, summary_of
+from services.gateway.apis.responses.items import Item, reasoning_text, summary_of, user_message
 from services.gateway.apis.responses.tools import function_name
 
+SUMMARIZE = """\
+Summarize the conversation above for the assistant that continues it, which sees only the user's messages and this
+summary: what was asked, what was decided and done, with the names, paths, values and results that matter, what is left
+to do, and what is known to fail. Answer with the summary only."""
+
 SUMMARY = "A summary of the conversation so far:"
+
+
+def with_instruction(items: Sequence[Item]) -> list[Item]:
+    """Returns the items of a conversation, followed by the request for its summary."""
+    return [*items, Item(user_message(SUMMARIZE), "input")]
 
 
 @dataclass(slots=True)

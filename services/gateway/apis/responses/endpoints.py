@@ -18,15 +18,14 @@ from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.compaction import NO_TOOLS, compacted, with_instruction
-from services.gateway.apis.responses.conversation import Conversation, conversation
+from services.gateway.apis.responses.conversation import Conversation, conversation, with_instruction
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.items import Input, Item, new_id, read_items
 from services.gateway.apis.responses.pagination import page
-from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
+from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted, output_of
 from services.gateway.apis.responses.schemas import CompactRequest, ContextFields, InputTokensRequest, ResponsesRequest
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
-from services.gateway.apis.responses.tools import ChatTools, read_tools
+from services.gateway.apis.responses.tools import NO_TOOLS, ChatTools, read_tools
 from services.gateway.apis.responses.translate import translate
 from services.gateway.apis.responses.truncation import truncated_to_fit
 from services.gateway.pipeline.pipeline import Generation

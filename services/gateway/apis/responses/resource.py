@@ -13,7 +13,7 @@ from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import Naming, chat_logprobs
 from services.gateway.apis.responses.custom_tools import input_of
-from services.gateway.apis.responses.items import new_id, seal
+from services.gateway.apis.responses.items import Item, compaction_item, new_id, seal
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.tools import ClientTool
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
@@ -180,6 +180,19 @@ class Resource:
             "output": output,
             "usage": usage(counts) if counts is not None else None,
         }
+
+
+def compacted(items: Sequence[Item], blocks: Sequence[Block], counts: Counts) -> dict[str, Any]:
+    """Returns the response object: the user's messages, then the summary, which the blocks of the answer contain."""
+    summary = "".join(block.text for block in blocks if block.kind is BlockKind.TEXT).strip()
+    asked = [item.stored for item in items if item.stored["type"] == "message" and item.stored["role"] == "user"]
+    return {
+        "id": new_id("resp"),
+        "object": "response.compaction",
+        "created_at": int(time.time()),
+        "output": [*asked, compaction_item(summary)],
+        "usage": usage(counts),
+    }
 
 
 def _error_code(error: SluiceError) -> str:

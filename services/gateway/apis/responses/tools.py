@@ -54,6 +54,9 @@ class ChatTools:
     left_out: Sequence[str] = ()
 
 
+NO_TOOLS = ChatTools([], [], None, {})
+
+
 @dataclass(slots=True)
 class _Tools:
     """Tools read so far."""

@@ -13,12 +13,11 @@ from services.common.errors import ErrorKind
 from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.compaction import compacted, with_instruction
-from services.gateway.apis.responses.conversation import conversation
+from services.gateway.apis.responses.conversation import conversation, with_instruction
 from services.gateway.apis.responses.custom_tools import InputReader, arguments_of, input_of
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.items import compaction_item, read_items, summary_of
-from services.gateway.apis.responses.resource import OutputOptions, Resource
+from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.tools import ChatTools, read_tools
 from services.gateway.apis.responses.translate import translate
