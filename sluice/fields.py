@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from services.gateway.apis.anthropic.schemas import MessagesRequest
-from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.unsupported_fields import PLATFORM_FIELDS, neutral_values
 from services.gateway.apis.responses.schemas import ResponsesRequest
@@ -23,6 +23,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/completions": CompletionRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/score": ScoreRequest,
+    "/v1/rerank": RerankRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
 }

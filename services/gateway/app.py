@@ -21,7 +21,7 @@ from services.gateway.admission.gate import Gate
 from services.gateway.apis.anthropic import models as anthropic_models
 from services.gateway.apis.anthropic.dialect import AnthropicDialect, speaks_anthropic
 from services.gateway.apis.anthropic.response_schemas import EitherModel, EitherModelList
-from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.openapi import GENERATING, add_route, document, responses
@@ -31,9 +31,12 @@ from services.gateway.apis.openai.response_schemas import (
     Detokenized,
     EmbeddingList,
     Rendered,
+    Reranked,
+    ScoreList,
     Tokens,
 )
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
+from services.gateway.apis.openai.scores import ScoreEndpoints
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.http.errors import error_response, plain_error_response
@@ -59,6 +62,7 @@ def create_app(
     openai: OpenAIEndpoints,
     tokens: TokenEndpoints,
     embeddings: EmbeddingEndpoints,
+    scores: ScoreEndpoints,
     readiness: Readiness,
     apis: Sequence[AddRoutes] = (),
 ) -> FastAPI:
@@ -69,7 +73,7 @@ def create_app(
         description="An OpenAI-compatible gateway to large language models.",
         telemetry={"tracing": False, "metrics": False, "logs": False},  # services.common.observability does this
     )
-    bodies = _add_openai(app, openai, tokens, embeddings)
+    bodies = _add_openai(app, openai, tokens, embeddings, scores)
     for add in apis:
         bodies += add(app)
     _add_operations(app, readiness)
@@ -108,7 +112,11 @@ def add_middleware(
 
 
 def _add_openai(
-    app: FastAPI, openai: OpenAIEndpoints, tokens: TokenEndpoints, embeddings: EmbeddingEndpoints
+    app: FastAPI,
+    openai: OpenAIEndpoints,
+    tokens: TokenEndpoints,
+    embeddings: EmbeddingEndpoints,
+    scores: ScoreEndpoints,
 ) -> list[type[BaseModel]]:
     """Adds the OpenAI routes and returns the Pydantic models of their request bodies."""
     chats, texts = (responses(answer, GENERATING, streams=True) for answer in (ChatCompletion, Completion))
@@ -116,6 +124,8 @@ def _add_openai(
     add("/v1/chat/completions", openai.chat_completions, chats, body=ChatCompletionRequest)
     add("/v1/completions", openai.completions, texts, body=CompletionRequest)
     add("/v1/embeddings", embeddings.embeddings, responses(EmbeddingList, GENERATING), body=EmbeddingRequest)
+    add("/v1/score", scores.score, responses(ScoreList, GENERATING), body=ScoreRequest)
+    add("/v1/rerank", scores.rerank, responses(Reranked, GENERATING), body=RerankRequest)
     add("/v1/chat/completions/render", tokens.render, responses(Rendered, GENERATING), body=ChatCompletionRequest)
     add("/tokenize", tokens.tokenize, responses(Tokens, GENERATING), body=TokenizeRequest)
     add("/detokenize", tokens.detokenize, responses(Detokenized, GENERATING), body=DetokenizeRequest)
@@ -142,7 +152,15 @@ def _add_openai(
         shown = await openai.model(request.path_params["model"])
         return anthropic_models.as_anthropic(shown) if speaks_anthropic(request.scope) else shown
 
-    return [ChatCompletionRequest, CompletionRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest]
+    return [
+        ChatCompletionRequest,
+        CompletionRequest,
+        EmbeddingRequest,
+        ScoreRequest,
+        RerankRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    ]
 
 
 ROOT: Mapping[str, str] = {

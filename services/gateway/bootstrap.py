@@ -25,6 +25,7 @@ from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
+from services.gateway.apis.openai.scores import ScoreEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.routes import add_responses
@@ -218,10 +219,12 @@ def build_app(
     bodies = BodyReader(settings, memory, components.registry.only_model)
     block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
     embed_client = EmbedClient(components.registry, components.connections, settings.embed_timeout_s)
+    embeddings = EmbeddingEndpoints(pipelines, embed_client, settings, bodies)
     app = create_app(
         OpenAIEndpoints(pipelines, settings, write_scheduler, gateway.parity, gateway.pieces, bodies),
         TokenEndpoints(pipelines, settings, bodies),
-        EmbeddingEndpoints(pipelines, embed_client, settings, bodies),
+        embeddings,
+        ScoreEndpoints(embeddings, settings, bodies),
         gateway.readiness,
         [
             partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies)),

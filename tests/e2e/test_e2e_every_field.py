@@ -25,6 +25,8 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions/render", {**MODEL, "messages": USER}),
     ("/v1/completions", {**MODEL, "prompt": "hi", "max_tokens": 2}),
     ("/v1/embeddings", {**MODEL, "input": "hi"}),
+    ("/v1/score", {**MODEL, "text_1": "hi", "text_2": ["a", "b"]}),
+    ("/v1/rerank", {**MODEL, "query": "hi", "documents": ["a", {"text": "b"}]}),
     ("/tokenize", {**MODEL, "prompt": "hi"}),
     ("/tokenize", {**MODEL, "messages": USER}),
     ("/detokenize", {**MODEL, "tokens": [1]}),

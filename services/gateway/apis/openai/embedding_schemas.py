@@ -1,11 +1,12 @@
-"""Request schema of POST /v1/embeddings."""
+"""Request schemas of POST /v1/embeddings, /v1/score and /v1/rerank."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from services.gateway.apis.common.json_schemas import NON_EMPTY, any_of, closed_object
 from services.gateway.apis.openai.fields import MAX_TOKEN_ID, Label, PromptInput, Strict
 from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
 
@@ -18,22 +19,34 @@ def _inputs(value: Any) -> Any:
     return value
 
 
-class EmbeddingRequest(Strict):
-    """POST /v1/embeddings."""
+class PoolingFields(Strict):
+    """The fields of every request whose texts a model turns into vectors."""
 
     model: str = Field(min_length=1)
-    input: Annotated[PromptInput, BeforeValidator(_inputs)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, le=65_536)
     user: str | None = None
-
-    # Extensions of vLLM and SGLang.
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
     truncation_side: Literal["left", "right"] | None = None
     lora_path: str | None = Field(None, min_length=1, max_length=1024)
     request_id: Label | None = None
     rid: Label | None = None
+
+    @model_validator(mode="after")
+    def _truncates(self) -> PoolingFields:
+        reject_unsupported(self)
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for the context length")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise ValueError("truncation_side requires truncate_prompt_tokens")
+        return self
+
+
+class EmbeddingRequest(PoolingFields):
+    """POST /v1/embeddings."""
+
+    input: Annotated[PromptInput, BeforeValidator(_inputs)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1, le=65_536)
 
     messages: Any = unsupported_field("send texts or token ids as input")
     chat_template: Any = unsupported_field("send texts or token ids as input")
@@ -47,11 +60,60 @@ class EmbeddingRequest(Strict):
     normalize: Any = unsupported_field("the model's files determine it")
     mm_processor_kwargs: Any = unsupported_field("only text input is accepted")
 
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS - 1, fail_fast=True)]
+
+
+class ScoreRequest(PoolingFields):
+    """POST /v1/score."""
+
+    text_1: Text | Texts
+    text_2: Text | Texts
+
     @model_validator(mode="after")
-    def _fits_together(self) -> EmbeddingRequest:
-        reject_unsupported(self)
-        if self.truncate_prompt_tokens == 0:
-            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for the context length")
-        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
-            raise ValueError("truncation_side requires truncate_prompt_tokens")
+    def _pairs_up(self) -> ScoreRequest:
+        first, second = self.pairs
+        if len(first) not in (1, len(second)):
+            raise ValueError("text_1 must have one text, or as many as text_2")
         return self
+
+    @property
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """Both sides as lists."""
+        first, second = ([side] if isinstance(side, str) else side for side in (self.text_1, self.text_2))
+        return first, second
+
+
+class Document(Strict):
+    """A document; a string stands for one with this text."""
+
+    text: Text
+
+
+def _document(value: Any) -> Any:
+    return {"text": value} if isinstance(value, str) else value
+
+
+_TEXT_OR_DOCUMENT = any_of(NON_EMPTY, closed_object({"text": NON_EMPTY}, "text"))
+Documents = Annotated[
+    list[Annotated[Document, BeforeValidator(_document), WithJsonSchema(_TEXT_OR_DOCUMENT)]],
+    Field(min_length=1, max_length=MAX_INPUTS - 1, fail_fast=True),
+]
+
+
+class RerankRequest(PoolingFields):
+    """POST /v1/rerank."""
+
+    query: Text
+    documents: Documents
+    top_n: int | None = Field(None, ge=0, le=MAX_INPUTS)
+    return_documents: bool | None = None
+
+    max_tokens_per_doc: Any = unsupported_field("use truncate_prompt_tokens", 0)
+    rank_fields: Any = unsupported_field("documents are texts")
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' texts."""
+        return [document.text for document in self.documents]

@@ -18,7 +18,7 @@ from services.common.packing import pack_u32
 from services.gateway import context
 from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
-from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
+from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest, PoolingFields
 from services.gateway.apis.openai.fields import one_by_one
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import TextPrompt, TokenPrompt
@@ -26,7 +26,7 @@ from services.gateway.http.sse import result_unless_gone
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.capabilities import able
-from services.gateway.workers.embeddings import NEEDS, EmbedClient, all_or_none
+from services.gateway.workers.embeddings import NEEDS, EmbedClient, Embeddings, all_or_none
 from services.gateway.workers.registry import WorkerEntry
 
 MAX_CONCURRENT_TOKENIZATIONS = 32
@@ -51,7 +51,24 @@ class EmbeddingEndpoints:
     async def embeddings(self, request: Request) -> Response:
         """Create embeddings of texts or of token ids."""
         fields = check(EmbeddingRequest, await self._bodies.read(request), self._budgets)
-        inputs = one_by_one(fields.input)
+        result = await self.vectors(request, fields, one_by_one(fields.input), fields.dimensions or 0)
+        if result is None:
+            return client_closed_response()
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, fields)}
+            for index, vector in enumerate(result.vectors)
+        ]
+        usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
+        return json_response({"object": "list", "data": data, "model": fields.model, "usage": usage})
+
+    async def vectors(
+        self, request: Request, fields: PoolingFields, inputs: list[str | list[int]], dimensions: int = 0
+    ) -> Embeddings | None:
+        """Returns the vectors of inputs; None if the client has disconnected.
+
+        Args:
+            dimensions: of the vectors; 0 for those of the model.
+        """
         registry = self._pipelines.registry
         registry.model(fields.model)
         entry = able(registry.of_model(fields.model), NEEDS)[0]
@@ -63,23 +80,15 @@ class EmbeddingEndpoints:
             ids = await self._tokenized(inputs, fields, entry)
             permit = context.current().permit
             await permit.charge(sum(map(len, ids)) // 4)
-            computed = self._client.embed(request_id, entry.model, ids, fields.dimensions or 0, adapter)
+            computed = self._client.embed(request_id, entry.model, ids, dimensions, adapter)
             result = await result_unless_gone(request.receive, computed)
-        if result is None:
-            return client_closed_response()
-        permit.spent(result.prompt_tokens)
-        if (audit := context.current().audit) is not None:
-            audit.model, audit.prompt_tokens = fields.model, result.prompt_tokens
-        data = [
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, fields)}
-            for index, vector in enumerate(result.vectors)
-        ]
-        usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
-        return json_response({"object": "list", "data": data, "model": fields.model, "usage": usage})
+        if result is not None:
+            permit.spent(result.prompt_tokens)
+            if (audit := context.current().audit) is not None:
+                audit.model, audit.prompt_tokens = fields.model, result.prompt_tokens
+        return result
 
-    async def _tokenized(
-        self, inputs: list[str | list[int]], fields: EmbeddingRequest, entry: WorkerEntry
-    ) -> list[bytes]:
+    async def _tokenized(self, inputs: list[str | list[int]], fields: PoolingFields, entry: WorkerEntry) -> list[bytes]:
         semaphore = asyncio.Semaphore(MAX_CONCURRENT_TOKENIZATIONS)
 
         async def tokenize(text_or_ids: str | list[int]) -> bytes:
@@ -98,7 +107,7 @@ class EmbeddingEndpoints:
         return await all_or_none(tokenize(value) for value in inputs)
 
 
-def _truncated(ids: bytes, fields: EmbeddingRequest, context: int) -> bytes:
+def _truncated(ids: bytes, fields: PoolingFields, context: int) -> bytes:
     """Returns the ids, truncated as the request specifies; raises SluiceError if there are none or too many."""
     max_tokens = context if fields.truncate_prompt_tokens == -1 else fields.truncate_prompt_tokens
     if max_tokens and len(ids) > 4 * max_tokens:

@@ -14,6 +14,7 @@ from services.common.packing import pack_u32, unpack_u32
 from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
+from services.gateway.apis.openai.scores import ScoreEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.app import create_app
 from services.gateway.core.request import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokenizedPrompt
@@ -76,7 +77,8 @@ class Gateway:
         openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None), cast(Any, None), bodies)
         tokens = TokenEndpoints(pipeline, settings, bodies)
         embeddings = EmbeddingEndpoints(pipeline, cast(Any, None), settings, bodies)
-        app = create_app(openai, tokens, embeddings, cast(Readiness, None))
+        scores = ScoreEndpoints(embeddings, settings, bodies)
+        app = create_app(openai, tokens, embeddings, scores, cast(Readiness, None))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
