@@ -27,6 +27,7 @@ from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.scores import ScoreEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
+from services.gateway.apis.operations.endpoints import OperationsEndpoints, add_operations
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.routes import add_responses
 from services.gateway.apis.responses.store import ResponseStore, build_store
@@ -54,6 +55,7 @@ from services.gateway.streams.manager import StreamManager, shutting_down
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.embeddings import EmbedClient
+from services.gateway.workers.fleet_control import FleetControl
 from services.gateway.workers.registry import WorkerRegistry
 from services.gateway.workers.tokenizer_parity import TokenizerParity
 
@@ -72,6 +74,7 @@ class Gateway:
         parity: compares the tokenizers of preprocess and of the workers.
         gate: admits requests.
         live_view: None when it is switched off.
+        fleet: runs control actions on workers.
     """
 
     components: Components
@@ -81,6 +84,7 @@ class Gateway:
     readiness: Readiness
     gate: Gate
     live_view: LiveView | None
+    fleet: FleetControl
 
     @property
     def replica_sets(self) -> tuple[ReplicaSet[Any], ...]:
@@ -136,6 +140,7 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         Readiness(preprocess, router, registry, connections, settings.pipeline.services),
         build_gate(settings, settings.listen, tasks),
         live_view,
+        FleetControl(registry, channel_credentials(settings)),
     )
 
 
@@ -229,6 +234,10 @@ def build_app(
         [
             partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies)),
             partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
+            partial(
+                add_operations,
+                endpoints=OperationsEndpoints(gateway.fleet, components.registry, bodies, settings.budgets),
+            ),
         ],
     )
     add_live_view(app, gateway.live_view)
@@ -251,6 +260,7 @@ async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) 
     tasks.spawn(gateway.pipelines.run(), "models")
     tasks.spawn(gateway.parity.run(), "parity")
     tasks.spawn(components.router.run_reports(), "reports")
+    tasks.spawn(gateway.fleet.keep_adapters(), "adapters")
     tasks.spawn(connections.run_sweeps(), "sweeps")
     tasks.spawn(watchdog.run(), "worker-watchdog")
     tasks.spawn(_sweep_stalled(components.stream_manager, settings.stall_timeout_s), "stalled")

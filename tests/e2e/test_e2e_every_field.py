@@ -27,6 +27,8 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {**MODEL, "input": "hi"}),
     ("/v1/score", {**MODEL, "text_1": "hi", "text_2": ["a", "b"]}),
     ("/v1/rerank", {**MODEL, "query": "hi", "documents": ["a", {"text": "b"}]}),
+    ("/v1/load_lora_adapter", {**MODEL, "lora_name": "wrong.only"}),
+    ("/v1/unload_lora_adapter", {**MODEL, "lora_name": "wrong.only"}),
     ("/tokenize", {**MODEL, "prompt": "hi"}),
     ("/tokenize", {**MODEL, "messages": USER}),
     ("/detokenize", {**MODEL, "tokens": [1]}),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+import pytest
 
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.servers.suite import Suite
@@ -150,3 +151,47 @@ def test_a_profile_is_taken_while_it_serves(suite: Suite) -> None:
     path = Path((control(address, Action.ACTION_STOP_PROFILE))["path"])
     assert path.stat().st_size > 0
     path.unlink()
+
+
+def post(suite: Suite, path: str, **body: object) -> httpx.Response:
+    return httpx.post(f"{suite.url}{path}", json=body, timeout=60)
+
+
+def test_adapter_loaded_over_http_is_on_every_worker_and_on_one_that_lost_it(suite: Suite) -> None:
+    loaded = post(suite, "/v1/load_lora_adapter", lora_name=ADAPTER)
+    assert (loaded.status_code, len(loaded.json()["workers"])) == (200, 2), loaded.text
+    try:
+        until(lambda: complete(suite.url, ADAPTER).status_code == 200)
+        for address in suite.addresses("worker"):  # as a restart does
+            control(address, Action.ACTION_UNLOAD_LORA, name=ADAPTER)
+        until(lambda: complete(suite.url, ADAPTER).status_code == 404)
+        until(lambda: complete(suite.url, ADAPTER).status_code == 200)
+    finally:
+        until(lambda: post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200)
+    until(lambda: complete(suite.url, ADAPTER).status_code == 404)
+    gone = post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER)
+    assert (gone.status_code, gone.json()["error"]["param"]) == (404, "lora_name")
+
+
+@pytest.mark.parametrize("name", ["../etc", "/etc/passwd", "a/b", "", "x" * 129, "a b"])
+def test_adapter_name_that_is_a_path_is_refused(suite: Suite, name: str) -> None:
+    answer = post(suite, "/v1/load_lora_adapter", lora_name=name)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_name")
+
+
+def test_workers_sleep_and_wake_over_http(suite: Suite) -> None:
+    assert len(httpx.post(f"{suite.url}/sleep?level=1", timeout=60).json()["workers"]) == 2
+    until(lambda: complete(suite.url, "tekken").status_code == 503)
+    assert len(httpx.post(f"{suite.url}/wake_up", timeout=60).json()["workers"]) == 2
+    until(lambda: complete(suite.url, "tekken").status_code == 200)
+    again = httpx.post(f"{suite.url}/wake_up", timeout=60)
+    assert again.status_code == 400
+    assert "none to sleep" in again.json()["error"]["message"]
+
+
+def test_prefix_cache_reset_over_http_empties_it(suite: Suite) -> None:
+    prompt = "The same beginning of a prompt, longer than a block of tokens. " * 20
+    complete(suite.url, "tekken", prompt)
+    until(lambda: cached(suite.url, "tekken", prompt) > 0)
+    assert httpx.post(f"{suite.url}/reset_prefix_cache", timeout=60).status_code == 200
+    assert cached(suite.url, "tekken", prompt) == 0

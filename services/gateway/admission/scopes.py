@@ -20,7 +20,7 @@ class Scope(StrEnum):
     TEMPLATE = "template"
     """Send the source of a chat template; names of installed templates do not require it."""
     OPERATE = "operate"
-    """Read the live view and the metrics, which show requests and workers of all tenants."""
+    """Read the live view and the metrics, which show requests and workers of all tenants, and operate workers."""
 
 
 ALL = frozenset(Scope)

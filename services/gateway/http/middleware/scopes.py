@@ -18,7 +18,9 @@ OPEN_PATHS = frozenset(("/", "/health", "/ready", "/docs", "/docs/oauth2-redirec
 """Paths without authentication: they show no model and no client. `/ready` reports more to valid keys."""
 LIVE_PAGE = re.compile(r"/ui(/[^/]*)?")
 """The page of the live view and its files, also without authentication; its data is below /ui/data."""
-_OPERATE_PATHS = re.compile(r"/metrics/?|/ui/.*", re.DOTALL)
+_OPERATE_PATHS = re.compile(
+    r"/metrics/?|/ui/.*|/v1/(un)?load_lora_adapter|/sleep|/wake_up|/reset_prefix_cache", re.DOTALL
+)
 
 _SOURCE = re.compile(r"\{[{%#]")
 """Distinguishes the source of a Jinja template from the name of an installed one."""

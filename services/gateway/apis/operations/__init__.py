@@ -1,0 +1,1 @@
+"""HTTP endpoints that operate the workers of a model."""

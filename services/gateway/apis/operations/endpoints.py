@@ -1,0 +1,109 @@
+"""The endpoints that operate workers: LoRA adapters, sleep and the prefix cache. They require the scope `operate`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common.errors import invalid
+from services.gateway.apis.common.http import BodyReader, json_response
+from services.gateway.apis.openai.fields import Strict
+from services.gateway.apis.openai.openapi import add_route, responses
+from services.gateway.apis.openai.response_schemas import Open
+from services.gateway.apis.openai.validation import check
+from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.workers.fleet_control import FleetControl
+from services.gateway.workers.registry import WorkerRegistry
+
+FAILURES = (400, 401, 403, 404, 500, 503)
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}$")]
+
+
+class LoadAdapterRequest(Strict):
+    """POST /v1/load_lora_adapter."""
+
+    model: str = Field(min_length=1)
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(max_length=4_096)] = ""
+
+
+class UnloadAdapterRequest(Strict):
+    """POST /v1/unload_lora_adapter."""
+
+    model: str = Field(min_length=1)
+    lora_name: AdapterName
+
+
+class Operated(Open):
+    """The workers that ran an action."""
+
+    workers: list[str]
+
+
+class OperationsEndpoints:
+    """Runs actions on all workers of a model.
+
+    Args:
+        bodies: reads the bodies of requests.
+    """
+
+    def __init__(
+        self, control: FleetControl, registry: WorkerRegistry, bodies: BodyReader, budgets: BodyBudgets
+    ) -> None:
+        self._control = control
+        self._registry = registry
+        self._bodies = bodies
+        self._budgets = budgets
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        """Load a LoRA adapter on all workers of a model, now and whenever one starts."""
+        fields = check(LoadAdapterRequest, await self._bodies.read(request), self._budgets)
+        return _operated(await self._control.load_adapter(fields.model, fields.lora_name, fields.lora_path))
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        """Unload a LoRA adapter from all workers of a model."""
+        fields = check(UnloadAdapterRequest, await self._bodies.read(request), self._budgets)
+        return _operated(await self._control.unload_adapter(fields.model, fields.lora_name))
+
+    async def sleep(self, request: Request) -> Response:
+        """Put the workers of a model to sleep once they are idle."""
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise invalid("level must be 1 or 2.", param="level", code="invalid_value")
+        return _operated(await self._control.sleep(self._model(request), int(level)))
+
+    async def wake_up(self, request: Request) -> Response:
+        """Wake the workers of a model."""
+        return _operated(await self._control.wake(request.query_params.get("model") or self._control.only_asleep()))
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Clear the prefix caches of the workers of a model."""
+        return _operated(await self._control.reset_prefix_cache(self._model(request)))
+
+    def _model(self, request: Request) -> str:
+        if model := request.query_params.get("model") or self._registry.only_model():
+            return model
+        raise invalid("model is missing; several models, or none, are served.", param="model")
+
+
+def _operated(workers: list[str]) -> Response:
+    return json_response({"workers": sorted(workers)})
+
+
+def add_operations(app: FastAPI, endpoints: OperationsEndpoints) -> list[type[BaseModel]]:
+    """Adds the routes and returns the schemas of their request bodies."""
+    add = partial(add_route, app, tag="Operations")
+    done = responses(Operated, FAILURES)
+    add("/v1/load_lora_adapter", endpoints.load_lora_adapter, done, body=LoadAdapterRequest)
+    add("/v1/unload_lora_adapter", endpoints.unload_lora_adapter, done, body=UnloadAdapterRequest)
+    model = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
+    level = {"name": "level", "in": "query", "required": False, "schema": {"enum": [1, 2], "default": 1}}
+    add("/sleep", endpoints.sleep, done, parameters=[model, level])
+    add("/wake_up", endpoints.wake_up, done, parameters=[model])
+    add("/reset_prefix_cache", endpoints.reset_prefix_cache, done, parameters=[model])
+    return [LoadAdapterRequest, UnloadAdapterRequest]
