@@ -10,6 +10,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.gateway import context
 from services.gateway.http.body import read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import Marked, mark
@@ -48,6 +49,7 @@ class BodyReader:
         """Returns the body as a JSON object; raises as `read_json`."""
         body = await read_json(request, self._max_bytes, self._timeout_s, self._values, self._bodies)
         if "model" not in body and (model := self._only_model()):
+            context.current().permit.check_model(model, "model")
             body["model"] = model
         return body
 

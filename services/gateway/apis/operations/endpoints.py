@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import invalid
+from services.gateway import context
 from services.gateway.apis.common.http import BodyReader, json_response
 from services.gateway.apis.openai.fields import Strict
 from services.gateway.apis.openai.openapi import add_route, responses
@@ -79,7 +80,9 @@ class OperationsEndpoints:
 
     async def wake_up(self, request: Request) -> Response:
         """Wake the workers of a model."""
-        return _operated(await self._control.wake(request.query_params.get("model") or self._control.only_asleep()))
+        model = request.query_params.get("model") or self._control.only_asleep()
+        context.current().permit.check_model(model, "model")
+        return _operated(await self._control.wake(model))
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Clear the prefix caches of the workers of a model."""
@@ -87,6 +90,7 @@ class OperationsEndpoints:
 
     def _model(self, request: Request) -> str:
         if model := request.query_params.get("model") or self._registry.only_model():
+            context.current().permit.check_model(model, "model")
             return model
         raise invalid("model is missing; several models, or none, are served.", param="model")
 
