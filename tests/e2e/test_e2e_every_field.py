@@ -101,7 +101,7 @@ async def test_a_wrong_value_is_refused_and_its_field_named(
         for wrong in reader.wrong(reader.bodies()[endpoint], valid)
         if wrong.path[0] not in without and not (endpoint == "/tokenize" and wrong.value is None)
     ]
-    assert len({wrong.path for wrong in wrongs}) >= 4
+    assert len({wrong.path for wrong in wrongs}) > len(valid)
     at_once = asyncio.Semaphore(AT_ONCE)
 
     async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S) as client:

@@ -186,7 +186,7 @@ def test_workers_sleep_and_wake_over_http(suite: Suite) -> None:
     until(lambda: complete(suite.url, "tekken").status_code == 200)
     again = httpx.post(f"{suite.url}/wake_up", timeout=60)
     assert again.status_code == 400
-    assert "none to sleep" in again.json()["error"]["message"]
+    assert "no worker to sleep" in again.json()["error"]["message"]
 
 
 def test_prefix_cache_reset_over_http_empties_it(suite: Suite) -> None:

@@ -15,6 +15,8 @@ from services.gateway.apis.responses.custom_tools import read_custom
 from services.gateway.apis.responses.openapi_schemas import HOSTED_TOOL
 
 _SEPARATOR = "__"
+_TOOL_NAME = re.compile(TOOL_NAME_PATTERN)
+_HOSTED_TOOL = re.compile(HOSTED_TOOL)
 
 
 class ClientTool(NamedTuple):
@@ -78,7 +80,7 @@ class _Tools:
 
     def _add_namespace(self, reader: FieldReader) -> None:
         name = reader.fields("type", "name", "description", "tools").under("name")
-        if not re.fullmatch(TOOL_NAME_PATTERN, name.text()):
+        if not _TOOL_NAME.fullmatch(name.text()):
             raise name.invalid(TOOL_NAME_RULE)
         reader.under("description").optional(str)
         for tool in reader.under("tools").items():
@@ -89,7 +91,7 @@ class _Tools:
         function = read_custom(reader) if kind == "custom" else _parameters(reader)
         name = reader.under("name")
         tool = ClientTool(name.text(), namespace, kind == "custom")
-        if not re.fullmatch(TOOL_NAME_PATTERN, tool.function):
+        if not _TOOL_NAME.fullmatch(tool.function):
             raise name.invalid(f"{TOOL_NAME_RULE}, its namespace included")
         if tool.function in self.client:
             raise name.invalid(f"{tool.function!r} is the name of another tool too")
@@ -145,7 +147,7 @@ def _allowed(choice: FieldReader, tools: Container[str]) -> set[str]:
 
 def _hosted(tool: Any) -> bool:
     kind = tool.get("type") if isinstance(tool, dict) else None
-    return isinstance(kind, str) and re.match(HOSTED_TOOL, kind) is not None
+    return isinstance(kind, str) and _HOSTED_TOOL.match(kind) is not None
 
 
 def _named(reader: FieldReader, tools: Container[str]) -> str:
