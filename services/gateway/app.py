@@ -176,7 +176,7 @@ ROOT: Mapping[str, str] = {
 
 
 def _add_operations(app: FastAPI, readiness: Readiness) -> None:
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # agents probe with HEAD
     async def root() -> dict[str, str]:
         return dict(ROOT)
 

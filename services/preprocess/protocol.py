@@ -48,7 +48,8 @@ class ChatRequest:
 
 
 EFFORT = "reasoning_effort"
-"""Argument of a chat template that many clients send to every model."""
+HINTS = frozenset((EFFORT, "enable_thinking", "thinking"))
+"""Arguments of chat templates that many clients send to every model."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class TokenizerFacts:
         prompt_fingerprint: digests of a fixed set of chats, see `probes`; empty until the tokenizer is served.
         defaults: sampling defaults from the model's files.
         cache_refusal: why prompt segments are not cached; empty when they are, or when there is no such cache.
-        without_effect: arguments of a chat that clients send for other models and that change no prompt of this one.
+        without_effect: those of HINTS that change no prompt of this model.
     """
 
     processor: str

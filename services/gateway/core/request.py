@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
@@ -165,6 +165,13 @@ class GenerationRequest:
     engine_text: bool = False  # the worker's engine detokenizes
     session_id: str = ""  # as `session_affinity.current`
     degraded: tuple[str, ...] = ()  # what the answer lacks for reasons known before it starts
+    template_fields: tuple[tuple[str, str], ...] = ()  # arguments of the chat template and the fields that set them
+
+    def fields_without_effect(self, arguments: Collection[str]) -> list[str]:
+        """Returns the client's fields all of whose arguments of the chat template are among those given."""
+        names = dict.fromkeys(name for _, name in self.template_fields)
+        effective = {name for argument, name in self.template_fields if argument not in arguments}
+        return [name for name in names if name not in effective]
 
 
 def no_effect(field: str) -> str:

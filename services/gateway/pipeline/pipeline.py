@@ -192,6 +192,7 @@ class Pipeline:
         permit = request_context.permit
         await permit.charge(prompt.estimated_length + request.choices * (request.stop.max_tokens or 0))
         generation = Generation(self.stream_manager, prompt)
+        reasons = (*request.degraded, *map(no_effect, request.fields_without_effect(prompt.without_effect)))
         permit.watch(generation)
         try:
             if self._replicas_make_text:
@@ -212,7 +213,7 @@ class Pipeline:
                     self.stages.text,
                 )
                 generation.streams.append(stream)
-                for reason in (*request.degraded, *map(no_effect, prompt.without_effect)):
+                for reason in reasons:
                     self.stream_manager.on_degraded(stream, reason)
                 if tenant_cache.is_shared(request, permit):
                     self.stream_manager.on_degraded(stream, SHARED)

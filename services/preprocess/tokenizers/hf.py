@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import (
-    EFFORT,
+    HINTS,
     ChatRequest,
     Message,
     PendingPrompt,
@@ -100,7 +101,7 @@ class HfTokenizer(TokenizerProtocol):
             backend=self._encoder.backend,
             defaults=generation_defaults(generation),
             cache_refusal=self._encoder.cache_refusal,
-            without_effect=frozenset() if _reads_effort(self._templates) else frozenset({EFFORT}),
+            without_effect=frozenset(name for name in HINTS if not _is_read(name, self._templates.values())),
         )
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
@@ -234,8 +235,9 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _reads_effort(templates: dict[str, str]) -> bool:
-    return any(EFFORT in source for source in templates.values())
+def _is_read(name: str, templates: Iterable[str]) -> bool:
+    """Returns whether a template may read the variable; a word of its text with this name counts, too."""
+    return any(re.search(rf"\b{name}\b", source) for source in templates)
 
 
 def _own_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from services.preprocess.encoders.mistral import MistralEncoder
 from services.preprocess.encoders.mistral_plain import PlainEncoder
 from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import generation_defaults
-from services.preprocess.protocol import EFFORT, ChatRequest, Message, TokenizerFacts, TokenizerProtocol
+from services.preprocess.protocol import EFFORT, HINTS, ChatRequest, Message, TokenizerFacts, TokenizerProtocol
 
 _TOOL_CALL_ID_CHARS = 9
 _UNSET_LENGTH = 10**9
@@ -68,7 +69,7 @@ class MistralTokenizer(TokenizerProtocol):
             backend=self._encoder.backend,
             cache_refusal="" if self._encoder.cache_stats is not None else CACHE_OFF,
             defaults=generation_defaults(read_json(path, "generation_config.json")),
-            without_effect=frozenset() if self._text.version.supports_model_settings else frozenset({EFFORT}),
+            without_effect=HINTS - {EFFORT} if self._text.version.supports_model_settings else HINTS,
         )
 
     @property
@@ -76,6 +77,7 @@ class MistralTokenizer(TokenizerProtocol):
         return self._encoder.cache_stats
 
     def pack_chat(self, chat: ChatRequest) -> bytes:
+        chat = self._without_hints(chat)
         if self._plain is not None:
             try:
                 ids = self._plain.pack(chat)
@@ -90,7 +92,7 @@ class MistralTokenizer(TokenizerProtocol):
 
     def render(self, chat: ChatRequest) -> str:
         """Returns the prompt as text by decoding the ids, which are authoritative."""
-        return self.decode(self._encode(chat))
+        return self.decode(self._encode(self._without_hints(chat)))
 
     def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
         """Returns packed ids of a text, with BOS by default; text never becomes a control token."""
@@ -107,9 +109,17 @@ class MistralTokenizer(TokenizerProtocol):
         policy = SpecialTokenPolicy.IGNORE if skip_special_tokens else SpecialTokenPolicy.KEEP
         return self._tokenizer.decode(list(token_ids), special_token_policy=policy)
 
+    def _without_hints(self, chat: ChatRequest) -> ChatRequest:
+        """Returns the chat without the arguments that change no prompt of this model."""
+        dead = self.facts.without_effect
+        if dead.isdisjoint(chat.template_kwargs):
+            return chat
+        kept = {name: value for name, value in chat.template_kwargs.items() if name not in dead}
+        return replace(chat, template_kwargs=kept)
+
     def _encode(self, chat: ChatRequest) -> list[int]:
         """Returns the ids as encoded by mistral-common."""
-        extra = _extra_arguments(chat, self.facts.without_effect)
+        extra = _extra_arguments(chat)
         messages = _in_order([self._adapted(message, index) for index, message in enumerate(chat.messages)])
         continued = messages[-1]["role"] == "assistant"
         if chat.continue_final_message and not continued:
@@ -174,7 +184,7 @@ def _in_order(messages: list[Message]) -> list[Message]:
     return ordered
 
 
-def _extra_arguments(chat: ChatRequest, without_effect: Container[str]) -> dict[str, Any]:
+def _extra_arguments(chat: ChatRequest) -> dict[str, Any]:
     """Returns extra arguments for mistral-common; rejects those it does not support."""
     if chat.chat_template:
         raise invalid("This model's tokenizer does not support chat templates; omit it.", param="chat_template")
@@ -186,7 +196,7 @@ def _extra_arguments(chat: ChatRequest, without_effect: Container[str]) -> dict[
                 f"This model's tokenizer does not support {quoted(name)}; omit it.",
                 param=f"chat_template_kwargs.{name}",
             )
-    return {name: value for name, value in chat.template_kwargs.items() if name not in without_effect}
+    return chat.template_kwargs
 
 
 def _short_id(call_id: str) -> str:

@@ -15,7 +15,7 @@ from services.gateway.apis.anthropic.dialect import VERSIONS, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields, explain
-from services.gateway.apis.anthropic.translate import EngineCapabilities, thinks, translate
+from services.gateway.apis.anthropic.translate import SWITCH, EngineCapabilities, thinks, translate
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, Fallback, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest
@@ -152,7 +152,7 @@ class MessagesEndpoints:
 
     def _forget_switch(self, model: str, error: SluiceError) -> bool:
         """Returns whether the error shows, for the first time, that the model's template has no switch for thinking."""
-        if error.param != "thinking.type" or model in self._without_switch:
+        if error.param != SWITCH or model in self._without_switch:
             return False
         while len(self._without_switch) >= REMEMBERED_MODELS:
             del self._without_switch[next(iter(self._without_switch))]

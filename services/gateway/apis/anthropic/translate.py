@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import SluiceError, with_field
@@ -18,6 +18,9 @@ from services.gateway.http.body_budgets import BodyBudgets
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names under which chat templates take the switch for thinking."""
 
+SWITCH = "thinking.type"
+"""The client's name of these switches."""
+
 _NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -25,7 +28,7 @@ _NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.reasoning_effort": "output_config.effort",
-    **{f"chat_template_kwargs.{name}": "thinking.type" for name in THINKING_SWITCHES},
+    **{f"chat_template_kwargs.{name}": SWITCH for name in THINKING_SWITCHES},
     "thinking_token_budget": "thinking.budget_tokens",
     "lora": "lora_path",
     "engine_options": "vllm_xargs",
@@ -74,12 +77,20 @@ def translate(
     field_names = MessageFieldNames(_NAMES, chat.paths, tools.paths, _OF_TOOL)
     body = _chat(fields, chat, tools, capabilities, switched)
     degraded = [*map(no_effect, fields_without_effect(fields)), *map(left_out, (*tools.left_out, *chat.left_out))]
-    return translate_chat(body, field_names, request_id, budgets, capabilities.structured_output, degraded)
+    forces_calls = capabilities.structured_output
+    translated = translate_chat(body, field_names, request_id, budgets, forces_calls, degraded)
+    return translated if thinks(fields) else _without_switch_report(translated)
 
 
 def thinks(fields: PromptFields) -> bool:
     """Returns whether the request enables thinking, and thinking blocks in the response."""
     return fields.thinking is not None and fields.thinking.type != "disabled"
+
+
+def _without_switch_report(translated: TranslatedRequest) -> TranslatedRequest:
+    """Returns a request that thinking was not requested for: a switch without effect is not reported then."""
+    reported = tuple(pair for pair in translated.generation.template_fields if pair[1] != SWITCH)
+    return replace(translated, generation=replace(translated.generation, template_fields=reported))
 
 
 def _chat(

@@ -48,7 +48,7 @@ class BodyReader:
     async def read(self, request: Request) -> dict[str, Any]:
         """Returns the body as a JSON object; raises as `read_json`."""
         body = await read_json(request, self._max_bytes, self._timeout_s, self._values, self._bodies)
-        if "model" not in body and (model := self._only_model()):
+        if body.get("model") is None and (model := self._only_model()):
             context.current().permit.check_model(model, "model")
             body["model"] = model
         return body

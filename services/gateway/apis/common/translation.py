@@ -43,8 +43,8 @@ def translate_chat(
     try:
         fields = check(ChatCompletionRequest, body, budgets)
         request = chat_request(body, fields, request_id, 1, budgets, forces_calls)
-        return TranslatedRequest(
-            replace(request, degraded=tuple(dict.fromkeys((*request.degraded, *degraded)))), field_names
-        )
+        reasons = tuple(dict.fromkeys((*request.degraded, *degraded)))
+        template_fields = tuple((argument, field_names.param(field)) for argument, field in request.template_fields)
+        return TranslatedRequest(replace(request, degraded=reasons, template_fields=template_fields), field_names)
     except SluiceError as error:
         raise field_names.rename(error) from None

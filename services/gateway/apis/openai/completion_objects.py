@@ -108,6 +108,8 @@ class Format(ABC):
     _chunk_object: str
     _role: bytes  # output of the first chunk; empty: none
     _no_output: bytes
+    _choice_details: tuple[str, ...]  # fields of a collected choice that are null unless requested
+    _response_details: tuple[str, ...]  # likewise, of the response
 
     def __init__(self, completion_id: str, created: int, model: str, include_usage: bool) -> None:
         self.null_usage = b',"usage":null' if include_usage else b""
@@ -182,11 +184,13 @@ class Format(ABC):
                     "finish_reason": finish_reason(choice.finish),
                     "stop_reason": stop_reason(choice.finish),
                     **degraded(choice.finish),
+                    **dict.fromkeys(self._choice_details),
                     **choice.extra,
                 }
                 for index, choice in enumerate(choices)
             ],
             "usage": counts,
+            **dict.fromkeys(self._response_details),
             **(extra or {}),
         }
 
@@ -207,6 +211,7 @@ class ChatFormat(Format):
     """Formats chat completions."""
 
     id_prefix = "chatcmpl-"
+    _choice_details, _response_details = ("token_ids",), ("prompt_token_ids", "prompt_logprobs")
     prompt_in_choice = False
     _response_object, _chunk_object = "chat.completion", "chat.completion.chunk"
     _role, _no_output = b'"delta":{"role":"assistant","content":""}', b'"delta":{}'
@@ -241,6 +246,7 @@ class CompletionFormat(Format):
     """Formats completions, whose output is not parsed: all of it is text."""
 
     id_prefix = "cmpl-"
+    _choice_details, _response_details = ("token_ids", "prompt_token_ids", "prompt_logprobs"), ()
     prompt_in_choice = True
     _response_object = _chunk_object = "text_completion"
     _role, _no_output = b"", b'"text":""'

@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from services.common.errors import invalid, quoted
 from services.gateway.apis.openai.json_schema import check_schema
 from services.gateway.core.request import StructuredOutput
 
@@ -24,7 +25,8 @@ def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> StructuredOutp
         tools: the chat's tools, already measured by `SchemaMeter`.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT naming the tool whose parameters are not a valid schema.
+        SluiceError: INVALID_ARGUMENT naming the tool whose parameters are not a valid schema, or define a name of
+            `$defs` differently than an earlier tool.
     """
     if tool_choice in (None, "none", "auto"):
         return None
@@ -39,7 +41,12 @@ def forced_call(tools: list[dict[str, Any]], tool_choice: Any) -> StructuredOutp
         parameters = dict(parameters)
         for name, definition in (parameters.pop("$defs", None) or {}).items():
             if definitions.setdefault(name, definition) != definition:
-                return None
+                raise invalid(
+                    f"tools[{index}].function.parameters.$defs has another definition of {quoted(name)} than an "
+                    "earlier tool; with a tool_choice that requires a call, use different names.",
+                    param=f"tools[{index}].function.parameters",
+                    code="invalid_value",
+                )
         if _has_unresolvable_reference(parameters):
             return None
         calls.append(

@@ -30,6 +30,8 @@ from services.gateway.core.request import (
 )
 from services.gateway.http.body_budgets import BodyBudgets
 
+_TEMPLATE_HINTS = ("enable_thinking", "reasoning_effort")
+"""Fields of a chat that are arguments of its template."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
 
@@ -164,6 +166,7 @@ def _request(
         token_texts=logprobs is not None or fields.continuous_usage or bool(fields.return_token_ids),
         needs=tuple(_required_capabilities(fields, logprobs, prompt_logprobs, constraint, forced)),
         degraded=tuple(map(no_effect, fields_without_effect(fields))),
+        template_fields=_template_fields(fields) if isinstance(fields, ChatCompletionRequest) else (),
     )
 
 
@@ -250,12 +253,15 @@ def _forced_call(body: dict[str, Any], fields: ChatCompletionRequest) -> Structu
 
 
 def _template_kwargs(fields: ChatCompletionRequest) -> dict[str, Any] | None:
-    kwargs = dict(fields.chat_template_kwargs or {})
-    if fields.enable_thinking is not None:
-        kwargs.setdefault("enable_thinking", fields.enable_thinking)
-    if fields.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", fields.reasoning_effort)
-    return kwargs or None
+    hints = {name: value for name in _TEMPLATE_HINTS if (value := getattr(fields, name)) is not None}
+    return {**hints, **(fields.chat_template_kwargs or {})} or None
+
+
+def _template_fields(fields: ChatCompletionRequest) -> tuple[tuple[str, str], ...]:
+    """Returns the arguments of the chat template and the fields that set them."""
+    kwargs = fields.chat_template_kwargs or {}
+    hints = [(name, name) for name in _TEMPLATE_HINTS if name not in kwargs and getattr(fields, name) is not None]
+    return (*hints, *((name, f"chat_template_kwargs.{name}") for name in kwargs))
 
 
 def _unsupported(field: str, reason: str) -> SluiceError:
