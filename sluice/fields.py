@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -15,7 +16,7 @@ from pydantic.fields import FieldInfo
 from services.gateway.apis.anthropic.schemas import MessagesRequest
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.apis.openai.unsupported_fields import PLATFORM_FIELDS, neutral_values
+from services.gateway.apis.openai.unsupported_fields import FieldClass, class_of, neutral_values
 from services.gateway.apis.responses.schemas import ResponsesRequest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "fields.md"
@@ -28,20 +29,48 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
 }
-CHECKED_WITH = (
-    "openai-python 3.51.0, anthropic-sdk-python 2.11.0, Codex CLI 0.169.0, Claude Code 2.1.330 and OpenCode 1.18.33"
-)
-HEAD = f"""# Fields of requests
+SDKS = {"openai": ("3.51.0", "3.54.0"), "anthropic": ("2.11.0", "2.12.0")}
+"""Client libraries all of whose request fields have a class here, by distribution."""
+AGENTS = {"Codex CLI": "0.169.0", "Claude Code": "2.1.330", "OpenCode": "1.18.33"}
+"""Agents whose requests are accepted."""
+_LISTS = {
+    FieldClass.HONOURED: "Honoured",
+    FieldClass.HINT: "Honoured where the model can, otherwise without effect and reported",
+    FieldClass.PLATFORM: "Without effect, not reported",
+}
+_TABLES = {FieldClass.NO_EFFECT: "Without effect, reported", FieldClass.REFUSED: "Refused"}
+
+
+def page() -> str:
+    """Returns the page."""
+    return "\n".join([_head(), *(line for path, schema in SCHEMAS.items() for line in _section(path, schema))]) + "\n"
+
+
+def rows(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yields the fields of a schema with their paths; of objects in it only the fields that are not honoured."""
+    for name, field in schema.model_fields.items():
+        path = prefix + (field.alias or name)
+        if not prefix or class_of(field) is not FieldClass.HONOURED:
+            yield path, field
+        for nested in _models(field.annotation):
+            yield from rows(nested, f"{path}.")
+
+
+def _head() -> str:
+    sdks = ", ".join(f"`{name}` {' and '.join(versions)}" for name, versions in SDKS.items())
+    agents = ", ".join(f"{name} {version}" for name, version in AGENTS.items())
+    return f"""# Fields of requests
 
 <!-- made by `python -m sluice.fields --write`; do not edit -->
 
-Every field that a request may have, by endpoint, checked with {CHECKED_WITH}. A field that is in none of these lists is
-rejected by name.
+Every field that a request may have, by endpoint. A field that is in none of these lists is rejected by name. All fields
+of the client libraries {sdks} are here.
+Requests of {agents} are accepted.
 
 - **Honoured**: it has the effect that its API documents.
 - **Without effect**: accepted, because its absence cannot make an answer wrong. Where a client may expect an effect,
-  the answer says so: `x-sluice-degraded: no_effect:FIELD`, and `degraded` in the body. Fields of the platform that the
-  API comes from, such as `metadata`, are not reported.
+  the answer reports it: `x-sluice-degraded: no_effect:FIELD`, and `degraded` in the body. Fields for the platform that
+  the API comes from, such as `service_tier`, are not reported.
 - **Refused**: rejected with a reason, because the answer would silently differ. `null` and the neutral values in
   parentheses are accepted.
 
@@ -50,34 +79,32 @@ and reported as `left_out:TYPE`.
 """
 
 
-def page() -> str:
-    """Returns the page."""
-    return "\n".join([HEAD, *(line for path, schema in SCHEMAS.items() for line in _section(path, schema))]) + "\n"
-
-
 def _section(path: str, schema: type[BaseModel]) -> Iterator[str]:
-    fields = sorted((field.alias or name, field) for name, field in schema.model_fields.items())
-    groups: dict[str, list[str]] = {"honoured": [], "platform": [], "no effect": [], "refused": []}
-    for name, field in fields:
-        kind, text = _class_of(name, field)
-        groups[kind].append(text)
+    groups: dict[FieldClass, list[tuple[str, FieldInfo]]] = {each: [] for each in FieldClass}
+    for name, field in sorted(rows(schema), key=lambda row: row[0]):
+        groups[class_of(field)].append((name, field))
     yield f"## {path}\n"
-    yield f"**Honoured:** {', '.join(groups['honoured'])}.\n"
-    if groups["platform"]:
-        yield f"**Without effect, not reported:** {', '.join(groups['platform'])}.\n"
-    for kind, title in (("no effect", "Without effect, reported"), ("refused", "Refused")):
+    for kind, title in _LISTS.items():
+        if groups[kind]:
+            yield f"**{title}:** {', '.join(f'`{name}`' for name, _ in groups[kind])}.\n"
+    for kind, title in _TABLES.items():
         if groups[kind]:
             yield f"| {title} | why |\n| --- | --- |"
-            yield "\n".join(groups[kind]) + "\n"
+            yield "\n".join(_row(name, field) for name, field in groups[kind]) + "\n"
 
 
-def _class_of(name: str, field: FieldInfo) -> tuple[str, str]:
-    refused, neutral = neutral_values(field)
-    if neutral is None:
-        return ("platform" if name in PLATFORM_FIELDS else "honoured"), f"`{name}`"
-    shown = ", ".join(f"`{value}`" for value in neutral if value is not None)
+def _row(name: str, field: FieldInfo) -> str:
+    _, neutral = neutral_values(field)
+    shown = ", ".join(f"`{value}`" for value in neutral or () if value is not None)
     reason = str(field.description).partition(": ")[2].removesuffix(".")
-    return ("refused" if refused else "no effect"), f"| `{name}`{f' ({shown})' if shown else ''} | {reason} |"
+    return f"| `{name}`{f' ({shown})' if shown else ''} | {reason} |"
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models(argument)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails
 
 from services.common.errors import SluiceError, invalid
 from services.gateway.apis.anthropic.dialect import THREADS_UNSUPPORTED
@@ -17,7 +17,9 @@ from services.gateway.apis.openai.engine_fields import EngineExtensions
 from services.gateway.apis.openai.fields import MAX_STOP_STRINGS, MAX_TOKEN_ID, Strict, within_list_items
 from services.gateway.apis.openai.unsupported_fields import (
     UNSUPPORTED,
+    hint_field,
     no_effect_field,
+    platform_field,
     reject_unsupported,
     unsupported_field,
 )
@@ -25,6 +27,7 @@ from services.gateway.apis.openai.validation import MAX_NAME
 
 MAX_TOOLS = 1024
 MIN_THINKING_BUDGET = 1024
+INVALID_VALUE = "invalid_value"
 
 
 def _messages(value: Any, info: ValidationInfo) -> Any:
@@ -114,7 +117,7 @@ class OutputFormat(Strict):
 class OutputConfig(Strict):
     """The reasoning effort and the format of the output."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = hint_field()
     format: OutputFormat | None = None
 
 
@@ -126,10 +129,12 @@ class PromptFields(Strict):
     system: Annotated[Any, BeforeValidator(_system), WithJsonSchema(SYSTEM)] = None
     tools: Annotated[list[Any], BeforeValidator(_tools), WithJsonSchema(TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[Any, BeforeValidator(_object), WithJsonSchema(TOOL_CHOICE)] = None
-    thinking: Thinking | None = None
+    thinking: Thinking | None = hint_field()
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = platform_field()
 
+    thread: Any = unsupported_field("threads are not kept here; send the whole conversation")
+    compaction: Any = unsupported_field("conversations are not summarized here; ask the model for a summary")
     speed: Any = unsupported_field("only the standard speed exists", "standard")
     mcp_servers: Any = unsupported_field("Sluice does not call MCP servers; describe their tools in tools", [])
     context_management: Annotated[Any, BeforeValidator(_context_management)] = no_effect_field(
@@ -156,18 +161,14 @@ class MessagesRequest(PromptFields, EngineExtensions):
     top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=0, lt=2**31)
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = platform_field()
 
-    thread: Any = None
     container: Any = unsupported_field("containers are not supported")
+    billing_policy: Any = no_effect_field("requests are not billed here")
+    fallbacks: Any = no_effect_field("the models served here return no refusals", [])
+    fallback_credit_token: Any = no_effect_field("the models served here return no refusals")
     diagnostics: Any = no_effect_field("usage reports the cached tokens")
     inference_geo: Any = unsupported_field("the operator decides where requests run")
-
-    @model_validator(mode="after")
-    def _has_no_thread(self) -> MessagesRequest:
-        if self.thread is not None:
-            raise PydanticCustomError(THREADS_UNSUPPORTED, "threads are not kept here; send the whole conversation")
-        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> MessagesRequest:
@@ -181,18 +182,17 @@ def explain(first: ErrorDetails) -> SluiceError:
     """Returns a validation error, formatted as Anthropic does: `messages.0.role: …`."""
     parts = [str(part)[:MAX_NAME] for part in first["loc"] if part != "[key]"]
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == THREADS_UNSUPPORTED:
-        return invalid(f"thread: {message}.", param="thread", code=THREADS_UNSUPPORTED)
     if first["type"] == "extra_forbidden":
         return _error(parts, "Extra inputs are not permitted")
     if first["type"] == "missing":
         return _error(parts, "Field required")
     if first["type"] == UNSUPPORTED or (first["type"] == "value_error" and (not parts or parts == ["thinking"])):
         name, _, message = message.partition(" ")
-        return _error([*parts, name], message)
+        code = THREADS_UNSUPPORTED if name == "thread" else INVALID_VALUE
+        return _error([*parts, name], message, code)
     return _error(parts, message)
 
 
-def _error(parts: list[str], message: str) -> SluiceError:
+def _error(parts: list[str], message: str, code: str = INVALID_VALUE) -> SluiceError:
     field = ".".join(parts)
-    return invalid(f"{field}: {message}.", param=field, code="invalid_value")
+    return invalid(f"{field}: {message}.", param=field, code=code)

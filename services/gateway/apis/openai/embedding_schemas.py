@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from services.gateway.apis.common.json_schemas import NON_EMPTY, any_of, closed_object
 from services.gateway.apis.openai.fields import MAX_TOKEN_ID, Label, PromptInput, Strict
-from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
+from services.gateway.apis.openai.unsupported_fields import platform_field, reject_unsupported, unsupported_field
 
 MAX_INPUTS = 2_048
 
@@ -23,7 +23,7 @@ class PoolingFields(Strict):
     """The fields of every request whose texts a model turns into vectors."""
 
     model: str = Field(min_length=1)
-    user: str | None = None
+    user: str | None = platform_field()
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
     truncation_side: Literal["left", "right"] | None = None

@@ -18,7 +18,7 @@ from services.gateway.apis.openai.fields import (
     TokenId,
 )
 from services.gateway.apis.openai.structured_output_fields import GuidedFields
-from services.gateway.apis.openai.unsupported_fields import unsupported_field
+from services.gateway.apis.openai.unsupported_fields import no_effect_field, unsupported_field
 from services.gateway.core.routing_hints import MOST_RANKS
 
 
@@ -60,7 +60,9 @@ class EngineFields(SharedFields, GuidedFields):
     thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
-    spaces_between_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = no_effect_field(
+        "special tokens are written as the model's tokenizer writes them", True
+    )
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

@@ -23,9 +23,10 @@ MAX_BIASES = 4_096
 
 
 def _model_may_be_left_out(schema: dict[str, Any]) -> None:
-    """Documents that `model` is filled in where one model is served; see BodyReader."""
+    """Documents that `model`, absent or null, is filled in where one model is served; see BodyReader."""
     if "model" in schema.get("required", ()):
         schema["required"].remove("model")
+        schema["properties"]["model"] = {"anyOf": [schema["properties"]["model"], {"type": "null"}]}
 
 
 class Strict(BaseModel):

@@ -26,7 +26,13 @@ from services.gateway.apis.openai.fields import (
 )
 from services.gateway.apis.openai.nvext import Nvext
 from services.gateway.apis.openai.openapi_schemas import MESSAGES, TOOL_CHOICE
-from services.gateway.apis.openai.unsupported_fields import no_effect_field, reject_unsupported, unsupported_field
+from services.gateway.apis.openai.unsupported_fields import (
+    hint_field,
+    no_effect_field,
+    platform_field,
+    reject_unsupported,
+    unsupported_field,
+)
 
 MAX_TOOLS = 1_024
 
@@ -36,7 +42,7 @@ class StreamOptions(Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None
+    include_obfuscation: bool | None = platform_field()
 
 
 class GenerationFields(EngineFields):
@@ -148,16 +154,17 @@ class ChatCompletionRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     modalities: list[str] | None = Field(None, max_length=8, fail_fast=True)
-    enable_thinking: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = hint_field()
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = hint_field()
 
     # Fields of OpenAI's platform without effect on the output; prompt_cache_key may identify a session.
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
-    safety_identifier: str | None = None
+    metadata: Metadata | None = platform_field()
+    store: bool | None = platform_field()
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = platform_field()
+    safety_identifier: str | None = platform_field()
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = platform_field()
+    prompt_cache_options: JsonObject = platform_field()
 
     # Extensions of vLLM and SGLang.
     add_generation_prompt: bool | None = None
@@ -170,6 +177,7 @@ class ChatCompletionRequest(GenerationFields):
 
     functions: Any = unsupported_field("it is deprecated; use tools")
     function_call: Any = unsupported_field("it is deprecated; use tool_choice")
+    moderation: Any = unsupported_field("moderation is not supported")
     audio: Any = unsupported_field("only text output is generated")
     prediction: Any = unsupported_field("predicted outputs are not implemented")
     web_search_options: Any = unsupported_field("web search is not built in; describe a tool")

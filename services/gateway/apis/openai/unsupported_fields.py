@@ -1,4 +1,4 @@
-"""Fields of other APIs and servers that do nothing here.
+"""Classes of request fields: honoured, without effect here, refused.
 
 A field that would change the answer is rejected with a reason, never silently ignored. A known field whose absence
 cannot make an answer wrong, such as a hint, has no effect: it is accepted and reported in `degraded`. Neutral values
@@ -8,6 +8,7 @@ cannot make an answer wrong, such as a hint, has no effect: it is accepted and r
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -17,20 +18,17 @@ from pydantic_core import PydanticCustomError
 UNSUPPORTED = "unsupported"
 """The type of the validation error."""
 
-_NO_EFFECT = "x-no-effect"
+_NO_EFFECT, _HINT, _PLATFORM = "x-no-effect", "x-hint", "x-platform"
 
-PLATFORM_FIELDS = frozenset(
-    (
-        "client_metadata",
-        "max_tool_calls",
-        "metadata",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-    )
-)
-"""Fields for the platform that an API comes from, which have no effect on an answer anywhere and are not reported."""
+
+class FieldClass(StrEnum):
+    """What a field of a request does here."""
+
+    HONOURED = "honoured"
+    HINT = "hint"  # honoured where the model can, otherwise without effect and reported
+    NO_EFFECT = "no effect"  # reported
+    PLATFORM = "platform"  # for the platform that an API comes from: never an effect on an answer, not reported
+    REFUSED = "refused"
 
 
 def unsupported_field(reason: str, *neutral: Any) -> Any:
@@ -41,6 +39,27 @@ def unsupported_field(reason: str, *neutral: Any) -> Any:
 def no_effect_field(reason: str, *neutral: Any) -> Any:
     """Returns a field that is accepted without effect, and reported unless it is null or one of the neutral values."""
     return Field(None, description=f"No effect: {reason}.", json_schema_extra={_NO_EFFECT: [None, *neutral]})
+
+
+def hint_field(**limits: Any) -> Any:
+    """Returns a field that is reported where the model cannot follow it."""
+    return Field(None, json_schema_extra={_HINT: True}, **limits)
+
+
+def platform_field(**limits: Any) -> Any:
+    """Returns a field for the platform that an API comes from, which has no effect on an answer anywhere."""
+    return Field(None, json_schema_extra={_PLATFORM: True}, **limits)
+
+
+def class_of(field: FieldInfo) -> FieldClass:
+    """Returns the class of a field, as declared."""
+    refused, neutral = neutral_values(field)
+    if neutral is not None:
+        return FieldClass.REFUSED if refused else FieldClass.NO_EFFECT
+    extra = field.json_schema_extra
+    if not isinstance(extra, dict):
+        return FieldClass.HONOURED
+    return FieldClass.HINT if _HINT in extra else FieldClass.PLATFORM if _PLATFORM in extra else FieldClass.HONOURED
 
 
 def neutral_values(field: FieldInfo) -> tuple[bool, list[Any] | None]:

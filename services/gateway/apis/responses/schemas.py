@@ -17,7 +17,13 @@ from services.gateway.apis.openai.fields import (
     Strict,
     within_list_items,
 )
-from services.gateway.apis.openai.unsupported_fields import no_effect_field, reject_unsupported, unsupported_field
+from services.gateway.apis.openai.unsupported_fields import (
+    hint_field,
+    no_effect_field,
+    platform_field,
+    reject_unsupported,
+    unsupported_field,
+)
 from services.gateway.apis.responses.openapi_schemas import INPUT, MAX_TOOLS, TOOL_CHOICE, TOOLS
 
 Includable = Literal[
@@ -73,7 +79,7 @@ ToolChoice = Annotated[
 class StreamOptions(Strict):
     """Options of a streamed response."""
 
-    include_obfuscation: bool | None = None
+    include_obfuscation: bool | None = platform_field()
 
 
 class TextFormat(Strict):
@@ -109,7 +115,7 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     """Whether and how the model reasons, and how the response contains it."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = hint_field()
     summary: Literal["auto", "detailed", "concise"] | None = None
     generate_summary: Literal["auto", "detailed", "concise"] | None = None
     context: Any = unsupported_field("the model's template decides which earlier reasoning is in the prompt", "auto")
@@ -166,9 +172,9 @@ class CompactRequest(ContextFields):
     """POST /v1/responses/compact."""
 
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
-    prompt_cache_options: JsonObject = None
-    service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = platform_field()
+    prompt_cache_options: JsonObject = platform_field()
+    service_tier: Literal["auto", "default", "flex", "priority", "fast"] | None = platform_field()
 
     @model_validator(mode="after")
     def _can_be_honoured(self) -> CompactRequest:
@@ -192,18 +198,19 @@ class ResponsesRequest(ContextFields, EngineExtensions):
     stop: StopStrings = ()
 
     # Fields of OpenAI's platform without effect on the output; prompt_cache_key and user may identify a session.
-    max_tool_calls: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
+    max_tool_calls: int | None = platform_field(ge=1, le=MAX_TOKEN_ID)
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = platform_field()
     user: str | None = None
-    safety_identifier: str | None = None
+    safety_identifier: str | None = platform_field()
     prompt_cache_key: str | None = None
-    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
-    prompt_cache_options: JsonObject = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = platform_field()
+    prompt_cache_options: JsonObject = platform_field()
 
+    background_options: Any = unsupported_field("background responses do not exist; use stream")
     background: Any = unsupported_field("background responses do not exist; use stream", False)
     prompt: Any = unsupported_field("prompt templates are not stored; send instructions")
     context_management: Any = no_effect_field("the context is not compacted between requests; use truncation", [])
-    client_metadata: JsonObject = None
+    client_metadata: JsonObject = platform_field()
     moderation: Any = unsupported_field("moderation is not supported")
     access_programs: Any = unsupported_field("access programs do not exist")
     image: Any = unsupported_field("only text input is accepted")
