@@ -100,6 +100,18 @@ def test_thinking_is_told_only_when_asked_for(thinking: anthropic.Anthropic, str
     assert omitted[0].signature
 
 
+def test_only_hints_that_the_template_does_not_read_are_reported(thinking: anthropic.Anthropic) -> None:
+    answer = thinking.messages.with_raw_response.create(
+        model="tiny",
+        max_tokens=100,
+        messages=asking("<think>a b</think>c d"),
+        thinking={"type": "adaptive"},
+        output_config={"effort": "high"},
+    )
+    assert answer.headers["x-sluice-degraded"] == "no_effect:output_config.effort"
+    assert [block.type for block in answer.parse().content] == ["thinking", "text"]
+
+
 FUNCTIONS: Any = [
     {"type": "function", "name": name, "parameters": SCHEMA, "strict": False, "description": "Asks."} for name in NAMES
 ]

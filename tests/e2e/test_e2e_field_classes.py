@@ -165,7 +165,7 @@ FALSY: list[tuple[str, dict[str, Any]]] = [
     *((CHAT, {name: []}) for name in ("stop", "stop_token_ids", "tools", "bad_words", "documents")),
     *((CHAT, {name: {}}) for name in ("logit_bias", "metadata", "chat_template_kwargs", "vllm_xargs")),
     *((CHAT, {name: False}) for name in ("ignore_eos", "store", "parallel_tool_calls", "return_token_ids")),
-    (CHAT, {"user": "", "stop": ""}),
+    (CHAT, {"user": ""}),
     *((COMPLETIONS, {"logprobs": 0, **more}) for more in ({}, {"n": 2}, {"stream": True}, {"echo": True})),
     (COMPLETIONS, {"logprobs": 0, "max_tokens": 1}),
     (COMPLETIONS, {"logprobs": 0, "max_tokens": 0, "echo": True}),

@@ -27,7 +27,6 @@ from services.gateway.apis.openai.validation import MAX_NAME
 
 MAX_TOOLS = 1024
 MIN_THINKING_BUDGET = 1024
-INVALID_VALUE = "invalid_value"
 
 
 def _messages(value: Any, info: ValidationInfo) -> Any:
@@ -188,11 +187,12 @@ def explain(first: ErrorDetails) -> SluiceError:
         return _error(parts, "Field required")
     if first["type"] == UNSUPPORTED or (first["type"] == "value_error" and (not parts or parts == ["thinking"])):
         name, _, message = message.partition(" ")
-        code = THREADS_UNSUPPORTED if name == "thread" else INVALID_VALUE
-        return _error([*parts, name], message, code)
+        if name == "thread":
+            return invalid(f"thread: {message}.", param=name, code=THREADS_UNSUPPORTED)
+        return _error([*parts, name], message)
     return _error(parts, message)
 
 
-def _error(parts: list[str], message: str, code: str = INVALID_VALUE) -> SluiceError:
+def _error(parts: list[str], message: str) -> SluiceError:
     field = ".".join(parts)
-    return invalid(f"{field}: {message}.", param=field, code=code)
+    return invalid(f"{field}: {message}.", param=field, code="invalid_value")

@@ -284,14 +284,16 @@ def test_engines_without_schemas_are_left_to_the_model() -> None:
     assert request.parsing.tool_parser == "auto"
 
 
-def test_definitions_move_to_the_top_and_clashes_are_not_forced() -> None:
+def test_definitions_move_to_the_top_and_clashes_are_refused() -> None:
     uses = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "string"}}}
     clashes = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "number"}}}
     elsewhere = {"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {}}}
     found = forced_call([tool("f", uses), tool("g")], "required")
     assert found is not None
     assert json.loads(str(found.grammar))["$defs"] == {"A": {"type": "string"}}
-    assert forced_call([tool("f", uses), tool("g", clashes)], "required") is None
+    with raises_error(match="another definition of 'A'", param="tools[1].function.parameters"):
+        forced_call([tool("f", uses), tool("g", clashes)], "required")
+    assert forced_call([tool("f", uses), tool("g", clashes)], {"type": "function", "function": {"name": "g"}})
     assert forced_call([tool("f", elsewhere)], "required") is None
 
 

@@ -191,7 +191,7 @@ REFUSED: list[tuple[ChatRequest, str, str]] = [
     (ChatRequest([USER], tools=[{"function": {"name": "a", "parameters": {"type": "x"}}}]), "tools", "tool schema"),
     (ChatRequest([USER], chat_template="x"), "chat_template", "not support chat templates"),
     (ChatRequest([USER], documents=[{}]), "documents", "not support documents"),
-    (ChatRequest([USER], template_kwargs={"enable_thinking": True}), "chat_template_kwargs.enable_thinking", "omit it"),
+    (ChatRequest([USER], template_kwargs={"date_string": "x"}), "chat_template_kwargs.date_string", "omit it"),
     (ChatRequest([USER], continue_final_message=True), "continue_final_message", "Only an assistant message"),
 ]  # fmt: skip
 
@@ -260,7 +260,9 @@ def test_system_message_after_the_models_turn_is_tokenized_as_a_user_message() -
     assert found == expected_ids([USER, said, {**more, "role": "user"}, USER])
 
 
-def test_effort_on_a_model_without_it_changes_no_prompt() -> None:
-    assert tekken().facts.without_effect == {"reasoning_effort"}
-    found = tekken().encode_chat(ChatRequest([USER], template_kwargs={"reasoning_effort": "high"}))
+def test_hints_on_a_model_without_them_change_no_prompt() -> None:
+    assert tekken().facts.without_effect == {"reasoning_effort", "enable_thinking", "thinking"}
+    found = tekken().encode_chat(
+        ChatRequest([USER], template_kwargs={"reasoning_effort": "high", "enable_thinking": True, "thinking": False})
+    )
     assert found == expected_ids([USER])
