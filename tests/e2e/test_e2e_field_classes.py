@@ -14,12 +14,16 @@ from services.gateway.apis.openai.unsupported_fields import FieldClass, class_of
 from sluice.fields import SCHEMAS, rows
 from tests.support.servers.suite import Suite
 
-CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES = SCHEMAS
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+SCORE, RERANK = "/v1/score", "/v1/rerank"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER, "max_tokens": 2},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
     EMBEDDINGS: {"input": "hi"},
+    SCORE: {"text_1": "hi", "text_2": "ho"},
+    RERANK: {"query": "hi", "documents": ["ho"]},
     RESPONSES: {"input": "hi", "max_output_tokens": 2, "store": False},
     MESSAGES: {"messages": USER, "max_tokens": 2},
 }
@@ -50,11 +54,13 @@ VALUES_ANYWHERE: dict[str, Any] = {
 }
 
 
-def fields_of(*classes: FieldClass) -> Iterator[Any]:
-    for path, schema in SCHEMAS.items():
-        for name, field in rows(schema):
-            if class_of(field) in classes:
-                yield pytest.param(path, name, id=f"{path}-{name}")
+def fields_of(kind: FieldClass) -> list[Any]:
+    return [
+        pytest.param(path, name, id=f"{path}-{name}")
+        for path, schema in SCHEMAS.items()
+        for name, field in rows(schema)
+        if class_of(field) is kind
+    ]
 
 
 def body_with(path: str, name: str, value: Any) -> dict[str, Any]:
@@ -182,7 +188,11 @@ def test_fields_set_to_falsy_values_neither_fail_nor_end_other_streams(
 ) -> None:
     others = [
         client.chat.completions.create(
-            model="tekken", messages=[{"role": "user", "content": "Tell me about rivers."}], max_tokens=400, stream=True
+            model="tekken",
+            messages=[{"role": "user", "content": "Tell me about rivers."}],
+            max_tokens=400,
+            stream=True,
+            extra_body={"ignore_eos": True},
         )
         for _ in range(8)
     ]
