@@ -23,6 +23,7 @@ from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
 from services.gateway.apis.anthropic.routes import add_messages
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader
+from services.gateway.apis.generate.endpoints import GenerateEndpoints, add_generate
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.scores import ScoreEndpoints
@@ -225,8 +226,9 @@ def build_app(
     block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
     embed_client = EmbedClient(components.registry, components.connections, settings.embed_timeout_s)
     embeddings = EmbeddingEndpoints(pipelines, embed_client, settings, bodies)
+    openai = OpenAIEndpoints(pipelines, settings, write_scheduler, gateway.parity, gateway.pieces, bodies)
     app = create_app(
-        OpenAIEndpoints(pipelines, settings, write_scheduler, gateway.parity, gateway.pieces, bodies),
+        openai,
         TokenEndpoints(pipelines, settings, bodies),
         embeddings,
         ScoreEndpoints(embeddings, settings, bodies),
@@ -234,6 +236,7 @@ def build_app(
         [
             partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies)),
             partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
+            partial(add_generate, endpoints=GenerateEndpoints(openai, settings, bodies)),
             partial(
                 add_operations,
                 endpoints=OperationsEndpoints(gateway.fleet, components.registry, bodies, settings.budgets),

@@ -29,6 +29,7 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/rerank", {**MODEL, "query": "hi", "documents": ["a", {"text": "b"}]}),
     ("/v1/load_lora_adapter", {**MODEL, "lora_name": "wrong.only"}),
     ("/v1/unload_lora_adapter", {**MODEL, "lora_name": "wrong.only"}),
+    ("/inference/v1/generate", {**MODEL, "token_ids": [1], "sampling_params": {"max_tokens": 2}}),
     ("/tokenize", {**MODEL, "prompt": "hi"}),
     ("/tokenize", {**MODEL, "messages": USER}),
     ("/detokenize", {**MODEL, "tokens": [1]}),

@@ -15,19 +15,20 @@ from sluice.fields import SCHEMAS, rows
 from tests.support.servers.suite import Suite
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-SCORE, RERANK = "/v1/score", "/v1/rerank"
+GENERATE, SCORE, RERANK = "/inference/v1/generate", "/v1/score", "/v1/rerank"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": USER, "max_tokens": 2},
     COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
     EMBEDDINGS: {"input": "hi"},
+    GENERATE: {"token_ids": [1], "sampling_params": {"max_tokens": 2}},
     SCORE: {"text_1": "hi", "text_2": "ho"},
     RERANK: {"query": "hi", "documents": ["ho"]},
     RESPONSES: {"input": "hi", "max_output_tokens": 2, "store": False},
     MESSAGES: {"messages": USER, "max_tokens": 2},
 }
-AROUND: dict[str, dict[str, Any]] = {"structured_outputs": {"regex": "a"}}
+AROUND: dict[str, dict[str, Any]] = {"structured_outputs": {"regex": "a"}, "sampling_params": {"max_tokens": 2}}
 """What objects need besides the field in question."""
 VALUES: dict[tuple[str, str], Any] = {
     (MESSAGES, "cache_control"): {"type": "ephemeral", "ttl": "1h", "scope": "global"},
@@ -44,6 +45,8 @@ VALUES_ANYWHERE: dict[str, Any] = {
     "prompt_cache_options": {"mode": "explicit"},
     "prompt_cache_retention": "24h",
     "safety_identifier": "a",
+    "sampling_params.detokenize": False,
+    "sampling_params.spaces_between_special_tokens": False,
     "service_tier": "priority",
     "spaces_between_special_tokens": False,
     "store": True,
@@ -64,9 +67,11 @@ def fields_of(kind: FieldClass) -> list[Any]:
 
 
 def body_with(path: str, name: str, value: Any) -> dict[str, Any]:
-    outer, _, inner = name.partition(".")
-    body = {"model": "tekken", **BODIES[path], **({"stream": True} if outer == "stream_options" else {})}
-    return {**body, outer: {**AROUND.get(outer, {}), inner: value} if inner else value}
+    *outer, last = name.split(".")
+    inner = {last: value}
+    for each in reversed(outer):
+        inner = {each: {**AROUND.get(each, {}), **inner}}
+    return {"model": "tekken", **BODIES[path], **({"stream": True} if "stream_options" in outer else {}), **inner}
 
 
 def value_of(path: str, name: str) -> Any:

@@ -41,6 +41,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "hi"},
     "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/responses/compact": {"input": "hi"},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 4}},
     "/v1/score": {"text_1": "hi", "text_2": "ho"},
     "/v1/rerank": {"query": "hi", "documents": ["ho"]},
 }
@@ -78,6 +79,7 @@ ENDPOINTS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/embeddings"),
+    ("POST", "/inference/v1/generate"),
     ("POST", "/v1/score"),
     ("POST", "/v1/rerank"),
     ("POST", "/v1/chat/completions/render"),

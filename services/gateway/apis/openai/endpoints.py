@@ -73,7 +73,7 @@ class OpenAIEndpoints:
         forces_calls = self._pipelines.registry.has_capability(fields.model, "guided_json")
         generation = chat_request(body, fields, completion_id, self._settings.max_choices, self._budgets, forces_calls)
         form = ChatFormat(completion_id, int(time.time()), fields.model, fields.include_usage)
-        return await self._respond(request, [generation], form, fields)
+        return await self.respond(request, [generation], form, fields)
 
     async def completions(self, request: Request) -> Response:
         """Create a completion."""
@@ -86,7 +86,7 @@ class OpenAIEndpoints:
         else:  # decoding embeddings of megabytes would block the event loop
             generations = await asyncio.to_thread(completion_requests, *arguments)
         form = CompletionFormat(completion_id, int(time.time()), fields.model, fields.include_usage)
-        return await self._respond(request, generations, form, fields)
+        return await self.respond(request, generations, form, fields)
 
     async def models(self) -> dict[str, Any]:
         """Returns the served models that the API key may use."""
@@ -125,9 +125,10 @@ class OpenAIEndpoints:
             "parent": None if name == entry.model else entry.model,
         }
 
-    async def _respond(
+    async def respond(
         self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
     ) -> Response:
+        """Runs the generations of a validated request and returns the response, streamed or as a whole."""
         logs.request_id.set(generations[0].request_id)
         generations = [self._pipelines.named(generation) for generation in generations]
         pipeline = self._pipelines.of(fields.model)

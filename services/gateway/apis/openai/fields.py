@@ -59,10 +59,10 @@ def text_or_tokens(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
     kinds = set(map(type, value))
-    return kinds == {str} or _are_token_ids(value) or (kinds == {list} and all(map(_are_token_ids, value)))
+    return kinds == {str} or are_token_ids(value) or (kinds == {list} and all(map(are_token_ids, value)))
 
 
-def _are_token_ids(values: list[Any]) -> bool:
+def are_token_ids(values: list[Any]) -> bool:
     """Returns whether values are token ids, at least one; booleans do not count as numbers."""
     return set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID
 

@@ -5,7 +5,8 @@ Unknown and unsupported fields are rejected, never silently ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 
@@ -47,6 +48,9 @@ class StreamOptions(Strict):
 
 class GenerationFields(EngineFields):
     """Fields shared by chat completions and completions."""
+
+    client_names: ClassVar[Mapping[str, str]] = {}
+    """The client's names of fields whose names differ."""
 
     model: str = Field(min_length=1)
     stream: bool | None = None

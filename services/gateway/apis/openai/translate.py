@@ -83,7 +83,7 @@ def client_names(fields: GenerationFields, request: GenerationRequest) -> FieldN
     for capability, field in request.needs:
         if field != "response_format" and (capability.startswith("guided_") or capability == "structural_tag"):
             names["response_format"] = field
-    return FieldNameMap(names)
+    return FieldNameMap({**names, **fields.client_names})
 
 
 def count_tools(tools: Sequence[Tool] | None, meter: SchemaMeter) -> None:

@@ -1,0 +1,86 @@
+"""The endpoint /inference/v1/generate: token ids in, token ids out.
+
+It is a completion of token ids whose answer has token ids in place of text: prompts are not tokenized; stop strings,
+prefix caches, log-probabilities and migrations are those of completions.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common.errors import SluiceError
+from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.common.http import BodyReader
+from services.gateway.apis.generate.response import Generated, TokenFormat
+from services.gateway.apis.generate.schemas import CLIENT_NAMES, SAMPLING, GenerateTokensRequest, TokensRequest
+from services.gateway.apis.openai.endpoints import OpenAIEndpoints
+from services.gateway.apis.openai.openapi import GENERATING, add_route, responses
+from services.gateway.apis.openai.translate import completion_requests
+from services.gateway.apis.openai.unsupported_fields import fields_without_effect
+from services.gateway.apis.openai.validation import check
+from services.gateway.core.request import GenerationRequest, no_effect
+from services.gateway.settings import GatewaySettings
+
+_NAMES = FieldNameMap(CLIENT_NAMES)
+_AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+
+
+class GenerateEndpoints:
+    """Runs prompts of token ids.
+
+    Args:
+        completions: runs the requests.
+        bodies: reads the bodies of requests.
+    """
+
+    def __init__(self, completions: OpenAIEndpoints, settings: GatewaySettings, bodies: BodyReader) -> None:
+        self._completions = completions
+        self._settings = settings
+        self._bodies = bodies
+
+    async def generate(self, request: Request) -> Response:
+        """Generate token ids after token ids."""
+        body = await self._bodies.read(request)
+        given = check(GenerateTokensRequest, body, self._settings.budgets)
+        name = TokenFormat.id_prefix + secrets.token_hex(12)
+        fields, generations = self._translated(body, name)
+        reasons = tuple(map(no_effect, fields_without_effect(given)))
+        generations = [replace(generation, degraded=reasons) for generation in generations]
+        form = TokenFormat(name, int(time.time()), fields.model, fields.include_usage, given.request_id or name)
+        try:
+            return await self._completions.respond(request, generations, form, fields)
+        except SluiceError as error:
+            raise _NAMES.rename(error) from None
+
+    def _translated(self, body: dict[str, Any], name: str) -> tuple[TokensRequest, list[GenerationRequest]]:
+        shared = {key: value for key, value in body.items() if key in _SHARED}
+        sampling = {key: value for key, value in body["sampling_params"].items() if key in SAMPLING}
+        completion = {**shared, **sampling, "prompt": body["token_ids"], **_AS_IDS}
+        try:
+            fields = check(TokensRequest, completion, self._settings.budgets)
+            generations = completion_requests(fields, name, self._settings.max_choices, self._settings.budgets)
+        except SluiceError as error:
+            raise _NAMES.rename(error) from None
+        if fields.max_tokens is None:  # as many as fit, as vLLM decides here
+            generations = [replace(each, stop=replace(each.stop, max_tokens=None)) for each in generations]
+        return fields, generations
+
+
+_SHARED = frozenset(
+    ("model", "stream", "stream_options", "request_id", "cache_salt", "priority", "lora_path", "vllm_xargs", "user")
+)
+
+
+def add_generate(app: FastAPI, endpoints: GenerateEndpoints) -> list[type[BaseModel]]:
+    """Adds the route and returns the schema of its request body."""
+    answers = responses(Generated, GENERATING, streams=True)
+    add_route(app, "/inference/v1/generate", endpoints.generate, answers, tag="Tokens", body=GenerateTokensRequest)
+    return [GenerateTokensRequest]
