@@ -42,6 +42,7 @@ class Run(NamedTuple):
     policy: str
     speedup: float
     shape: Shape
+    rewritten: bool = False
 
 
 _news: Queue[int] | None = None  # of a process: arrivals simulated
@@ -69,7 +70,7 @@ def simulate(run: Run) -> dict[str, Any]:
 def arrivals_of(run: Run) -> list[Arrival]:
     """Returns the requests of a trace, the same for all seeds, or generates those of the run's seed."""
     if run.trace is None:
-        return agent_arrivals(run.requests or AGENT_REQUESTS, run.shape.seed)
+        return agent_arrivals(run.requests or AGENT_REQUESTS, run.shape.seed, run.rewritten)
     return read_trace(run.trace, run.requests)
 
 
@@ -82,6 +83,8 @@ def figures(run: Run, outcome: Outcome) -> dict[str, Any]:
         "seed": run.shape.seed,
         "requests": outcome.offered,
         "per_s": outcome.offered / outcome.ended_s,
+        "cached_per_turn": outcome.cached_tokens / max(len(outcome.ttft_s), 1),
+        "stayed": outcome.stayed / max(outcome.followed, 1),
         "hit": outcome.cached_tokens / max(outcome.prompt_tokens, 1),
         "ttft": _spread(outcome.ttft_s),
         "inter_token": _spread(outcome.inter_token_s),
@@ -101,7 +104,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 def mean_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One row out of those of several seeds."""
     first = dict(rows[0])
-    for key in ("hit", "shed", "per_s"):
+    for key in ("hit", "shed", "per_s", "cached_per_turn", "stayed"):
         first[key] = sum(row[key] for row in rows) / len(rows)
     for key in ("ttft", "inter_token"):
         first[key] = {part: sum(row[key][part] for row in rows) / len(rows) for part in first[key]}
@@ -143,7 +146,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     """For people."""
     table = Table(title="virtual time")
     waits = ("TTFT mean s", "p50 s", "p99 s", "inter-token ms", "p99 ms")
-    for title in ("speed-up", "policy", "scale", "cached", *waits, "shed"):
+    for title in ("speed-up", "policy", "scale", "cached", "a turn", "stayed", *waits, "shed"):
         table.add_column(title, justify="left" if title == "policy" else "right")
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None and before["speedup"] != row["speedup"]:
@@ -153,6 +156,8 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
             row["policy"],
             f"{row['prefill_load_scale']:g}",
             f"{row['hit']:.1%}",
+            f"{row['cached_per_turn']:,.0f}",
+            f"{row['stayed']:.1%}",
             *(f"{value:.2f}" for value in row["ttft"].values()),
             f"{1e3 * row['inter_token']['mean']:.1f}",
             f"{1e3 * row['inter_token']['p99']:.1f}",
@@ -184,6 +189,9 @@ def trace(
     affinity: Annotated[
         Affinity, typer.Option(help="of --agents: requests of a conversation, an agent or one user are one session")
     ] = "none",
+    rewritten: Annotated[
+        bool, typer.Option("--rewritten", help="of --agents: sessions of 30 turns that rewrite their middle every turn")
+    ] = False,
     processes: Annotated[int, typer.Option(min=1, help="simulations at once")] = 2,
     svg: Annotated[Path | None, typer.Option(help="where to draw the plot")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
@@ -191,8 +199,8 @@ def trace(
     """Compares routing policies on a trace."""
     if (trace is None) != agents:
         raise typer.BadParameter("Give either --trace or --agents.")
-    if affinity != "none" and not agents:
-        raise typer.BadParameter("A trace does not tell its sessions; --affinity needs --agents.")
+    if (rewritten or affinity != "none") and not agents:
+        raise typer.BadParameter("A trace does not contain its sessions; --affinity and --rewritten need --agents.")
     console = Console(stderr=as_json)
     cells = [
         (speed, name, scale)
@@ -218,6 +226,7 @@ def trace(
                 seed,
                 affinity,
             ),
+            rewritten,
         )
         for speed, name, scale in cells
         for seed in range(1, seeds + 1)

@@ -77,7 +77,10 @@ class Shape:
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened to the requests; seconds are virtual."""
+    """What happened to the requests; seconds are virtual.
+
+    Of `followed` requests that continue a session, `stayed` went to the worker of the request before.
+    """
 
     offered: int = 0
     shed: int = 0
@@ -85,6 +88,8 @@ class Outcome:
     inter_token_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    followed: int = 0
+    stayed: int = 0
     ended_s: float = 0.0
 
 
@@ -187,6 +192,7 @@ class Simulation:
         self._order = count()
         self._agenda: list[tuple[float, int, MockWorker, MockStep]] = []
         self._flights: dict[str, _Flight] = {}
+        self._worker_of: dict[int, str] = {}
         self.outcome = Outcome()
 
     async def run(self, progress: Callable[[int], None]) -> Outcome:
@@ -243,6 +249,11 @@ class Simulation:
             )
         )
         worker, _ = self._workers[route.worker.worker_id]
+        if before := self._worker_of.get(arrival.session):
+            self.outcome.followed += 1
+            self.outcome.stayed += before == route.worker.worker_id
+        if arrival.session:
+            self._worker_of[arrival.session] = route.worker.worker_id
         stop = StopParams(max_tokens=arrival.output_tokens)
         request = GenerateRequest(name, MODEL, tokens, stop=stop, cache_salt=arrival.salt)
         try:

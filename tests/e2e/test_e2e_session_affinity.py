@@ -45,6 +45,20 @@ def run(
         body |= {"input": text, "max_output_tokens": 1}
     else:
         body |= {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    worker, hit, _ = sent(suite, path, session, key, body)
+    return worker, hit
+
+
+def run_messages(
+    suite: Suite, messages: list[dict[str, str]], session: str = "", **fields: Any
+) -> tuple[str, bool, dict[str, Any]]:
+    """Runs one turn of a chat; returns its worker, whether the session decided, and its usage."""
+    body = {"model": "tekken", "messages": messages, "max_tokens": 1, **fields}
+    return sent(suite, "/v1/chat/completions", session, ONE, body)
+
+
+def sent(suite: Suite, path: str, session: str, key: str, body: dict[str, Any]) -> tuple[str, bool, dict[str, Any]]:
+    """Sends a request; returns its worker, whether the session decided, and its usage."""
     headers = {"authorization": f"Bearer {key}", **({"x-session-id": session} if session else {})}
     answer = httpx.post(suite.url + path, json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -52,7 +66,7 @@ def run(
         asked = router_pb2.GetDecisionsRequest(limit=1)  # requests run one after the other
         (decision,) = router_pb2_grpc.RouterStub(channel).GetDecisions(asked, timeout=20).decisions
     assert decision.request_id.startswith(answer.json()["id"])
-    return decision.decode.worker_id, decision.session_hit
+    return decision.decode.worker_id, decision.session_hit, answer.json()["usage"]
 
 
 def check_stays(turns: list[tuple[str, bool]]) -> None:
@@ -90,6 +104,27 @@ def test_turns_with_a_session_header_stay_on_one_worker(suite: Suite, path: str)
 )
 def test_turns_with_a_field_of_the_sources_stay_on_one_worker(suite: Suite, path: str, fields: dict[str, Any]) -> None:
     check_stays([run(suite, path, **fields) for _ in range(TURNS)])
+
+
+@pytest.mark.parametrize("named", [{"prompt_cache_key": "rewriting"}, {"session": "rewriting-header"}])
+def test_thirty_turns_with_rewritten_middles_stay_where_their_prefix_is_cached(
+    suite: Suite, named: dict[str, Any]
+) -> None:
+    system = " ".join(secrets.token_hex(4) for _ in range(400))
+    history: list[dict[str, str]] = []
+    turns, cached = [], []
+    for _ in range(30):
+        history.append({"role": "user", "content": secrets.token_hex(100)})
+        for message in history[len(history) // 2 : -1]:  # as an agent that shortens the results of its tools
+            message["content"] = secrets.token_hex(40)
+        messages = [{"role": "system", "content": system}, *history]
+        worker, hit, usage = run_messages(suite, messages, **named)
+        turns.append((worker, hit))
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+        run(suite)
+    check_stays(turns)
+    assert cached[0] == 0
+    assert min(cached[1:]) > 400
 
 
 def test_earlier_source_counts(suite: Suite) -> None:
