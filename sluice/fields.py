@@ -15,7 +15,12 @@ from pydantic.fields import FieldInfo
 
 from services.gateway.apis.anthropic.schemas import MessagesRequest
 from services.gateway.apis.generate.schemas import GenerateTokensRequest
-from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from services.gateway.apis.openai.embedding_schemas import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.unsupported_fields import FieldClass, class_of, neutral_values
 from services.gateway.apis.responses.schemas import ResponsesRequest
@@ -27,6 +32,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/embeddings": EmbeddingRequest,
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
+    "/v1/classify": ClassifyRequest,
     "/inference/v1/generate": GenerateTokensRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,

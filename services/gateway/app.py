@@ -21,12 +21,18 @@ from services.gateway.admission.gate import Gate
 from services.gateway.apis.anthropic import models as anthropic_models
 from services.gateway.apis.anthropic.dialect import AnthropicDialect, speaks_anthropic
 from services.gateway.apis.anthropic.response_schemas import EitherModel, EitherModelList
-from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from services.gateway.apis.openai.embedding_schemas import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
 from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.openapi import GENERATING, add_route, document, responses
 from services.gateway.apis.openai.response_schemas import (
     ChatCompletion,
+    ClassList,
     Completion,
     Detokenized,
     EmbeddingList,
@@ -125,6 +131,7 @@ def _add_openai(
     add("/v1/completions", openai.completions, texts, body=CompletionRequest)
     add("/v1/embeddings", embeddings.embeddings, responses(EmbeddingList, GENERATING), body=EmbeddingRequest)
     add("/v1/score", scores.score, responses(ScoreList, GENERATING), body=ScoreRequest)
+    add("/v1/classify", scores.classify, responses(ClassList, GENERATING), body=ClassifyRequest)
     add("/v1/rerank", scores.rerank, responses(Reranked, GENERATING), body=RerankRequest)
     add("/v1/chat/completions/render", tokens.render, responses(Rendered, GENERATING), body=ChatCompletionRequest)
     add("/tokenize", tokens.tokenize, responses(Tokens, GENERATING), body=TokenizeRequest)
@@ -158,6 +165,7 @@ def _add_openai(
         EmbeddingRequest,
         ScoreRequest,
         RerankRequest,
+        ClassifyRequest,
         TokenizeRequest,
         DetokenizeRequest,
     ]

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from services.common.errors import invalid
 from services.common.packing import pack_u32
 from services.preprocess.generation_defaults import NO_DEFAULTS, GenerationDefaults
 
@@ -101,6 +102,21 @@ def packed_text(tokenizer: TokenizerProtocol, text: str, add_special_tokens: boo
         if pack is not None
         else pack_u32(tokenizer.encode_text(text, add_special_tokens))
     )
+
+
+def packed_pair(
+    tokenizer: TokenizerProtocol, first: str, second: str, add_special_tokens: bool | None
+) -> tuple[bytes, int]:
+    """Returns packed ids of a pair of texts, and the index of the first one of the second text.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT, also for implementations and custom classes without `pack_pair`.
+    """
+    pack = getattr(tokenizer, "pack_pair", None)
+    if pack is None:
+        raise invalid("This model's tokenizer does not encode pairs of texts; use a model that compares texts.")
+    packed: tuple[bytes, int] = pack(first, second, add_special_tokens)
+    return packed
 
 
 @dataclass(frozen=True)

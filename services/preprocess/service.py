@@ -22,6 +22,7 @@ from services.preprocess.protocol import (
     PendingPrompt,
     TokenizerProtocol,
     packed_chat,
+    packed_pair,
     packed_text,
 )
 from services.preprocess.thread_pool import ComputePool
@@ -199,12 +200,17 @@ def _tokenize(
     tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, kind: str
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     """Returns the response and its number of tokens."""
+    second_text_at = 0
     if kind == "tokens":
         packed = request.tokens.token_ids
         _check_ids(packed, tokenizer)
+    elif kind == "chat":
+        packed = packed_chat(tokenizer, _chat(request.chat))
     else:
-        packed = packed_chat(tokenizer, _chat(request.chat)) if kind == "chat" else _text_ids(tokenizer, request.text)
-    return _response(tokenizer, request, packed)
+        packed, second_text_at = _text_ids(tokenizer, request.text)
+    reply, tokens = _response(tokenizer, request, packed)
+    reply.second_text_at = second_text_at
+    return reply, tokens
 
 
 def _response(
@@ -267,10 +273,13 @@ def _chat(chat: preprocess_pb2.ChatInput) -> ChatRequest:
     )
 
 
-def _text_ids(tokenizer: TokenizerProtocol, text: preprocess_pb2.TextInput) -> bytes:
+def _text_ids(tokenizer: TokenizerProtocol, text: preprocess_pb2.TextInput) -> tuple[bytes, int]:
+    """Returns packed ids, and the index of the first one of the second text of a pair."""
     special = text.add_special_tokens if text.HasField("add_special_tokens") else None
     try:
-        return packed_text(tokenizer, text.text, special)
+        if text.second_text:
+            return packed_pair(tokenizer, text.text, text.second_text, special)
+        return packed_text(tokenizer, text.text, special), 0
     except SluiceError as error:
         error.param = error.param or "prompt"
         raise

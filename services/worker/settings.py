@@ -120,6 +120,9 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         1, ge=1, le=64, description="mock engine: number of data-parallel ranks, each with its own blocks and batch"
     )
     embedding_width: int = Field(256, ge=1, le=65_536, description="mock engine: dimensions of an embedding")
+    labels: CommaList = Field(
+        [], max_length=1_024, description="mock engine: classes of a model that classifies texts; empty: it embeds"
+    )
 
     engine_flags: tuple[str, ...] = ()
     """Command-line arguments after `--`, passed to the engine's own parser; not a flag itself."""

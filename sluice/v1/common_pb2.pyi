@@ -707,6 +707,7 @@ class ModelCard(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name, as clients send it in "model" """
     context_length: _builtins.int
@@ -745,6 +746,10 @@ class ModelCard(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """LoRA adapters loaded at registration, by name"""
 
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """classes of a model that classifies, by index; at most 1,024"""
+
     def __init__(
         self,
         *,
@@ -765,10 +770,11 @@ class ModelCard(_message.Message):
         chat_template: _builtins.str = ...,
         tool_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "capabilities", b"capabilities", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_s", b"created_unix_s", "data_parallel_size", b"data_parallel_size", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "max_batched_tokens", b"max_batched_tokens", "max_sequences", b"max_sequences", "model", b"model", "reasoning_parser", b"reasoning_parser", "tokenizer", b"tokenizer", "tool_parser", b"tool_parser", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "capabilities", b"capabilities", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_s", b"created_unix_s", "data_parallel_size", b"data_parallel_size", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "labels", b"labels", "max_batched_tokens", b"max_batched_tokens", "max_sequences", b"max_sequences", "model", b"model", "reasoning_parser", b"reasoning_parser", "tokenizer", b"tokenizer", "tool_parser", b"tool_parser", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,18 +79,24 @@ class TextInput(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     add_special_tokens: _builtins.bool
     """unset: the tokenizer's default (a BOS token if the model has one)"""
+    second_text: _builtins.str
+    """Second of two texts that are encoded as a pair, for models that compare texts; empty: one text. INVALID_ARGUMENT if
+    the tokenizer has no pairs.
+    """
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        second_text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "second_text", b"second_text", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -181,6 +187,7 @@ class TokenizeResponse(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     WITHOUT_EFFECT_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32"""
     block_hashes: _builtins.bytes
@@ -199,6 +206,8 @@ class TokenizeResponse(_message.Message):
     """fingerprint of the tokenizer that produced these ids"""
     default_max_tokens: _builtins.int
     """default output length from the files (max_new_tokens); unset: none"""
+    second_text_at: _builtins.int
+    """of a pair of texts: index of the first token of the second one; 0: none"""
     @_builtins.property
     def default_sampling(self) -> _common_pb2.SamplingOptions:
         """Defaults from the model's files (generation_config.json) for fields that clients leave unset. Fields that the files
@@ -223,10 +232,11 @@ class TokenizeResponse(_message.Message):
         default_sampling: _common_pb2.SamplingOptions | None = ...,
         default_max_tokens: _builtins.int | None = ...,
         without_effect: _abc.Iterable[_builtins.str] | None = ...,
+        second_text_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "second_text_at", b"second_text_at", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_max_tokens: _TypeAlias = _typing.Literal["default_max_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_max_tokens: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens"]  # noqa: Y015

@@ -131,16 +131,20 @@ class TokenPrompt(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32, at least one"""
+    second_text_at: _builtins.int
+    """Embed only: index of the first token of the second of two texts that were tokenized as a pair; 0: one text."""
     def __init__(
         self,
         *,
         token_ids: _builtins.bytes = ...,
+        second_text_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["second_text_at", b"second_text_at", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,7 +424,7 @@ class EmbedRequest(_message.Message):
     request_id: _builtins.str
     model: _builtins.str
     dimensions: _builtins.int
-    """truncate to this many; 0: the model's dimensions"""
+    """truncate to this many; 0: the model's dimensions; always 0 for classification"""
     lora: _builtins.str
     """adapter name; empty: the base model"""
     @_builtins.property

@@ -90,7 +90,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Embeds token sequences. FAILED_PRECONDITION unless the card lists "embeddings".
+        """Embeds token sequences; a worker that classifies returns the probabilities of the card's labels in place of vectors.
+        FAILED_PRECONDITION unless the card lists "embeddings" or "classification".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,9 @@ class WorkerStub:
     Generate: _grpc.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateDelta]
     """Runs one request, for external tools. Deltas equal those of Session; the last one has finish_reason."""
     Embed: _grpc.UnaryUnaryMultiCallable[_worker_pb2.EmbedRequest, _worker_pb2.EmbedResponse]
-    """Embeds token sequences. FAILED_PRECONDITION unless the card lists "embeddings"."""
+    """Embeds token sequences; a worker that classifies returns the probabilities of the card's labels in place of vectors.
+    FAILED_PRECONDITION unless the card lists "embeddings" or "classification".
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]
     """Stops a request of any session by its request id."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
@@ -58,7 +60,9 @@ class WorkerAsyncStub(WorkerStub):
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateDelta]  # type: ignore[assignment]
     """Runs one request, for external tools. Deltas equal those of Session; the last one has finish_reason."""
     Embed: _aio.UnaryUnaryMultiCallable[_worker_pb2.EmbedRequest, _worker_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Embeds token sequences. FAILED_PRECONDITION unless the card lists "embeddings"."""
+    """Embeds token sequences; a worker that classifies returns the probabilities of the card's labels in place of vectors.
+    FAILED_PRECONDITION unless the card lists "embeddings" or "classification".
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_worker_pb2.AbortRequest, _worker_pb2.AbortResponse]  # type: ignore[assignment]
     """Stops a request of any session by its request id."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
@@ -93,7 +97,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.EmbedResponse, _abc.Awaitable[_worker_pb2.EmbedResponse]]:
-        """Embeds token sequences. FAILED_PRECONDITION unless the card lists "embeddings"."""
+        """Embeds token sequences; a worker that classifies returns the probabilities of the card's labels in place of vectors.
+        FAILED_PRECONDITION unless the card lists "embeddings" or "classification".
+        """
 
     @_abc_1.abstractmethod
     def Abort(

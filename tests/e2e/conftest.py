@@ -17,6 +17,13 @@ def suite() -> Iterator[Suite]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def classifying_suite() -> Iterator[Suite]:
+    """One mock worker whose default model classifies texts."""
+    with Suite("--workers", "1", env={"SLUICE_WORKER_LABELS": "good,bad,neither"}) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
 def client(suite: Suite) -> Iterator[openai.OpenAI]:
     """The OpenAI client, without retries, connected to `suite`."""

@@ -20,6 +20,7 @@ AT_ONCE = 16
 WAIT_S = 120
 USER = [{"role": "user", "content": "hi"}]
 MODEL = {"model": "tekken"}
+CLASSIFY = "/v1/classify"
 VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**MODEL, "messages": USER, "max_tokens": 2}),
     ("/v1/chat/completions/render", {**MODEL, "messages": USER}),
@@ -27,6 +28,7 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {**MODEL, "input": "hi"}),
     ("/v1/score", {**MODEL, "text_1": "hi", "text_2": ["a", "b"]}),
     ("/v1/rerank", {**MODEL, "query": "hi", "documents": ["a", {"text": "b"}]}),
+    (CLASSIFY, {**MODEL, "input": "hi"}),
     ("/v1/load_lora_adapter", {**MODEL, "lora_name": "wrong.only"}),
     ("/v1/unload_lora_adapter", {**MODEL, "lora_name": "wrong.only"}),
     ("/inference/v1/generate", {**MODEL, "token_ids": [1], "sampling_params": {"max_tokens": 2}}),
@@ -93,8 +95,9 @@ def test_every_endpoint_with_a_body_is_tried(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("endpoint", "valid"), VALID, ids=[f"{path}-{min(body)}" for path, body in VALID])
 async def test_a_wrong_value_is_refused_and_its_field_named(
-    suite: Suite, document: dict[str, Any], endpoint: str, valid: dict[str, Any]
+    request: pytest.FixtureRequest, document: dict[str, Any], endpoint: str, valid: dict[str, Any]
 ) -> None:
+    suite: Suite = request.getfixturevalue("classifying_suite" if endpoint == CLASSIFY else "suite")
     reader = Document(document)
     without = {"/tokenize": {"prompt", "messages"} - valid.keys()}.get(endpoint, set())
     wrongs = [

@@ -69,6 +69,11 @@ def document(hurried: Suite) -> BaseSchema:
     return schemathesis.openapi.from_url(f"{hurried.url}/openapi.json")
 
 
+@pytest.fixture(scope="module")
+def classifying_document(classifying_suite: Suite) -> BaseSchema:
+    return schemathesis.openapi.from_url(f"{classifying_suite.url}/openapi.json")
+
+
 @pytest.fixture
 def kept_response(hurried: Suite) -> str:
     answer = httpx.post(f"{hurried.url}/v1/responses", json={"model": "tekken", "input": "hi"}, timeout=LONGEST_S)
@@ -82,6 +87,7 @@ ENDPOINTS = [
     ("POST", "/inference/v1/generate"),
     ("POST", "/v1/score"),
     ("POST", "/v1/rerank"),
+    ("POST", "/v1/classify"),
     ("POST", "/v1/chat/completions/render"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
@@ -149,8 +155,9 @@ def test_streamed_answer_conforms_to_the_document(document: BaseSchema, path: st
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)
 def test_every_answer_is_one_that_the_document_names(
-    document: BaseSchema, kept_response: str, method: str, path: str, mode: GenerationMode
+    request: pytest.FixtureRequest, kept_response: str, method: str, path: str, mode: GenerationMode
 ) -> None:
+    document: BaseSchema = request.getfixturevalue("classifying_document" if path == "/v1/classify" else "document")
     operation = document[path][method]
     if mode is GenerationMode.NEGATIVE and not operation.body:
         return  # nothing can be wrong with it

@@ -11,7 +11,7 @@ from sluice.v1 import common_pb2
 LONGEST_TEXT = 8_192
 """Maximum characters of the card's strings that are not names, such as the tokenizer's source."""
 MOST_NAMES = 1_024
-"""Maximum number of adapters, and of capabilities, on one card."""
+"""Maximum number of adapters, of capabilities, and of labels on one card."""
 
 
 def check_worker(worker_id: str, address: str, card: common_pb2.ModelCard) -> None:
@@ -25,7 +25,7 @@ def check_worker(worker_id: str, address: str, card: common_pb2.ModelCard) -> No
     check_name(address, "address", LONGEST_ADDRESS)
     if not is_reachable(address):
         raise invalid(f"address {address!r} is not host:port.", param="address")
-    for name, entries in (("adapters", card.adapters), ("capabilities", card.capabilities)):
+    for name, entries in (("adapters", card.adapters), ("capabilities", card.capabilities), ("labels", card.labels)):
         if len(entries) > MOST_NAMES:
             raise invalid(f"card.{name} has {len(entries)} entries; send at most {MOST_NAMES}.", param=f"card.{name}")
         for entry in entries:

@@ -95,6 +95,7 @@ class PreprocessClient:
             request.text.text = prompt.text
             if prompt.add_special_tokens is not None:
                 request.text.add_special_tokens = prompt.add_special_tokens
+            request.text.second_text = prompt.second_text
         elif isinstance(prompt, TokenPrompt):
             request.tokens.token_ids = prompt.token_ids
         else:  # input embeddings: only the model's stop tokens and defaults are needed
@@ -114,6 +115,7 @@ class PreprocessClient:
             defaults=_defaults(response.default_sampling),
             default_max_tokens=response.default_max_tokens if response.HasField("default_max_tokens") else None,
             without_effect=tuple(response.without_effect),
+            second_text_at=response.second_text_at,
         )
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:

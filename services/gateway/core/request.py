@@ -45,6 +45,7 @@ class TextPrompt:
 
     text: str
     add_special_tokens: bool | None = None
+    second_text: str = ""  # encoded with `text` as a pair; empty for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +201,7 @@ class TokenizedPrompt:
     embeds: EmbedsPrompt | None = None  # in place of ids
     raw: ChatPrompt | TextPrompt | None = None  # the worker tokenizes it and returns the ids with its first delta
     without_effect: tuple[str, ...] = ()  # arguments of the chat template that the model's template does not have
+    second_text_at: int = 0  # of a pair of texts: index of the first token of the second one
 
     @property
     def has_token_ids(self) -> bool:

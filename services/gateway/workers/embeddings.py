@@ -1,11 +1,11 @@
-"""Client for embeddings, served by workers whose engine supports them."""
+"""Client for embeddings and classes, served by workers whose engine computes them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
@@ -18,13 +18,14 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import overdue
 from services.gateway.workers.capabilities import able, with_adapter
 from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.registry import WorkerRegistry
+from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import worker_pb2
 
 INPUTS_PER_CALL = 256
 MAX_CONCURRENT_CALLS = 4
 ATTEMPTS = 3
 NEEDS = (("embeddings", "model"),)
+CLASSIFICATION = "classification"
 
 T = TypeVar("T")
 
@@ -51,12 +52,24 @@ def _failure(task: asyncio.Future[Any]) -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
 
 
+class EmbedInput(NamedTuple):
+    """Packed token ids; of a pair of texts also the index of the first token of the second one, else 0."""
+
+    token_ids: bytes
+    second_text_at: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Vectors in the order of their inputs, each packed little-endian float32."""
+    """Vectors, or probabilities of classes, in the order of their inputs, each packed little-endian float32."""
 
     vectors: Sequence[bytes]
     prompt_tokens: int
+
+
+def pooling(workers: Sequence[WorkerEntry]) -> list[WorkerEntry]:
+    """Returns the workers that classify, else those that embed; raises SluiceError(INVALID_ARGUMENT) without either."""
+    return [worker for worker in workers if CLASSIFICATION in worker.capabilities] or able(workers, NEEDS)
 
 
 class EmbedClient:
@@ -72,13 +85,14 @@ class EmbedClient:
         self._timeout_s = timeout_s
 
     async def embed(
-        self, request_id: str, model: str, inputs: Sequence[bytes], dimensions: int, lora: str = ""
+        self, request_id: str, model: str, inputs: Sequence[EmbedInput], dimensions: int, lora: str = ""
     ) -> Embeddings:
-        """Returns the vectors of inputs of packed token ids, truncated to `dimensions` (0: the model's full size).
+        """Returns the vectors of inputs, truncated to `dimensions` (0: the model's full size); classes of a model that
+        classifies.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when no engine of the model supports embeddings, UNAVAILABLE when no worker
-                can be reached, otherwise the worker's error.
+            SluiceError: INVALID_ARGUMENT when no engine of the model computes them, UNAVAILABLE when no worker can be
+                reached, otherwise the worker's error.
         """
         deadline = asyncio.get_running_loop().time() + min(self._timeout_s, context.current().deadline.left_s)
         concurrent = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
@@ -87,7 +101,10 @@ class EmbedClient:
             message = worker_pb2.EmbedRequest(
                 request_id=f"{request_id}-{first}",
                 model=model,
-                inputs=[worker_pb2.TokenPrompt(token_ids=ids) for ids in inputs[first : first + INPUTS_PER_CALL]],
+                inputs=[
+                    worker_pb2.TokenPrompt(token_ids=each.token_ids, second_text_at=each.second_text_at)
+                    for each in inputs[first : first + INPUTS_PER_CALL]
+                ],
                 dimensions=dimensions,
                 trace=telemetry.trace_context(None),
                 lora=lora,
@@ -131,12 +148,10 @@ class EmbedClient:
     def _pick(self, model: str, lora: str, tried: set[str]) -> WorkerLink:
         link = self._connections.least_busy(self._others(model, lora, tried))
         if link is None:
-            raise unavailable(
-                f"No worker with embeddings of model {model!r} can be reached; try again later.", code="no_workers"
-            )
+            raise unavailable(f"No worker of model {model!r} can be reached; try again later.", code="no_workers")
         return link
 
     def _others(self, model: str, lora: str, tried: set[str]) -> list[str]:
         self._registry.model(model)
-        workers = with_adapter(able(self._registry.of_model(model), NEEDS), lora)
+        workers = with_adapter(pooling(self._registry.of_model(model)), lora)
         return [worker.worker_id for worker in workers if worker.worker_id not in tried]

@@ -47,6 +47,7 @@ class WorkerEntry:
     eos_token_ids: bytes = b""  # packed u32
     adapters: tuple[str, ...] = ()
     ranks: int = 1  # data-parallel ranks
+    labels: tuple[str, ...] = ()  # classes of a model that classifies
 
     @property
     def runs_alone(self) -> bool:
@@ -225,4 +226,5 @@ def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
         eos_token_ids=card.eos_token_ids,
         adapters=tuple(card.adapters),
         ranks=max(card.data_parallel_size, 1),
+        labels=tuple(card.labels),
     )

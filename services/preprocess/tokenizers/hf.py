@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from services.common.errors import SluiceError, invalid
 from services.common.models import fingerprint, read_json
-from services.common.packing import unpack_u32
+from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.encoders.hf import HfEncoder
 from services.preprocess.encoders.segment_cache import CacheStats
@@ -128,6 +128,16 @@ class HfTokenizer(TokenizerProtocol):
             return self._encoder.encode(text, add_special_tokens is not False)
         except (TypeError, ValueError) as error:
             raise invalid("The prompt cannot be tokenized; send valid Unicode.") from error
+
+    def pack_pair(self, first: str, second: str, add_special_tokens: bool | None = None) -> tuple[bytes, int]:
+        """See `packed_pair`; special tokens between the texts belong to the first one."""
+        try:
+            encoding = self._tokenizer.encode(first, second, add_special_tokens=add_special_tokens is not False)
+        except (TypeError, ValueError) as error:
+            raise invalid("The texts cannot be tokenized; send valid Unicode.") from error
+        if 1 not in encoding.sequence_ids:
+            raise invalid("The second text has no tokens; send a longer one.")
+        return pack_u32(encoding.ids), encoding.sequence_ids.index(1)
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
         return unpack_u32(self.pack_chat(chat)).tolist()

@@ -59,6 +59,8 @@ class Capability(StrEnum):
     LORA_LOADING = "lora_loading"
     """Loads and unloads adapters while serving."""
     EMBEDDINGS = "embeddings"
+    CLASSIFICATION = "classification"
+    """Computes the probabilities of classes for texts, or for pairs of texts."""
     KV_EVENTS = "kv_events"
     PREFILL = "prefill"
     """Serves as a prefill worker."""

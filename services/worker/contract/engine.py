@@ -56,6 +56,7 @@ class EngineConfig:
     chat_template: str = ""  # Jinja template that replaces the model's own
     tool_parser: str = ""  # resolves "auto" for this model; empty: detected from the template
     reasoning_parser: str = ""
+    labels: tuple[str, ...] = ()  # classes of a model that classifies
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Sink(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """Embedding vectors in input order, each packed as little-endian float32."""
+    """Embedding vectors or class probabilities in input order, each packed as little-endian float32."""
 
     vectors: Sequence[bytes]
     prompt_tokens: int
@@ -212,6 +213,17 @@ class LLMEngine(ABC):
                 inputs.
         """
         raise _unsupported("does not compute embeddings", "model")
+
+    async def classify(self, inputs: Sequence[array[int]], second_text_at: Sequence[int], lora: str = "") -> Embedded:
+        """Returns the probability of each label for token sequences.
+
+        Args:
+            second_text_at: per input, index of the first token of the second of two texts; 0 for one text.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION when the engine does not classify, INVALID_ARGUMENT for invalid inputs.
+        """
+        raise _unsupported("does not classify", "model")
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         """Runs an action: sleep, wake, load_lora, unload_lora, start_profile, stop_profile or inject_fault.

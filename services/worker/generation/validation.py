@@ -58,9 +58,12 @@ def validate_grammar_size(guided: StructuredOutput, budget: Budget) -> None:
 def validate_embedding(
     model: str, lora: str, inputs: Sequence[array[int]], dimensions: int, config: EngineConfig
 ) -> None:
-    """Raises SluiceError with the offending field when this worker cannot embed the inputs."""
+    """Raises SluiceError with the offending field when this worker can neither embed nor classify the inputs."""
     _validate_model(model, lora, config)
-    require(Capability.EMBEDDINGS, config, "model")
+    if Capability.CLASSIFICATION not in config.capabilities:
+        require(Capability.EMBEDDINGS, config, "model")
+    elif dimensions:
+        raise invalid("dimensions is set, but this model classifies; leave it out.", param="dimensions")
     if lora:
         require(Capability.LORA, config, "lora")
     if not 1 <= len(inputs) <= MOST_EMBEDDED:

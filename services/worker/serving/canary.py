@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.capabilities import SAMPLING, Capability
-from services.worker.contract.engine import EngineConfig, GenerateContext, Sink
+from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Sink
 from services.worker.contract.generation import (
     Disaggregation,
     FinishReason,
@@ -102,8 +102,8 @@ class Canary:
         engine = self._worker.engine
         try:
             async with asyncio.timeout(self._timeout_s):
-                if _only_embeds(self._worker.config):
-                    await engine.embed([request.token_ids], 0)
+                if _only_pools(self._worker.config):
+                    await _pool(engine, self._worker.config, request.token_ids)
                     return ""
                 engine.submit(request, context, probe)
                 await probe.done.wait()
@@ -147,9 +147,17 @@ class _Probe(Sink):
         self.done.set()
 
 
-def _only_embeds(config: EngineConfig) -> bool:
-    """Whether the engine computes embeddings and cannot sample tokens."""
-    return Capability.EMBEDDINGS in config.capabilities and not SAMPLING & config.capabilities
+def _only_pools(config: EngineConfig) -> bool:
+    """Whether the engine computes embeddings or classes and cannot sample tokens."""
+    pools = {Capability.EMBEDDINGS, Capability.CLASSIFICATION} & config.capabilities
+    return bool(pools) and not SAMPLING & config.capabilities
+
+
+async def _pool(engine: LLMEngine, config: EngineConfig, token_ids: array[int]) -> None:
+    if Capability.CLASSIFICATION in config.capabilities:
+        await engine.classify([token_ids], [0])
+    else:
+        await engine.embed([token_ids], 0)
 
 
 def _canary_request(config: EngineConfig, number: int) -> GenerateRequest | None:

@@ -17,7 +17,7 @@ from services.common.rpc.errors import abort, answer
 from services.common.rpc.session import BatchWriter, serve_session
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.control import Controls
-from services.worker.serving.embedding import embed
+from services.worker.serving.embedding import EmbedCall, embed
 from services.worker.serving.session import WorkerSession
 from services.worker.serving.tokenizer_files import TokenizerFiles
 from services.worker.serving.wire import (
@@ -175,7 +175,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _embed(self, request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedResponse:
         inputs = [unpack_u32(prompt.token_ids, f"inputs[{index}]") for index, prompt in enumerate(request.inputs)]
-        embedded = await embed(self._worker, request.model, inputs, request.dimensions, request.lora)
+        seconds = [prompt.second_text_at for prompt in request.inputs]
+        call = EmbedCall(request.model, inputs, seconds, request.dimensions, request.lora)
+        embedded = await embed(self._worker, call)
         return worker_pb2.EmbedResponse(
             embeddings=[worker_pb2.Embedding(values=vector) for vector in embedded.vectors],
             usage=common_pb2.Usage(prompt_tokens=embedded.prompt_tokens),

@@ -237,6 +237,7 @@ def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCar
         chat_template=config.chat_template,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
+        labels=config.labels,
     )
 
 

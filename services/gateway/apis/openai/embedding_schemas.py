@@ -1,4 +1,4 @@
-"""Request schemas of POST /v1/embeddings, /v1/score and /v1/rerank."""
+"""Request schemas of POST /v1/embeddings, /v1/score, /v1/rerank and /v1/classify."""
 
 from __future__ import annotations
 
@@ -59,6 +59,17 @@ class EmbeddingRequest(PoolingFields):
     use_activation: Any = unsupported_field("the model's files determine it")
     normalize: Any = unsupported_field("the model's files determine it")
     mm_processor_kwargs: Any = unsupported_field("only text input is accepted")
+
+
+class ClassifyRequest(PoolingFields):
+    """POST /v1/classify."""
+
+    input: Annotated[PromptInput, BeforeValidator(_inputs)]
+
+    messages: Any = unsupported_field("send texts or token ids as input")
+    priority: Any = unsupported_field("classification requests have no priorities", 0)
+    use_activation: Any = unsupported_field("values are probabilities", True)
+    activation: Any = unsupported_field("values are probabilities", True)
 
 
 Text = Annotated[str, Field(min_length=1)]

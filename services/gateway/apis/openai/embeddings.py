@@ -1,4 +1,4 @@
-"""The endpoint /v1/embeddings."""
+"""The endpoint /v1/embeddings, and what all endpoints of pooling models share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import base64
 import secrets
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -26,10 +27,12 @@ from services.gateway.http.sse import result_unless_gone
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.capabilities import able
-from services.gateway.workers.embeddings import NEEDS, EmbedClient, Embeddings, all_or_none
+from services.gateway.workers.embeddings import NEEDS, EmbedClient, Embeddings, EmbedInput, all_or_none, pooling
 from services.gateway.workers.registry import WorkerEntry
 
 MAX_CONCURRENT_TOKENIZATIONS = 32
+PoolingInput = str | list[int] | tuple[str, str]
+"""A text, token ids, or a pair of texts."""
 _FIELD_NAMES = FieldNameMap({"model": "model"}, default="input")
 
 
@@ -51,7 +54,8 @@ class EmbeddingEndpoints:
     async def embeddings(self, request: Request) -> Response:
         """Create embeddings of texts or of token ids."""
         fields = check(EmbeddingRequest, await self._bodies.read(request), self._budgets)
-        result = await self.vectors(request, fields, one_by_one(fields.input), fields.dimensions or 0)
+        entry = able(self._workers(fields), NEEDS)[0]
+        result = await self.vectors(request, fields, entry, one_by_one(fields.input), fields.dimensions or 0)
         if result is None:
             return client_closed_response()
         data = [
@@ -61,17 +65,29 @@ class EmbeddingEndpoints:
         usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
         return json_response({"object": "list", "data": data, "model": fields.model, "usage": usage})
 
-    async def vectors(
-        self, request: Request, fields: PoolingFields, inputs: list[str | list[int]], dimensions: int = 0
-    ) -> Embeddings | None:
-        """Returns the vectors of inputs; None if the client has disconnected.
+    def worker(self, fields: PoolingFields) -> WorkerEntry:
+        """Returns a worker of the model, which embeds or classifies; raises SluiceError if there is none."""
+        return pooling(self._workers(fields))[0]
 
-        Args:
-            dimensions: of the vectors; 0 for those of the model.
-        """
+    def _workers(self, fields: PoolingFields) -> list[WorkerEntry]:
         registry = self._pipelines.registry
         registry.model(fields.model)
-        entry = able(registry.of_model(fields.model), NEEDS)[0]
+        return registry.of_model(fields.model)
+
+    async def vectors(
+        self,
+        request: Request,
+        fields: PoolingFields,
+        entry: WorkerEntry,
+        inputs: Sequence[PoolingInput],
+        dimensions: int = 0,
+    ) -> Embeddings | None:
+        """Returns the vectors or classes of inputs; None if the client has disconnected.
+
+        Args:
+            entry: a worker of the model.
+            dimensions: of the vectors; 0 for those of the model.
+        """
         adapter = fields.lora_path or ("" if entry.model == fields.model else fields.model)
         request_id = f"embd-{secrets.token_hex(12)}"
         logs.request_id.set(request_id)
@@ -79,7 +95,7 @@ class EmbeddingEndpoints:
         with telemetry.stage("gateway.embed", dict(request.headers), model=fields.model, client_request_id=label):
             ids = await self._tokenized(inputs, fields, entry)
             permit = context.current().permit
-            await permit.charge(sum(map(len, ids)) // 4)
+            await permit.charge(sum(len(each.token_ids) for each in ids) // 4)
             computed = self._client.embed(request_id, entry.model, ids, dimensions, adapter)
             result = await result_unless_gone(request.receive, computed)
         if result is not None:
@@ -88,31 +104,42 @@ class EmbeddingEndpoints:
                 audit.model, audit.prompt_tokens = fields.model, result.prompt_tokens
         return result
 
-    async def _tokenized(self, inputs: list[str | list[int]], fields: PoolingFields, entry: WorkerEntry) -> list[bytes]:
+    async def _tokenized(
+        self, inputs: Sequence[PoolingInput], fields: PoolingFields, entry: WorkerEntry
+    ) -> list[EmbedInput]:
         semaphore = asyncio.Semaphore(MAX_CONCURRENT_TOKENIZATIONS)
 
-        async def tokenize(text_or_ids: str | list[int]) -> bytes:
-            prompt = (
-                TextPrompt(text_or_ids, fields.add_special_tokens)
-                if isinstance(text_or_ids, str)
-                else TokenPrompt(pack_u32(text_or_ids))
-            )
+        async def tokenize(given: PoolingInput) -> EmbedInput:
+            prompt = _prompt(given, fields)
             async with semaphore:
                 try:
                     tokenized = await self._pipelines.preprocess.tokenize(entry.model, prompt)
                 except SluiceError as error:
                     raise _FIELD_NAMES.rename(error) from None
-            return _truncated(tokenized.token_ids, fields, tokenized.context_limit(entry.context_length))
+            context = tokenized.context_limit(entry.context_length)
+            return _truncated(EmbedInput(tokenized.token_ids, tokenized.second_text_at), fields, context)
 
         return await all_or_none(tokenize(value) for value in inputs)
 
 
-def _truncated(ids: bytes, fields: PoolingFields, context: int) -> bytes:
+def _prompt(given: PoolingInput, fields: PoolingFields) -> TextPrompt | TokenPrompt:
+    if isinstance(given, str):
+        return TextPrompt(given, fields.add_special_tokens)
+    if isinstance(given, tuple):
+        return TextPrompt(given[0], fields.add_special_tokens, given[1])
+    return TokenPrompt(pack_u32(given))
+
+
+def _truncated(given: EmbedInput, fields: PoolingFields, context: int) -> EmbedInput:
     """Returns the ids, truncated as the request specifies; raises SluiceError if there are none or too many."""
+    ids, second_text_at = given
     max_tokens = context if fields.truncate_prompt_tokens == -1 else fields.truncate_prompt_tokens
-    if max_tokens and len(ids) > 4 * max_tokens:
+    if max_tokens and (cut := len(ids) // 4 - max_tokens) > 0:
         # By default the end is cut: the beginning usually represents a text best.
-        ids = ids[-4 * max_tokens :] if fields.truncation_side == "left" else ids[: 4 * max_tokens]
+        if fields.truncation_side == "left":
+            ids, second_text_at = ids[4 * cut :], max(second_text_at - cut, 0)
+        else:
+            ids, second_text_at = ids[: 4 * max_tokens], second_text_at if second_text_at < max_tokens else 0
     if not ids:
         raise invalid("An input has no tokens; send only non-empty inputs.", param="input", code="empty_input")
     if context and len(ids) > 4 * context:
@@ -122,7 +149,7 @@ def _truncated(ids: bytes, fields: PoolingFields, context: int) -> bytes:
             param="input",
             code="context_length_exceeded",
         )
-    return ids
+    return EmbedInput(ids, second_text_at)
 
 
 def _encoded(vector: bytes, fields: EmbeddingRequest) -> Any:

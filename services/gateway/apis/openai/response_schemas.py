@@ -194,6 +194,26 @@ class Reranked(Open):
     usage: dict[str, int]
 
 
+class ClassOfText(Open):
+    """The likeliest class of a text, and the probabilities of all."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassList(Open):
+    """The classes of texts, in their order."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassOfText]
+    usage: dict[str, int]
+
+
 class Model(Open):
     """A model that is currently served."""
 

@@ -1,6 +1,7 @@
-"""The endpoints /v1/score and /v1/rerank.
+"""The endpoints /v1/score, /v1/rerank and /v1/classify.
 
-The score of two texts is the cosine of their vectors, as vLLM computes it for models that embed.
+The score of two texts is, as in vLLM, the cosine of their vectors for models that embed, and the probability of the one
+class for models that compare texts (cross-encoders).
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.common.errors import SluiceError, invalid
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
-from services.gateway.apis.openai.embedding_schemas import PoolingFields, RerankRequest, ScoreRequest
+from services.gateway.apis.openai.embedding_schemas import ClassifyRequest, PoolingFields, RerankRequest, ScoreRequest
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.apis.openai.fields import one_by_one
 from services.gateway.apis.openai.validation import check
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.embeddings import Embeddings
+from services.gateway.workers.registry import WorkerEntry
 
 
 class ScoreEndpoints:
-    """Compares texts by their embeddings.
+    """Compares and classifies texts.
 
     Args:
         embeddings: computes the vectors.
@@ -42,23 +46,22 @@ class ScoreEndpoints:
         """Score pairs of texts: one with each of several, or each with its counterpart."""
         fields = check(ScoreRequest, await self._bodies.read(request), self._budgets)
         first, second = fields.pairs
-        found = await self._vectors(request, fields, [*first, *second])
+        found = await self._scores(request, fields, first * len(second) if len(first) == 1 else first, second)
         if found is None:
             return client_closed_response()
-        left, right = found.vectors[: len(first)], found.vectors[len(first) :]
-        scores = await cosines([*left] * len(right) if len(left) == 1 else left, right)
+        scores, tokens = found
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         head = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
-        return json_response({**head, "model": fields.model, "data": data, "usage": _usage(found)})
+        return json_response({**head, "model": fields.model, "data": data, "usage": _usage(tokens)})
 
     async def rerank(self, request: Request) -> Response:
         """Order documents by their relevance for a query, the most relevant first."""
         fields = check(RerankRequest, await self._bodies.read(request), self._budgets)
         texts = fields.texts
-        found = await self._vectors(request, fields, [fields.query, *texts])
+        found = await self._scores(request, fields, [fields.query] * len(texts), texts)
         if found is None:
             return client_closed_response()
-        scores = await cosines([found.vectors[0]] * len(texts), found.vectors[1:])
+        scores, tokens = found
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[: fields.top_n or None]
         results = [
             {
@@ -69,15 +72,56 @@ class ScoreEndpoints:
             for index in order
         ]
         head = {"id": f"rerank-{secrets.token_hex(12)}", "model": fields.model}
-        return json_response({**head, "results": results, "usage": _usage(found)})
+        return json_response({**head, "results": results, "usage": _usage(tokens)})
 
-    async def _vectors(self, request: Request, fields: PoolingFields, texts: list[str]) -> Embeddings | None:
+    async def classify(self, request: Request) -> Response:
+        """Classify texts."""
+        fields = check(ClassifyRequest, await self._bodies.read(request), self._budgets)
+        entry = self._embeddings.worker(fields)
+        if not entry.labels:
+            raise _unsupported("it does not classify; use /v1/embeddings")
+        found = await self._embeddings.vectors(request, fields, entry, one_by_one(fields.input))
+        if found is None:
+            return client_closed_response()
+        data = [_class(index, _floats(values), entry.labels) for index, values in enumerate(found.vectors)]
+        head = {"id": f"classify-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
+        usage = _usage(found.prompt_tokens)
+        return json_response({**head, "model": fields.model, "data": data, "usage": usage})
+
+    async def _scores(
+        self, request: Request, fields: PoolingFields, first: Sequence[str], second: Sequence[str]
+    ) -> tuple[list[float], int] | None:
+        """Returns the score of each pair of texts and the tokens that it took; None if the client has disconnected."""
+        entry = self._embeddings.worker(fields)
+        if not entry.labels:
+            vectors = await self._vectors(request, fields, entry, [*first, *second])
+            if vectors is None:
+                return None
+            left, right = vectors.vectors[: len(first)], vectors.vectors[len(first) :]
+            return await cosines(left, right), vectors.prompt_tokens
+        if len(entry.labels) != 1:
+            raise _unsupported(f"it classifies into {len(entry.labels)} classes, not one; use /v1/classify")
+        found = await self._embeddings.vectors(request, fields, entry, list(zip(first, second, strict=True)))
+        return None if found is None else ([_floats(value)[0] for value in found.vectors], found.prompt_tokens)
+
+    async def _vectors(
+        self, request: Request, fields: PoolingFields, entry: WorkerEntry, texts: list[str]
+    ) -> Embeddings | None:
         distinct = list(dict.fromkeys(texts))
-        found = await self._embeddings.vectors(request, fields, [*distinct])
+        found = await self._embeddings.vectors(request, fields, entry, distinct)
         if found is None:
             return None
         by_text = dict(zip(distinct, found.vectors, strict=True))
         return Embeddings([by_text[text] for text in texts], found.prompt_tokens)
+
+
+def _unsupported(reason: str) -> SluiceError:
+    return invalid(f"model is not supported here: {reason}.", param="model", code="unsupported_parameter")
+
+
+def _class(index: int, probabilities: Sequence[float], labels: Sequence[str]) -> dict[str, Any]:
+    likeliest = max(range(len(labels)), key=probabilities.__getitem__)
+    return {"index": index, "label": labels[likeliest], "probs": probabilities, "num_classes": len(labels)}
 
 
 async def cosines(left: Sequence[bytes], right: Sequence[bytes]) -> list[float]:
@@ -98,5 +142,5 @@ def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(map(mul, one, other)) / norm if norm else 0.0
 
 
-def _usage(found: Embeddings) -> dict[str, Any]:
-    return {"prompt_tokens": found.prompt_tokens, "total_tokens": found.prompt_tokens}
+def _usage(tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ HOSTED = VLLM_AND_SGLANG | {
     Capability.SLEEP,
 }
 """The same for an engine in the worker's process."""
+
+
+def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the classes of a model that classifies sequences, from its config.json; empty for other models."""
+    architectures = config.get("architectures") or ()
+    if not any(str(name).endswith("ForSequenceClassification") for name in architectures):
+        return ()
+    names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}  # transformers' own defaults
+    return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
 def engine_config(settings: WorkerSettings, path: Path, engine: str, **measured: Any) -> EngineConfig:

@@ -29,21 +29,24 @@ class InProcessEngine(LLMEngine):
             self.abort(context)
 
 
-async def embed_each(inputs: Sequence[array[int]], embed: Callable[[array[int]], Awaitable[bytes]]) -> Embedded:
+async def embed_each(inputs: Sequence[array[int]], embed: Callable[[int], Awaitable[bytes]]) -> Embedded:
     """Returns vectors in input order; computes at most `MAX_CONCURRENT_EMBEDDINGS` at a time.
+
+    Args:
+        embed: computes the vector of the input with this index.
 
     Raises:
         SluiceError: The first failure; the remaining inputs are then cancelled.
     """
     limit = asyncio.Semaphore(MAX_CONCURRENT_EMBEDDINGS)
 
-    async def one(token_ids: array[int]) -> bytes:
+    async def one(index: int) -> bytes:
         async with limit:
-            return await embed(token_ids)
+            return await embed(index)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(token_ids)) for token_ids in inputs]
+            tasks = [group.create_task(one(index)) for index in range(len(inputs))]
     except BaseExceptionGroup as failures:
         causes = failures.exceptions
         raise next((error for error in causes if isinstance(error, SluiceError)), causes[0]) from None
@@ -59,9 +62,18 @@ def starting() -> SluiceError:
 
 def embeddings_only() -> SluiceError:
     """Returns the error of generations on an embedding model."""
+    return _pools_only("computes embeddings")
+
+
+def classes_only() -> SluiceError:
+    """Returns the error of generations on a model that classifies."""
+    return _pools_only("classifies texts")
+
+
+def _pools_only(what: str) -> SluiceError:
     return SluiceError(
         ErrorKind.FAILED_PRECONDITION,
-        "This worker only computes embeddings; send the request to a model that generates text.",
+        f"This worker only {what}; send the request to a model that generates text.",
         param="model",
         code="unsupported_by_engine",
     )

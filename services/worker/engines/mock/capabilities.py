@@ -22,6 +22,7 @@ CAPABILITIES = _HONOURED_SAMPLING | {
     Capability.LORA,
     Capability.LORA_LOADING,
     Capability.EMBEDDINGS,
+    Capability.CLASSIFICATION,
     Capability.KV_EVENTS,
     Capability.PREFILL,
     Capability.DECODE,
@@ -42,7 +43,8 @@ _UNSUPPORTED_BY_ROLE = {
 }
 
 
-def capabilities_of(role: Role, ranks: int = 1) -> frozenset[Capability]:
+def capabilities_of(role: Role, ranks: int = 1, classifies: bool = False) -> frozenset[Capability]:
     """Returns the engine's capabilities in a role, with a number of data-parallel ranks."""
     single_rank = {Capability.DATA_PARALLEL_RANK} if ranks == 1 else set()
-    return CAPABILITIES - _UNSUPPORTED_BY_ROLE[role] - single_rank
+    other_pooling = Capability.EMBEDDINGS if classifies else Capability.CLASSIFICATION
+    return CAPABILITIES - _UNSUPPORTED_BY_ROLE[role] - single_rank - {other_pooling}

@@ -1,4 +1,4 @@
-"""Mock embeddings: unit vectors determined by the tokens and the adapter."""
+"""Mock embeddings and classes: unit vectors and probabilities determined by the tokens and the adapter."""
 
 from __future__ import annotations
 
@@ -31,11 +31,33 @@ def embed(inputs: Sequence[array[int]], width: int, dimensions: int, lora: str) 
     return Embedded(vectors, sum(map(len, inputs)))
 
 
+def classify(inputs: Sequence[array[int]], second_text_at: Sequence[int], labels: int, lora: str) -> Embedded:
+    """Returns probabilities of classes: those of one class are the share of the first text's tokens in the second text.
+
+    Args:
+        second_text_at: per input, index of the first token of the second of two texts; 0 for one text.
+        labels: number of classes, at least one.
+    """
+    vectors = []
+    for token_ids, second_at in zip(inputs, second_text_at, strict=True):
+        if labels == 1 and second_at:
+            first, second = set(token_ids[:second_at]), set(token_ids[second_at:])
+            vectors.append(_packed([len(first & second) / len(first)]))
+        else:
+            scores = array("f", _vector(token_ids, labels + 1, labels, seed_for(lora)))
+            vectors.append(_packed([score * score for score in scores]))
+    return Embedded(vectors, sum(map(len, inputs)))
+
+
 def _vector(token_ids: array[int], width: int, dimensions: int, seed: int) -> bytes:
     gauss = Random(xxh3_64_intdigest(pack_u32(token_ids), seed)).gauss
     values = [gauss(0, 1) for _ in range(width)][:dimensions]
     length = math.sqrt(sum(value * value for value in values)) or 1.0
-    packed = array("f", (value / length for value in values))
+    return _packed([value / length for value in values])
+
+
+def _packed(values: Sequence[float]) -> bytes:
+    packed = array("f", values)
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()

@@ -15,7 +15,7 @@ from services.worker.contract.generation import FinishReason, GenerateRequest, R
 from services.worker.engines.inprocess.engine import InProcessEngine, starting
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.capabilities import ACCEPTED, CAPABILITIES, capabilities_of
-from services.worker.engines.mock.embeddings import embed
+from services.worker.engines.mock.embeddings import classify, embed
 from services.worker.engines.mock.faults import Faults, injected
 from services.worker.engines.mock.guided.answers import GuidedAnswers
 from services.worker.engines.mock.guided.effort import Effort
@@ -99,13 +99,14 @@ class MockEngine(InProcessEngine):
             max_sequences=settings.max_sequences,
             max_batched_tokens=settings.max_batched_tokens,
             eos_token_ids=loaded.vocabulary.eos_ids,
-            capabilities=capabilities_of(self._role, settings.data_parallel_size),
+            capabilities=capabilities_of(self._role, settings.data_parallel_size, bool(settings.labels)),
             accepted=frozenset(ACCEPTED),
             adapters=tuple(settings.adapters),
             data_parallel_size=settings.data_parallel_size,
             role=self._role,
             engine="mock",
             engine_version=VERSION,
+            labels=tuple(settings.labels),
         )
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
@@ -158,6 +159,10 @@ class MockEngine(InProcessEngine):
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
         self._require_awake()
         return await asyncio.to_thread(embed, inputs, self._settings.embedding_width, dimensions, lora)
+
+    async def classify(self, inputs: Sequence[array[int]], second_text_at: Sequence[int], lora: str = "") -> Embedded:
+        self._require_awake()
+        return await asyncio.to_thread(classify, inputs, second_text_at, len(self._settings.labels), lora)
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         results = self._operations.run(action, arguments)

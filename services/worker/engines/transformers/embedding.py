@@ -1,4 +1,4 @@
-"""Computes embeddings by pooling the hidden states of the last layer."""
+"""Computes embeddings by pooling the hidden states of the last layer, and classes by the model's own head."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def embed(
     vectors: list[bytes] = [b""] * len(inputs)
     try:
         with torch.no_grad():
-            for indices in _batches(inputs, max_tokens):
+            for indices in batches(inputs, max_tokens):
                 # Inputs of equal length need no padding, so a vector never depends on the others in its batch.
                 ids = torch.tensor([list(inputs[index]) for index in indices], dtype=torch.long, device=model.device)
                 adapters.select([(lora, ids.shape[1])])
@@ -54,6 +54,34 @@ def embed(
     return vectors
 
 
+def classify(model: Any, inputs: Sequence[array[int]], second_text_at: Sequence[int], max_tokens: int) -> list[bytes]:
+    """Returns the probabilities of the classes for token sequences, packed as little-endian float32, in input order.
+
+    Args:
+        model: A model for sequence classification. With one label, or several that do not exclude each other, each
+            probability is the logistic function of its logit; else they are the softmax.
+        second_text_at: Per input, index of the first token of the second of two texts; 0 for one text.
+        max_tokens: Maximum number of tokens per forward pass; a longer input gets its own pass.
+    """
+    found: list[bytes] = [b""] * len(inputs)
+    config = model.config
+    config.pad_token_id = -1  # nothing is padded; without an id, decoders refuse batches
+    apart = config.num_labels == 1 or config.problem_type == "multi_label_classification"
+    with torch.no_grad():
+        for indices in batches(inputs, max_tokens):
+            ids = torch.tensor([list(inputs[index]) for index in indices], dtype=torch.long, device=model.device)
+            types = {}
+            if getattr(config, "type_vocab_size", 1) > 1:
+                positions = torch.arange(ids.shape[1])
+                starts = torch.tensor([second_text_at[index] or ids.shape[1] for index in indices])
+                types["token_type_ids"] = (positions[None] >= starts[:, None]).long().to(model.device)
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **types).logits.float()
+            probabilities = logits.sigmoid() if apart else logits.softmax(dim=-1)
+            for index, row in zip(indices, probabilities.cpu(), strict=True):
+                found[index] = array("f", row.tolist()).tobytes()
+    return found
+
+
 def _pool(hidden: torch.Tensor, pooling: str) -> torch.Tensor:
     """Pools hidden states [inputs, positions, width] into [inputs, width]."""
     if pooling == "mean":
@@ -61,7 +89,7 @@ def _pool(hidden: torch.Tensor, pooling: str) -> torch.Tensor:
     return hidden[:, 0 if pooling == "cls" else -1]
 
 
-def _batches(inputs: Sequence[array[int]], max_tokens: int) -> list[list[int]]:
+def batches(inputs: Sequence[array[int]], max_tokens: int) -> list[list[int]]:
     """Groups input indices into batches of equal length."""
     batches: list[list[int]] = []
     for index in sorted(range(len(inputs)), key=lambda index: len(inputs[index])):

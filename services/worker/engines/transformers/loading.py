@@ -46,8 +46,11 @@ def free_memory_on(device: torch.device) -> int:
     return free_memory()
 
 
-def load_model(folder: ModelFolder, options: Options, device: torch.device) -> Any:
+def load_model(folder: ModelFolder, options: Options, device: torch.device, classifies: bool = False) -> Any:
     """Returns the model on its device in evaluation mode.
+
+    Args:
+        classifies: whether to load the model with its head for sequence classification, not as a language model.
 
     Raises:
         SluiceError: INVALID_ARGUMENT when transformers cannot load it, FAILED_PRECONDITION when memory is insufficient.
@@ -59,11 +62,12 @@ def load_model(folder: ModelFolder, options: Options, device: torch.device) -> A
         raise _out_of_memory(needed, free_memory_on(device))
     transformers.logging.disable_progress_bar()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
+    kind = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModelForCausalLM
     with _load_errors(folder):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        model = kind.from_pretrained(
             folder.path,
             dtype=getattr(torch, dtype_of(folder, options)),
-            attn_implementation="paged|eager" if options.attention == "eager" else options.attention,
+            attn_implementation="paged|eager" if options.attention == "eager" and not classifies else options.attention,
             trust_remote_code=options.trust_remote_code,
             local_files_only=True,
         ).to(device)

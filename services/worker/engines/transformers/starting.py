@@ -11,6 +11,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import GenerateRequest, PositionLogprobs, Role
+from services.worker.engines.inprocess.card import labels_of
 from services.worker.engines.transformers import guidance
 from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder, read_folder
 from services.worker.engines.transformers.options import Options
@@ -101,10 +102,15 @@ def start_engine(settings: WorkerSettings, options: Options, listener: Listener)
     folder = read_folder(settings.spec.source)
     adapter_folders = _adapter_folders(settings)
     listener.on_phase("importing torch and transformers")
-    _require_library()
+    require_library()
     from services.worker.engines.transformers import batching, loading
     from services.worker.engines.transformers.lora import Adapters
 
+    if labels_of(folder.config):
+        raise invalid(
+            f"The model at {folder.path} classifies texts; serve it with --engine transformers-classifier.",
+            param="model",
+        )
     device = loading.device_of(options)
     listener.on_phase("loading weights")
     model = loading.load_model(folder, options, device)
@@ -212,7 +218,7 @@ def _flash(options: Options) -> bool:
     return options.attention.startswith("flash")
 
 
-def _require_library() -> None:
+def require_library() -> None:
     try:
         import torch  # noqa: F401
         import transformers  # noqa: F401

@@ -12,8 +12,8 @@ from services.worker.engines.inprocess.card import HOSTED
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.settings import WorkerSettings
 
-CAPABILITIES = HOSTED | SAMPLING | {Capability.PROMPT_EMBEDS}
-_POOLING = frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS, Capability.LORA, Capability.LORA_LOADING})
+CAPABILITIES = HOSTED | SAMPLING | {Capability.PROMPT_EMBEDS, Capability.CLASSIFICATION}
+_POOLING = frozenset({Capability.TOKEN_IDS, Capability.LORA, Capability.LORA_LOADING})
 
 
 def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
@@ -36,8 +36,18 @@ def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
     }
     missing = {capability for capability, has in supported.items() if not has}
     if model.runner_type == "pooling":
-        return _POOLING - missing
-    return CAPABILITIES - missing - {Capability.EMBEDDINGS}
+        return _POOLING - missing | {Capability.CLASSIFICATION if labels(config) else Capability.EMBEDDINGS}
+    return CAPABILITIES - missing - {Capability.EMBEDDINGS, Capability.CLASSIFICATION}
+
+
+def labels(config: Any) -> tuple[str, ...]:
+    """Returns the classes of a model that classifies; empty for other models."""
+    return card.labels_of(vars(config.model_config.hf_config) | {"id2label": config.model_config.hf_config.id2label})
+
+
+def has_segments(config: Any) -> bool:
+    """Returns whether the model distinguishes the two texts of a pair by token types, as BERT does."""
+    return int(getattr(config.model_config.hf_config, "type_vocab_size", 0) or 0) > 1
 
 
 def request_facts(config: Any) -> Facts:
@@ -84,6 +94,7 @@ def engine_config(
         eos_token_ids=eos_token_ids(config),
         capabilities=capabilities(config, has_events=has_events),
         adapters=adapters,
+        labels=labels(config),
         data_parallel_size=int(config.parallel_config.data_parallel_size),
         engine_version=version,
     )

@@ -203,7 +203,18 @@ class VllmEngine(InProcessEngine):
         if self._config.model_config.runner_type != "pooling":
             return await super().embed(inputs, dimensions, lora)
         adapter = self._lora(lora)
-        return await embed_each(inputs, lambda token_ids: library.embed(llm, token_ids, dimensions, adapter))
+        return await embed_each(inputs, lambda index: library.embed(llm, inputs[index], dimensions, adapter))
+
+    async def classify(self, inputs: Sequence[array[int]], second_text_at: Sequence[int], lora: str = "") -> Embedded:
+        llm, labels = self._require_llm(), card.labels(self._config)
+        if self._config.model_config.runner_type != "pooling" or not labels:
+            return await super().classify(inputs, second_text_at, lora)
+        adapter = self._lora(lora)
+        if not card.has_segments(self._config):  # vLLM's process ends when its model does not take them
+            second_text_at = [0] * len(inputs)
+        return await embed_each(
+            inputs, lambda index: library.classify(llm, inputs[index], second_text_at[index], adapter)
+        )
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         available = await asyncio.to_thread(card.capabilities, self._config, has_events=bool(self._events.sources))

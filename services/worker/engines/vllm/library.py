@@ -255,11 +255,23 @@ def checked(
 
 async def embed(llm: Any, token_ids: array[int], dimensions: int, adapter: Any) -> bytes:
     """Returns the vector of one input as little-endian float32, from a vLLM that runs a pooling model."""
-    import torch
     from vllm.pooling_params import PoolingParams
 
+    return await _pooled(llm, token_ids, PoolingParams(task="embed", dimensions=dimensions or None), adapter)
+
+
+async def classify(llm: Any, token_ids: array[int], second_text_at: int, adapter: Any) -> bytes:
+    """Returns the probabilities of the classes for one input as little-endian float32."""
+    from vllm.pooling_params import PoolingParams
+
+    types = {"compressed_token_type_ids": second_text_at} if second_text_at else None
+    return await _pooled(llm, token_ids, PoolingParams(task="classify", extra_kwargs=types), adapter)
+
+
+async def _pooled(llm: Any, token_ids: array[int], params: Any, adapter: Any) -> bytes:
+    import torch
+
     request_id = f"embed-{uuid.uuid4().hex}"
-    params = PoolingParams(task="embed", dimensions=dimensions or None)
     try:
         async for output in llm.encode(prompt_of(token_ids, ""), params, request_id, lora_request=adapter):
             if output.finished:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from array import array
@@ -236,10 +235,7 @@ class VllmGrpcEngine(LLMEngine):
         if dimensions:
             raise invalid("vLLM's gRPC server cannot truncate embeddings; omit dimensions.", param="dimensions")
         name = f"{self._prefix}embed-{time.monotonic_ns()}"
-        numbers = itertools.count()
-        return await embed_each(
-            inputs, lambda token_ids: client.embed(f"{name}-{next(numbers)}", token_ids, EMBED_TIMEOUT_S)
-        )
+        return await embed_each(inputs, lambda index: client.embed(f"{name}-{index}", inputs[index], EMBED_TIMEOUT_S))
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         if action in ("start_profile", "stop_profile"):

@@ -32,7 +32,7 @@ from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.capabilities import able
 from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient
+from services.gateway.workers.embeddings import INPUTS_PER_CALL, EmbedClient, EmbedInput
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.data.bodies import BUDGETS
@@ -86,7 +86,7 @@ class Workers:
         return cast(WorkerLink, min(links, key=lambda link: link.embedding)) if links else None
 
     async def embed(self, *inputs: int) -> list[float]:
-        found = await self.client.embed("r", "m", [pack_u32([one]) for one in inputs], 0)
+        found = await self.client.embed("r", "m", [EmbedInput(pack_u32([one])) for one in inputs], 0)
         assert found.prompt_tokens == len(inputs)
         return [struct.unpack("<f", vector)[0] for vector in found.vectors]
 
@@ -166,7 +166,7 @@ async def test_embedding_of_a_disconnected_client_is_cancelled() -> None:
 
     class Preprocess:
         async def tokenize(self, *how: Any) -> Any:
-            return SimpleNamespace(token_ids=pack_u32([1, 2]), context_limit=lambda worker_limit: 64)
+            return SimpleNamespace(token_ids=pack_u32([1, 2]), context_limit=lambda worker_limit: 64, second_text_at=0)
 
     registry = Workers({"a": Stub()}).registry
     pipeline = SimpleNamespace(registry=registry, preprocess=Preprocess())

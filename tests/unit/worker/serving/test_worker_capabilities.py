@@ -78,6 +78,7 @@ def test_every_capability_a_request_can_ask_for_is_tried_above() -> None:
     # The others are asked for by other calls, or by nobody.
     elsewhere = {"token_ids", "embeddings", "kv_events", "prefill", "decode", "local_prefill", "lora_loading", "sleep"}
     elsewhere |= {"clear_cache", "profile", "inject_fault", "data_parallel_rank", "resume", "resume_guided"}
+    elsewhere |= {"classification"}
     assert {capability.value for capability, _, _ in USES} | elsewhere == {one.value for one in Capability}
 
 

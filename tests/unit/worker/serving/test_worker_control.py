@@ -18,7 +18,7 @@ from services.worker.engines.mock.loading import available_bytes, check_memory
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving import control
 from services.worker.serving.control import ASLEEP, Controls
-from services.worker.serving.embedding import embed
+from services.worker.serving.embedding import EmbedCall, embed
 from services.worker.serving.worker import Worker
 from tests.support.fakes.engines import CONFIG, ScriptedEngine, request
 from tests.support.oracles.errors import raises_error
@@ -87,7 +87,7 @@ async def test_sleep_waits_for_what_runs_and_refuses_until_wake(folder: Path) ->
         with raises_error(code="asleep", retryable=True):
             await served(worker)
         with pytest.raises(SluiceError):
-            await embed(worker, "tiny", [array("I", [1])], 0, "")
+            await vectors_of(worker, "tiny", [array("I", [1])], 0, "")
         await controls.run("wake", {})
         assert received == [ASLEEP, ""]
         assert await served(worker)
@@ -138,16 +138,22 @@ async def test_request_above_the_limit_is_overloaded(folder: Path) -> None:
         worker.submit(request("c"), StreamResponseSink())
 
 
+async def vectors_of(
+    worker: Worker, model: str, inputs: Sequence[array[int]], dimensions: int = 0, lora: str = ""
+) -> Embedded:
+    return await embed(worker, EmbedCall(model, inputs, [0] * len(inputs), dimensions, lora))
+
+
 async def test_embeddings_follow_their_inputs(folder: Path) -> None:
     async with mock(folder, adapters=["polite"], embedding_width=16) as (worker, _):
         inputs = [array("I", [3, 4]), array("I", [5])]
-        plain = await embed(worker, "tiny", inputs, 0, "")
+        plain = await vectors_of(worker, "tiny", inputs, 0, "")
         assert plain.prompt_tokens == 3
         assert [len(vector) for vector in plain.vectors] == [64, 64]
-        assert plain == await embed(worker, "tiny", inputs, 0, "")
-        adapted = await embed(worker, "polite", inputs, 4, "")
+        assert plain == await vectors_of(worker, "tiny", inputs, 0, "")
+        adapted = await vectors_of(worker, "polite", inputs, 4, "")
         assert [len(vector) for vector in adapted.vectors] == [16, 16]
-        assert adapted == await embed(worker, "tiny", inputs, 4, "polite")
+        assert adapted == await vectors_of(worker, "tiny", inputs, 4, "polite")
 
 
 async def test_a_drain_waits_for_embeddings_and_the_limit_counts_them() -> None:
@@ -163,10 +169,10 @@ async def test_a_drain_waits_for_embeddings_and_the_limit_counts_them() -> None:
     worker = Worker(engine, "w", max_live=1)
     await worker.start()
     inputs = [array("I", [1])]
-    first = asyncio.create_task(embed(worker, "tiny", inputs, 0, ""))
+    first = asyncio.create_task(vectors_of(worker, "tiny", inputs, 0, ""))
     await asyncio.sleep(0)
     with raises_error(kind=ErrorKind.OVERLOADED):
-        await embed(worker, "tiny", inputs, 0, "")
+        await vectors_of(worker, "tiny", inputs, 0, "")
     draining = asyncio.create_task(worker.drain(20))
     await asyncio.sleep(0.01)
     assert not draining.done()
@@ -188,7 +194,35 @@ async def test_an_engine_that_embeds_wrongly_is_found_out(vectors: Sequence[byte
     worker = Worker(Wrong(), "w")
     await worker.start()
     with raises_error(kind=ErrorKind.INTERNAL):
-        await embed(worker, "tiny", [array("I", [1])], 0, "")
+        await vectors_of(worker, "tiny", [array("I", [1])], 0, "")
+
+
+async def test_classes_of_the_mock_are_probabilities_of_its_labels(folder: Path) -> None:
+    async with mock(folder, labels=["good", "bad", "neither"]) as (worker, _):
+        assert worker.config.labels == ("good", "bad", "neither")
+        inputs = [array("I", [3, 4]), array("I", [5])]
+        found = await vectors_of(worker, "tiny", inputs)
+        for vector in found.vectors:
+            assert sum(array("f", vector)) == pytest.approx(1)
+        assert found == await vectors_of(worker, "tiny", inputs)
+        with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="dimensions"):
+            await vectors_of(worker, "tiny", inputs, 2)
+
+
+async def test_engine_that_returns_another_number_of_classes_is_refused() -> None:
+    class Wrong(ScriptedEngine):
+        async def start(self, worker_id: str) -> EngineConfig:
+            return replace(CONFIG, capabilities=frozenset({"classification"}), labels=("good", "bad"))
+
+        async def classify(
+            self, inputs: Sequence[array[int]], second_text_at: Sequence[int], lora: str = ""
+        ) -> Embedded:
+            return Embedded([bytes(4)], 1)
+
+    worker = Worker(Wrong(), "w")
+    await worker.start()
+    with raises_error(kind=ErrorKind.INTERNAL):
+        await vectors_of(worker, "tiny", [array("I", [1])])
 
 
 @pytest.mark.parametrize(

@@ -1063,7 +1063,7 @@ class EmbedRequest(betterproto2.Message):
 
     dimensions: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
     """
-    truncate to this many; 0: the model's dimensions
+    truncate to this many; 0: the model's dimensions; always 0 for classification
     """
 
     trace: "TraceContext | None" = betterproto2.field(
@@ -1832,6 +1832,13 @@ class ModelCard(betterproto2.Message):
     reasoning_parser: "str" = betterproto2.field(17, betterproto2.TYPE_STRING)
     """
     reasoning parser that "auto" selects; empty: detected from the template
+    """
+
+    labels: "list[str]" = betterproto2.field(
+        18, betterproto2.TYPE_STRING, repeated=True
+    )
+    """
+    classes of a model that classifies, by index; at most 1,024
     """
 
 
@@ -3172,6 +3179,11 @@ class TokenPrompt(betterproto2.Message):
     token_ids: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
     """
     packed u32, at least one
+    """
+
+    second_text_at: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
+    """
+    Embed only: index of the first token of the second of two texts that were tokenized as a pair; 0: one text.
     """
 
 
