@@ -57,6 +57,7 @@ from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.embeddings import EmbedClient
 from services.gateway.workers.fleet_control import FleetControl
+from services.gateway.workers.fleet_store import FleetStore, MemoryFleetStore
 from services.gateway.workers.registry import WorkerRegistry
 from services.gateway.workers.tokenizer_parity import TokenizerParity
 
@@ -76,6 +77,7 @@ class Gateway:
         gate: admits requests.
         live_view: None when it is switched off.
         fleet: runs control actions on workers.
+        fleet_store: what gateways share about the workers that they operate.
     """
 
     components: Components
@@ -86,6 +88,7 @@ class Gateway:
     gate: Gate
     live_view: LiveView | None
     fleet: FleetControl
+    fleet_store: FleetStore
 
     @property
     def replica_sets(self) -> tuple[ReplicaSet[Any], ...]:
@@ -115,6 +118,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     await _drain(gateway.components, http_task, settings.drain_s)
     await tasks.close()
     await response_store.close()
+    await gateway.fleet_store.close()
     if audit_log is not None:
         audit_log.close()
     await gateway.gate.close()
@@ -133,6 +137,7 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
     live_view = None
     if records is not None:
         live_view = LiveView(records, preprocess, router, components.stream_manager, registry, connections)
+    fleet_store = _build_fleet_store(settings)
     return Gateway(
         components,
         Pipelines(settings.pipeline, components, settings.model_grace_s, (pieces.forget,)),
@@ -141,8 +146,18 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         Readiness(preprocess, router, registry, connections, settings.pipeline.services),
         build_gate(settings, settings.listen, tasks),
         live_view,
-        FleetControl(registry, channel_credentials(settings)),
+        FleetControl(registry, channel_credentials(settings), fleet_store),
+        fleet_store,
     )
+
+
+def _build_fleet_store(settings: GatewaySettings) -> FleetStore:
+    url = settings.responses_redis_url.get_secret_value()
+    if not url:
+        return MemoryFleetStore()
+    from services.gateway.workers.redis_fleet_store import RedisFleetStore  # optional: only needed with a Redis URL
+
+    return RedisFleetStore(url, settings.redis_credentials)
 
 
 def _build_clients(

@@ -188,8 +188,9 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is stored")
     responses_redis_url: SecretStr = Field(
         SecretStr(""),
-        description="Redis in which gateways share stored responses, in the format of the router's redis-url; only "
-        "the limits per tenant apply there; empty: each gateway stores its own responses",
+        description="Redis in which gateways share stored responses, loaded adapters and sleeping workers, in the "
+        "format of the router's redis-url; of the limits of responses only those per tenant apply there; empty: each "
+        "gateway stores its own",
     )
 
     @property

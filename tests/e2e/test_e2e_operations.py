@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 
+from services.gateway.workers.fleet_control import CHECK_EVERY_S
 from sluice.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.suite import Suite
 
 ADAPTER = "poet"
@@ -186,7 +188,7 @@ def test_workers_sleep_and_wake_over_http(suite: Suite) -> None:
     until(lambda: complete(suite.url, "tekken").status_code == 200)
     again = httpx.post(f"{suite.url}/wake_up", timeout=60)
     assert again.status_code == 400
-    assert "no worker to sleep" in again.json()["error"]["message"]
+    assert "has put a worker to sleep" in again.json()["error"]["message"]
 
 
 def test_prefix_cache_reset_over_http_empties_it(suite: Suite) -> None:
@@ -195,3 +197,28 @@ def test_prefix_cache_reset_over_http_empties_it(suite: Suite) -> None:
     until(lambda: cached(suite.url, "tekken", prompt) > 0)
     assert httpx.post(f"{suite.url}/reset_prefix_cache", timeout=60).status_code == 200
     assert cached(suite.url, "tekken", prompt) == 0
+
+
+@pytest.fixture(scope="module")
+def shared(shared_redis: RedisServer) -> Iterator[Suite]:
+    """Two gateways on one port, which share a Redis."""
+    with Suite("--gateways", "2", "--redis", shared_redis.url, "--speedup", "20") as running:
+        yield running
+
+
+def test_workers_that_one_gateway_put_to_sleep_are_woken_by_any(shared: Suite) -> None:
+    for _ in range(4):  # each connection ends at either gateway
+        assert len(httpx.post(f"{shared.url}/sleep", timeout=60).json()["workers"]) == 2
+        until(lambda: complete(shared.url, "tekken").status_code == 503)
+        assert len(httpx.post(f"{shared.url}/wake_up", timeout=60).json()["workers"]) == 2
+        until(lambda: all(complete(shared.url, "tekken").status_code == 200 for _ in range(8)))
+
+
+def test_adapter_that_one_gateway_loaded_is_unloaded_by_any_and_stays_so(shared: Suite) -> None:
+    for _ in range(4):
+        until(lambda: post(shared, "/v1/load_lora_adapter", lora_name=ADAPTER).status_code == 200)
+        until(lambda: all(complete(shared.url, ADAPTER).status_code == 200 for _ in range(8)))
+        until(lambda: post(shared, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200)
+        until(lambda: all(complete(shared.url, ADAPTER).status_code == 404 for _ in range(8)))
+    time.sleep(2 * CHECK_EVERY_S)  # the gateways' loops would load it again
+    assert complete(shared.url, ADAPTER).status_code == 404

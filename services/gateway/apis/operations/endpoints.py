@@ -80,7 +80,7 @@ class OperationsEndpoints:
 
     async def wake_up(self, request: Request) -> Response:
         """Wake the workers of a model."""
-        model = request.query_params.get("model") or self._control.only_asleep()
+        model = request.query_params.get("model") or await self._control.only_asleep()
         context.current().permit.check_model(model, "model")
         return _operated(await self._control.wake(model))
 
