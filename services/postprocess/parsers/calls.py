@@ -13,12 +13,20 @@ from typing import ClassVar, NamedTuple
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, PlainKind
 from services.postprocess.parsers.json_scan import Malformed
-from services.postprocess.parsers.markers import PIECE_CHARS, Markers, TextBuffer, WhitespaceBuffer, pieces_of
+from services.postprocess.parsers.markers import (
+    PIECE_CHARS,
+    SPACES_AT_MOST,
+    Markers,
+    TextBuffer,
+    WhitespaceBuffer,
+    pieces_of,
+)
 
 HEAD_AT_MOST = 65_536
 """Maximum characters held until a call's name is known; a longer head is text."""
 
 MALFORMED = "tool_call_malformed"
+REPAIRED = "tool_call_repaired"
 INCOMPLETE = "tool_call_incomplete"
 NOT_CHOSEN = "tool_choice_not_honoured"
 
@@ -37,10 +45,14 @@ class Body(ABC):
     Attributes:
         done: the body is complete.
         calling: the arguments of a call are incomplete.
+        repaired: the text violated the format, but the call is complete.
+        last: no text follows; set by the parser.
     """
 
     done: bool = False
     calling: bool = False
+    repaired: bool = False
+    last: bool = False
 
     @abstractmethod
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
@@ -52,6 +64,10 @@ class Body(ABC):
         Raises:
             Malformed: the text violates the format; the body cannot be used any further.
         """
+
+    def close(self) -> str | None:
+        """Returns the end of the current call's arguments if only the markup after them is missing, else None."""
+        return None
 
 
 class Calls:
@@ -94,15 +110,20 @@ class CallParser(Parser):
     becomes content. A call that is malformed after its arguments began keeps its text up to the end marker, because
     its start was returned already. Both are marked as degraded.
 
+    A wrapper is omitted if a call follows its opening marker, and otherwise content, marked as degraded. End markers
+    and closing wrappers are omitted after a call; unexpected ones there are marked. Elsewhere they are content.
+
     Attributes:
         starts: markers that begin a body.
         ends: markers that end a body; may be empty.
-        swallowed: markers that are omitted.
+        swallowed: markers around one or several calls, the opening and the closing one.
+        marked: calls always begin with a marker.
     """
 
     starts: ClassVar[tuple[str, ...]] = ()
     ends: ClassVar[tuple[str, ...]] = ()
     swallowed: ClassVar[tuple[str, ...]] = ()
+    marked: ClassVar[bool] = True
     id_prefix: ClassVar[str] = "call_"
     id_length: ClassVar[int] = 24
 
@@ -111,23 +132,28 @@ class CallParser(Parser):
         if not cls.starts:
             return  # another base class
         cls._outside = Markers(*cls.starts, *cls.ends, *cls.swallowed)
-        cls._edges = Markers(*cls.starts, *cls.ends)
+        cls._opening, cls._closing = frozenset(cls.swallowed[::2]), frozenset(cls.swallowed[1::2])
 
     _outside: ClassVar[Markers]
-    _edges: ClassVar[Markers]
+    _opening: ClassVar[frozenset[str]]
+    _closing: ClassVar[frozenset[str]]
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         self._calls = Calls(context, self.id_prefix, self.id_length)
         self._gate = WhitespaceBuffer()
         self._buffer = ""
+        self._opened = ""  # opening wrappers, with white space, until it is known whether a call follows
+        self._openings = 0  # number of these
         self._raw = TextBuffer()  # parsed text of the current call that was not returned yet
         self._body: Body | None = None
         self._index = -1  # of the call whose arguments are streamed; -1: none
         self._unclosed = False  # a call is complete but its end marker has not arrived
+        self._wrapped = False  # a call is complete but the closing wrapper has not arrived
         self._after_call = False  # no content since the last call
         self._in_broken = False
         self._marked = True  # the current call began with a marker
+        self._last = False  # no text follows
 
     body: Callable[..., Body]
     """Returns the body parser for the text after a start marker."""
@@ -144,6 +170,8 @@ class CallParser(Parser):
     def plain(self, text: str) -> PlainKind:
         if self._body is not None or self._in_broken or self._unclosed or self._after_call or self._buffer:
             return None
+        if self._opened:
+            return None
         return Content if self._outside.absent(text) and self._gate.passes(text) else None
 
     def _step(self, events: list[Event]) -> bool:
@@ -156,20 +184,55 @@ class CallParser(Parser):
 
     def _scan(self, events: list[Event]) -> bool:
         before, marker, self._buffer = self._outside.split(self._buffer)
-        self._add_content(before, events)
+        self._add_text(before, events)
         if not marker:
             return False
         if marker in self.starts:
-            self._begin(marker)
-        elif marker in self.swallowed or self._unclosed:
-            self._gate.marker()
-            self._unclosed = False
+            self._begin(marker, events)
+        elif marker in self._opening:
+            self._open(marker, events)
+        elif self._unclosed or self._after_call:
+            self._end_markup(marker, events)
         else:
-            self._add_content(marker, events)
+            self._add_text(marker, events)
         return True
 
-    def _begin(self, marker: str) -> None:
-        self._body, self._raw, self._marked = self.body(), TextBuffer(marker), True
+    def _begin(self, marker: str, events: list[Event]) -> None:
+        self._body, self._raw, self._marked = self.body(), TextBuffer(self._opened + marker), True
+        self._body.last = self._last
+        self._body.repaired = self._openings > 1
+        self._opened, self._openings = "", 0
+
+    def _open(self, marker: str, events: list[Event]) -> None:
+        if len(self._opened) > SPACES_AT_MOST:
+            self._restore_opened(events)
+        self._opened += marker
+        self._openings += 1
+
+    def _restore_opened(self, events: list[Event], reason: str = MALFORMED) -> None:
+        """Turns opening wrappers without a call into content."""
+        if self._opened:
+            events.append(Degraded(reason))
+            text, self._opened, self._openings = self._opened, "", 0
+            self._add_content(text, events)
+
+    def _end_markup(self, marker: str, events: list[Event]) -> None:
+        """Omits the end marker of a call, or a closing wrapper."""
+        closes = marker in self._closing
+        if not (self._wrapped if closes else self._unclosed):
+            events.append(Degraded(REPAIRED))
+        self._wrapped = self._wrapped and not closes
+        self._unclosed = False
+        self._gate.marker()
+
+    def _add_text(self, text: str, events: list[Event]) -> None:
+        """Adds text outside calls."""
+        if self._opened and text:
+            if text.isspace() and len(self._opened) + len(text) <= 2 * SPACES_AT_MOST:
+                self._opened += text
+                return
+            self._restore_opened(events)
+        self._add_content(text, events)
 
     def _add_content(self, text: str, events: list[Event]) -> None:
         if text and (certain := self._gate.text(text)):
@@ -195,7 +258,7 @@ class CallParser(Parser):
             events.append(CallArguments(self._index, found))
             self._raw.clear()
         if body.done and self._body is body:
-            self._complete()
+            self._complete(events)
         return self._body is not body or bool(found)
 
     def _advance(self, at: int) -> None:
@@ -215,11 +278,13 @@ class CallParser(Parser):
         if call.arguments:
             events.append(CallArguments(start.call, call.arguments))
 
-    def _complete(self) -> None:
+    def _complete(self, events: list[Event]) -> None:
+        if self._body is not None and self._body.repaired:
+            events.append(Degraded(REPAIRED))
         self._gate.marker()
         self._body, self._index = None, -1
         self._raw.clear()
-        self._unclosed = bool(self.ends)
+        self._unclosed, self._wrapped = bool(self.ends), bool(self.swallowed)
 
     def _fail(self, body: Body, events: list[Event]) -> None:
         """Handles a malformed body."""
@@ -235,55 +300,71 @@ class CallParser(Parser):
 
     def _give_up(self, events: list[Event], reason: str) -> None:
         """Turns the held text of the current call into content."""
-        raw, self._body, self._index = self._raw.take(), None, -1
-        if self._marked or reason == NOT_CHOSEN:
+        if self._marked or self._index >= 0 or reason == NOT_CHOSEN:
             events.append(Degraded(reason))
+        raw, self._body, self._index = self._raw.take(), None, -1
         self._unclosed = False
         self._add_content(raw, events)
 
     def _read_broken(self, events: list[Event]) -> bool:
-        before, marker, self._buffer = self._edges.split(self._buffer)
+        before, marker, self._buffer = self._outside.split(self._buffer)
         if before:
             events.append(CallArguments(self._index, before))
         if not marker:
             return False
         self._in_broken, self._index = False, -1
-        self._unclosed = False
+        self._unclosed, self._wrapped = False, bool(self.swallowed) and marker not in self._closing
         if marker in self.starts:
-            self._begin(marker)
+            self._begin(marker, events)
+        elif marker in self._opening:
+            self._open(marker, events)
         return True
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
+        if self._body is not None:
+            self._last = self._body.last = True
+            while self._buffer and self._step(events):
+                pass
         if self._body is not None:
             self._finish_body(self._body, events)
         elif self._in_broken:
             if self._buffer:
                 events.append(CallArguments(self._index, self._buffer))
         else:
-            self._add_content(self._buffer, events)
+            self._add_text(self._unread(), events)
         self._buffer = ""
+        self._restore_opened(events, INCOMPLETE)
         space = self._gate.flush()
         if space and not self._after_call:
             events.append(Content(space))
         return events + self._calls.end()
 
+    def _unread(self) -> str:
+        """Returns the text outside calls that was not read."""
+        return self._buffer
+
     def _finish_body(self, body: Body, events: list[Event]) -> None:
+        closing = body.close() if self._index >= 0 else None
+        if closing is not None:
+            events += [Degraded(INCOMPLETE), CallArguments(self._index, closing)]
+            self._complete(events)
+            return
         self._raw.add(self._buffer)
         if body.calling:
             events.append(Degraded(INCOMPLETE))
             if self._raw:
                 events.append(CallArguments(self._index, self._raw.text))
         elif self._index >= 0 and not self._raw.text.strip(" \t\r\n]})`"):
-            self._complete()  # all calls are complete, only closing brackets are missing
+            self._complete(events)  # all calls are complete, only closing brackets are missing
             events.append(Degraded(INCOMPLETE))
         else:
             self._give_up(events, INCOMPLETE)
 
     @property
     def held(self) -> str:
-        return self._gate.held + self._raw.text + self._buffer
+        return self._gate.held + self._opened + self._raw.text + self._buffer
 
     @property
     def held_size(self) -> int:
-        return len(self._gate.held) + self._raw.size + len(self._buffer)
+        return len(self._gate.held) + len(self._opened) + self._raw.size + len(self._buffer)

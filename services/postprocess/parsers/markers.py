@@ -83,6 +83,18 @@ class Markers:
                 return False
         return True
 
+    def find(self, text: str, at: int) -> tuple[int, str]:
+        """Returns the offset of the first marker from `at`, and the marker.
+
+        Without one, returns the offset of an incomplete marker at the end of the text, or its end, and an empty text.
+        """
+        if found := self._search(text, at):
+            return found.start(), found[0]
+        for start in range(max(len(text) - self._longest, at), len(text)):
+            if text[start] in self._first and text[start:] in self._beginnings:
+                return start, ""
+        return len(text), ""
+
     def split(self, text: str) -> Found:
         """Splits a text at the first marker, or before an incomplete one at its end."""
         if self.absent(text):

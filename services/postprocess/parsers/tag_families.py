@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from services.postprocess.parsers.argument_types import ArgumentTypes
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls import Body, CallParser
-from services.postprocess.parsers.tagged import Form, TaggedBody, types_of
+from services.postprocess.parsers.tagged import Form, Surroundings, TaggedBody
 
 
 class TaggedParser(CallParser):
@@ -16,10 +17,16 @@ class TaggedParser(CallParser):
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
-        self._types = types_of(context.tools)
+        self._types = ArgumentTypes(context.tools)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._around = Surroundings(cls.starts, cls.swallowed)
+
+    _around: ClassVar[Surroundings]
 
     def body(self) -> Body:
-        return TaggedBody(self.form, self._types)
+        return TaggedBody(self.form, self._types, self._around)
 
 
 class Qwen3CoderParser(TaggedParser):

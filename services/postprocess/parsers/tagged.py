@@ -1,26 +1,42 @@
 """Bodies of calls whose arguments are enclosed in tags, streamed as JSON.
 
-The tags do not tell which values are strings, but the schemas of the tools do: a value of type string is streamed; any
-other value is returned when it is complete, as JSON if it is valid JSON and else as a string.
+The tags do not tell which values are strings, but the schemas of the tools do: a value whose first type is string is
+streamed as written; any other value is converted when it is complete.
+
+A value may contain the text of its own end tag, and models leave end tags out. What follows a tag decides:
+
+- An end tag of the value is one if an argument, or the end of the call, follows.
+- The end of the call within a value is one if another call, the end of all calls or the end of the output follows. If
+  other text follows, it is held, up to HELD_AT_MOST characters, until an end tag of the value proves that it was text,
+  or another call that it was not.
+- The tag of another argument within a value begins that argument if the tool declares it, the call does not have it yet
+  and the tag begins a line (or, for a form that has tags around values too, anywhere).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
+from services.postprocess.parsers.argument_types import NULLS, UNDECLARED, ArgumentTypes, as_json
 from services.postprocess.parsers.calls import Body, Named
 from services.postprocess.parsers.json_scan import Malformed, skip_spaces
-from services.postprocess.parsers.markers import Markers
+from services.postprocess.parsers.markers import SPACES_AT_MOST, Markers
 from services.postprocess.parsers.objects import NAME_AT_MOST
 
+HELD_AT_MOST = 4_096
+"""Maximum text of a value that is held to find out whether an end of the call in it was one."""
+
+_NULL_AT_MOST = 64  # characters of a value that may be null, with white space
 _IS_NAME = re.compile(r"[A-Za-z_0-9][\w.:\-/]*").fullmatch
 
 # Expected next.
 _NAME, _KEY_OR_END, _KEY, _BEFORE_VALUE, _VALUE = range(5)
+
+# Kinds of values: any JSON, a string, or a string that may be null.
+_JSON, _TEXT, _TEXT_OR_NULL = range(3)
 
 
 @dataclass(frozen=True)
@@ -45,22 +61,32 @@ class Form:
     lines: bool = False
 
 
-Types = Callable[[str, str], frozenset[str]]
-"""Returns the JSON types allowed for an argument of a function; empty if unknown."""
+@dataclass(frozen=True)
+class Surroundings:
+    """Markers around the calls of a family.
+
+    Attributes:
+        starts: of a call.
+        wrappers: around one or several calls.
+    """
+
+    starts: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
 
 
-def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
-    """Returns the types according to the schemas of the tools."""
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+class _Tags:
+    """Searches for the tags of a form."""
 
-    def types(function: str, argument: str) -> frozenset[str]:
-        schema = schemas.get(function)
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        found = properties.get(argument) if isinstance(properties, dict) else None
-        kind = found.get("type") if isinstance(found, dict) else None
-        return frozenset([kind] if isinstance(kind, str) else kind if isinstance(kind, list) else ())
+    def __init__(self, form: Form, around: Surroundings) -> None:
+        self.after_call = (*around.wrappers, *around.starts)
+        self.after_value = (form.key_start, form.end, *self.after_call)
+        self.name = Markers(*form.name_ends)
+        self.key = Markers(form.key_end)
+        self.value = Markers(form.value_end, form.end, form.key_start)
+        self.proof = Markers(form.value_end, *around.starts)
 
-    return types
+
+_tags = cache(_Tags)
 
 
 class TaggedBody(Body):
@@ -69,18 +95,22 @@ class TaggedBody(Body):
     Args:
         form: format of the family.
         types: of the arguments.
+        around: markers around the family's calls.
     """
 
-    def __init__(self, form: Form, types: Types) -> None:
+    def __init__(self, form: Form, types: ArgumentTypes, around: Surroundings = Surroundings()) -> None:  # noqa: B008
         self._form = form
         self._types = types
-        self._values = Markers(form.value_end)
+        self._tags = _tags(form, around)
+        self._starts = around.starts
         self._next = _NAME
         self._function = ""
-        self._empty = True  # no argument yet
-        self._text = False  # the current value is a string
-        self._begun = False  # a part of the current value was returned
-        self._parts: list[str] = []
+        self._keys: set[str] = set()
+        self._type = UNDECLARED
+        self._kind = _TEXT  # of the current value
+        self._begun = False  # a part of the current value was read
+        self._parts: list[str] = []  # of the current value, not returned yet
+        self._proved = 0  # characters after an end of the call in a value that were searched already
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
         """See Body; leaves text unread that is ambiguous without what follows."""
@@ -94,101 +124,162 @@ class TaggedBody(Body):
                 break
         return at, None
 
+    def close(self) -> str | None:
+        if self._next != _KEY_OR_END:
+            return None
+        self._end()
+        return "}" if self._keys else "{}"
+
+    def _end(self) -> None:
+        self.done, self.calling = True, False
+
     def _name(self, text: str, at: int) -> tuple[int, Named | None]:
-        stops = [stop for end in self._form.name_ends if (stop := text.find(end, at)) >= 0]
-        stop = min(stops, default=len(text))
+        stop, end = self._tags.name.find(text, at)
         if stop - at > NAME_AT_MOST:
             raise Malformed(at + NAME_AT_MOST)
-        if not stops:
+        if not end:
             return at, None
         name = text[at:stop].strip()
         if not _IS_NAME(name):
             raise Malformed(at)
         self._function, self._next, self.calling = name, _KEY_OR_END, True
-        consumed = self._form.name_ends[0]
-        return stop + len(consumed) * text.startswith(consumed, stop), Named(name)
+        return stop + len(end) * (end == self._form.name_ends[0]), Named(name)
 
     def _key_or_end(self, text: str, at: int) -> tuple[int, str | None]:
         at = skip_spaces(text, at)
         if text.startswith(self._form.key_start, at):
             self._next = _KEY
             return at + len(self._form.key_start), None
-        if text.startswith(self._form.end, at):
-            self.done, self.calling = True, False
-            return at, "{}" if self._empty else "}"
-        return self._wait(text, at, self._form.key_start, self._form.end), None
-
-    def _wait(self, text: str, at: int, *expected: str) -> int:
-        """Waits for one of the expected tags; raises Malformed if the text cannot become one."""
-        rest = text[at : at + max(map(len, expected))]
-        if rest and not any(tag.startswith(rest) for tag in expected):
+        if text.startswith(self._tags.after_value, at):
+            self.repaired = self.repaired or not text.startswith(self._form.end, at)
+            self._end()
+            return at, "}" if self._keys else "{}"
+        if at < len(text) and not _begins(text, at, self._tags.after_value):
             raise Malformed(at)
-        return at
+        return at, None
 
     def _key(self, text: str, at: int) -> tuple[int, str | None]:
-        stop = text.find(self._form.key_end, at)
-        if (stop if stop >= 0 else len(text)) - at > NAME_AT_MOST:
+        stop, end = self._tags.key.find(text, at)
+        if stop - at > NAME_AT_MOST:
             raise Malformed(at + NAME_AT_MOST)
-        if stop < 0:
+        if not end:
             return at, None
         key = text[at:stop].strip()
-        lead, self._empty = "{" if self._empty else ", ", False
-        self._text = self._types(self._function, key) == {"string"}
+        lead = ", " if self._keys else "{"
+        self._keys.add(key)
+        self._type = self._types(self._function, key)
+        self._kind = _JSON if not self._type.text else _TEXT_OR_NULL if self._type.nullable else _TEXT
         self._next = _BEFORE_VALUE if self._form.value_start else _VALUE
         self._begun, self._parts = False, []
-        opening = '"' if self._text else ""
-        return stop + len(self._form.key_end), f"{lead}{json.dumps(key, ensure_ascii=False)}: {opening}"
+        opening = '"' if self._kind == _TEXT else ""
+        return stop + len(end), f"{lead}{json.dumps(key, ensure_ascii=False)}: {opening}"
 
     def _before_value(self, text: str, at: int) -> tuple[int, str | None]:
         at = skip_spaces(text, at)
         if text.startswith(self._form.value_start, at):
             self._next = _VALUE
             return at + len(self._form.value_start), None
-        return self._wait(text, at, self._form.value_start), None
+        if at < len(text) and not _begins(text, at, (self._form.value_start,)):
+            raise Malformed(at)
+        return at, None
 
     def _value(self, text: str, at: int) -> tuple[int, str | None]:
-        piece, marker, _ = self._values.split(text[at:])
-        if not self._text:
-            self._parts.append(piece)
-            if not marker:
-                return at + len(piece), None
-            self._next = _KEY_OR_END
-            value = "".join(self._parts)
-            return at + len(piece) + len(marker), as_json(_unbroken(value) if self._form.lines else value)
-        return self._string(piece, marker, at)
+        stop, tag = self._tags.value.find(text, at)
+        ends = self._ends_value(tag, text, stop, at) if tag else False if self.last else None
+        if ends is False and tag:
+            self._proved = 0
+            return stop + 1, self._read(text[at : stop + 1])
+        if not ends:  # a line break is part of the end tag, if one follows
+            stop = len(text) if ends is False else stop - text.endswith("\n", at, stop)
+            return stop, self._read(text[at:stop]) if stop > at else None
+        self._proved = 0
+        self._next = _KEY_OR_END
+        explicit = tag == self._form.value_end
+        self.repaired = self.repaired or not explicit
+        value = text[at:stop]
+        if self._form.lines or not explicit:
+            value = value.removesuffix("\n")
+        return stop + len(tag) * explicit, self._read(value) + self._close_value()
 
-    def _string(self, piece: str, marker: str, at: int) -> tuple[int, str | None]:
-        """Reads a part of a string; leaves a trailing line break unread until it is known if it ends the value."""
-        end = at + len(piece)
-        if self._form.lines:
-            if not self._begun:
-                piece = piece.removeprefix("\n")
-            if piece.endswith("\n"):
-                piece, end = piece[:-1], end if marker else end - 1
-        if marker:
-            self._next, end = _KEY_OR_END, end + len(marker)
-        elif not piece:
-            return at, None
+    def _ends_value(self, tag: str, text: str, at: int, value_at: int) -> bool | None:
+        """Returns whether a tag at this offset ends the value; None if that depends on text that is missing."""
+        form, after = self._form, at + len(tag)
+        if tag == form.key_start:
+            begins_line = at > value_at and text[at - 1] == "\n"
+            return self._begins_argument(text, after) if form.value_start or begins_line else False
+        follows = self._tags.after_value if tag == form.value_end else self._tags.after_call
+        found = skip_spaces(text[: after + SPACES_AT_MOST + 1], after)
+        if found - after > SPACES_AT_MOST:
+            return tag == form.value_end
+        if text.startswith(follows, found):
+            return True
+        if found == len(text) or _begins(text, found, follows):
+            return True if self.last else None
+        return False if tag == form.value_end else self._proves(text, after)
+
+    def _begins_argument(self, text: str, at: int) -> bool | None:
+        """Returns whether a declared argument that the call does not have yet begins with this name."""
+        stop, end = self._tags.key.find(text, at)
+        if stop - at > NAME_AT_MOST:
+            return False
+        if not end:
+            return False if self.last else None
+        key = text[at:stop].strip()
+        return key not in self._keys and self._types.declares(self._function, key)
+
+    def _proves(self, text: str, after: int) -> bool | None:
+        """Returns whether text after the end of a call within a value proves that it is the end."""
+        limit = after + HELD_AT_MOST
+        window, at = text[:limit], after + self._proved
+        while True:
+            at, tag = self._tags.proof.find(window, at)
+            if tag == self._form.value_end:
+                return False
+            if not tag:
+                break
+            stop, end = self._tags.name.find(window, at + len(tag))
+            if not end and stop - at <= NAME_AT_MOST + len(tag):
+                break  # the name is not complete
+            name = window[at + len(tag) : stop].strip()
+            if end and _IS_NAME(name) and self._types.has(name):
+                return True
+            at += len(tag)
+        self._proved = at - after
+        if len(text) >= limit:
+            return False
+        return True if self.last else None
+
+    def _read(self, piece: str) -> str:
+        """Reads a part of the value; returns what is certain of it as JSON."""
+        if not self._begun and self._form.lines:
+            piece = piece.removeprefix("\n")
         self._begun = True
-        return end, json.dumps(piece, ensure_ascii=False)[1:-1] + ('"' if marker else "")
+        if self._kind == _TEXT:
+            return json.dumps(piece, ensure_ascii=False)[1:-1]
+        self._parts.append(piece)
+        if self._kind == _TEXT_OR_NULL:
+            value = "".join(self._parts)
+            if not _may_be_null(value):
+                self._kind, self._parts = _TEXT, []
+                return json.dumps(value, ensure_ascii=False)[:-1]
+            self._parts = [value]
+        return ""
+
+    def _close_value(self) -> str:
+        if self._kind == _TEXT:
+            return '"'
+        value = "".join(self._parts)
+        if self._kind == _JSON or value.strip() in NULLS:
+            return as_json(value, self._type)
+        return json.dumps(value, ensure_ascii=False)
 
 
-def _unbroken(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")
+def _begins(text: str, at: int, tags: tuple[str, ...]) -> bool:
+    """Returns whether the rest of a text is the beginning of a tag."""
+    longest = max(map(len, tags))
+    return len(text) - at < longest and any(tag.startswith(text[at:]) for tag in tags)
 
 
-def as_json(text: str) -> str:
-    """Returns a value as JSON: unchanged if it is valid JSON, else as a string; converts True, False and None."""
-    value = text.strip()
-    word = {"True": "true", "False": "false", "None": "null"}.get(value)
-    if word is not None:
-        return word
-    try:
-        json.loads(value, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return value
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(word)
+def _may_be_null(value: str) -> bool:
+    word = value.strip()
+    return len(value) <= _NULL_AT_MOST and any(null.startswith(word) for null in NULLS)

@@ -24,6 +24,7 @@ class UnmarkedCallParser(CallParser):
         opening: first character of an unmarked call.
     """
 
+    marked = False
     opening: ClassVar[str]
 
     def __init__(self, context: ParserContext) -> None:
@@ -52,7 +53,7 @@ class UnmarkedCallParser(CallParser):
             self._fresh = False
         elif not marker:
             return False
-        self._restore_lead()
+        self._buffer = self._unread()
         return super()._scan(events)
 
     def plain(self, text: str) -> PlainKind:
@@ -67,29 +68,26 @@ class UnmarkedCallParser(CallParser):
         self._lead.add(self._buffer[:at])
         self._buffer = self._buffer[at:]
 
-    def _restore_lead(self) -> None:
-        self._buffer = self._lead.take() + self._buffer
+    def _unread(self) -> str:
         self._separated = False
+        return self._lead.take() + self._buffer
 
-    def _begin(self, marker: str) -> None:
-        super()._begin(marker)
+    def _begin(self, marker: str, events: list[Event]) -> None:
+        super()._begin(marker, events)
         self._fresh = False
 
-    def _complete(self) -> None:
-        super()._complete()
+    def _complete(self, events: list[Event]) -> None:
+        super()._complete(events)
         self._fresh = True
-
-    def finish(self) -> list[Event]:
-        self._restore_lead()
-        return super().finish()
 
     @property
     def held(self) -> str:
-        return self._gate.held + self._raw.text + self._lead.text + self._buffer
+        return self._gate.held + self._opened + self._raw.text + self._lead.text + self._buffer
 
     @property
     def held_size(self) -> int:
-        return len(self._gate.held) + self._raw.size + self._lead.size + len(self._buffer)
+        held = len(self._gate.held) + len(self._opened) + self._raw.size
+        return held + self._lead.size + len(self._buffer)
 
 
 def _end_of_spaces(text: str, at: int) -> int:
