@@ -108,7 +108,10 @@ def _kind_of(value: Any) -> str:
         return "boolean"
     if isinstance(value, int | float):
         return "number"
-    return {str: "string", list: "array", dict: "object"}.get(type(value), "null")
+    for kind, name in ((str, "string"), (list, "array"), (dict, "object")):
+        if isinstance(value, kind):
+            return name
+    return "null"
 
 
 def as_json(text: str, wanted: ArgumentType = ArgumentType()) -> str:  # noqa: B008  # immutable

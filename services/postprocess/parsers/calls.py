@@ -7,7 +7,7 @@ call is held until its name is known; then its arguments are streamed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ClassVar, NamedTuple
 
 from services.postprocess.parsers.base import Parser, ParserContext
@@ -76,6 +76,10 @@ class Calls:
     Args:
         context: of the stream.
         prefix, length: of the ids.
+
+    Attributes:
+        count: number of calls.
+        known: names that are allowed; empty for any.
     """
 
     def __init__(self, context: ParserContext, prefix: str = "call_", length: int = 24) -> None:
@@ -83,10 +87,13 @@ class Calls:
         self._prefix = prefix
         self._length = length
         self._ids: set[str] = set()
+        self.known: Collection[str] = ()
         self.count = 0
 
     def allows(self, name: str) -> bool:
         """Returns whether the request's tool_choice and parallel_tool_calls allow this call."""
+        if self.known and name not in self.known:
+            return False
         return not (self._context.only and name != self._context.only) and not (self._context.single and self.count)
 
     def start(self, call: Named) -> CallStart:
@@ -154,6 +161,12 @@ class CallParser(Parser):
         self._in_broken = False
         self._marked = True  # the current call began with a marker
         self._last = False  # no text follows
+
+    def scout(self) -> CallParser:
+        """Returns a parser of the same text that accepts only tools of the request."""
+        parser = type(self)(self.context)
+        parser._calls.known = self.context.names
+        return parser
 
     body: Callable[..., Body]
     """Returns the body parser for the text after a start marker."""

@@ -26,7 +26,12 @@ class DeepSeekBody(HeadedBody):
         self._fence = ""
 
     def named(self, head: str, edge: str) -> Named | None:
-        name, fenced = _named(head if edge != END else head.rstrip().removesuffix(FENCE))
+        if edge == END:
+            head = head.rstrip().removesuffix(FENCE)
+            kind, _, bare = (part.strip() for part in head.partition(SEPARATOR))
+            if kind == "function" and bare and FENCE not in bare and SEPARATOR not in bare:
+                return Named(bare)
+        name, fenced = _named(head)
         self._fenced = fenced and edge != END
         return Named(name) if SEPARATOR not in name else None
 
@@ -36,8 +41,8 @@ class DeepSeekBody(HeadedBody):
             return self.read_head(text, at)
         if inner.done:
             return self._read_fence(text, at), None
-        at, found = inner.push(text, at)
-        self.done, self.calling = inner.done and not self._fenced, inner.calling
+        at, found = self.push_inner(inner, text, at)
+        self.done = inner.done and not self._fenced
         return at, found
 
     def _read_fence(self, text: str, at: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from services.postprocess.parsers.base import Parser, ParserContext
-from services.postprocess.parsers.calls import INCOMPLETE, MALFORMED, NOT_CHOSEN, Calls, Named
+from services.postprocess.parsers.calls import INCOMPLETE, MALFORMED, NOT_CHOSEN, REPAIRED, Calls, Named
 from services.postprocess.parsers.events import CallArguments, Content, Degraded, Event, PlainKind, Reasoning
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
 from services.postprocess.parsers.markers import PIECE_CHARS, Markers, WhitespaceBuffer, pieces_of
@@ -24,7 +24,10 @@ UNKNOWN_HEADER = "harmony_header_missing"
 
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*([A-Za-z]+)").search
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)").search
-_IN_HEADER = Markers(MESSAGE)
+_IN_HEADER = Markers(MESSAGE, START, *ENDS)
+_HEADER_PARTS = re.compile(
+    rf"\s+|\bassistant\b|{re.escape(CHANNEL)}\s*[A-Za-z]+|\bto=[^\s<]+|{re.escape(CONSTRAIN)}\s*\w*|\b(?:json|code|text)\b"
+)
 _IN_MESSAGE = Markers(START, *ENDS)
 
 _HEADER, _CONTENT, _REASONING, _CALL, _BETWEEN = range(5)
@@ -95,16 +98,29 @@ class HarmonyParser(Parser):
             self._buffer = self._buffer[room:]
             self._state, self._header, self._from_prompt = _CONTENT, "", ""
             return True
-        self._header += before + marker
         self._buffer = rest
-        if marker:
+        self._header += before
+        if marker == MESSAGE:
+            self._header += marker
             self._enter(events)
+        elif marker:
+            self._end_header(marker, events)
         return bool(marker)
+
+    def _end_header(self, marker: str, events: list[Event]) -> None:
+        """Turns a header without a message into content."""
+        if text := self._generated_header.strip():
+            events += [Degraded(UNKNOWN_HEADER)]
+            events += [Content(text)] if _HEADER_PARTS.sub("", text) else []
+        self._header = self._from_prompt = ""
+        self._state = _HEADER if marker == START else _BETWEEN
 
     def _enter(self, events: list[Event]) -> None:
         """Starts a message."""
         channel, recipient = _CHANNEL(self._header), _RECIPIENT(self._header)
         kind = channel[1] if channel else "final"
+        if _HEADER_PARTS.sub("", self._header.removesuffix(MESSAGE)):
+            events.append(Degraded(UNKNOWN_HEADER))
         if recipient is not None and recipient[1] != "assistant":
             self._begin_call(recipient[1].removeprefix("functions."), events)
         else:
@@ -127,22 +143,28 @@ class HarmonyParser(Parser):
         if not text or self._state == _BETWEEN:
             return
         if self._state == _CALL:
-            self._check(text, events)
-            events.append(CallArguments(self._index, text))
+            events.append(CallArguments(self._index, self._checked(text, events)))
             self._empty = False
         else:
             events.append(Reasoning(text) if self._state == _REASONING else Content(text))
 
-    def _check(self, text: str, events: list[Event]) -> None:
+    def _checked(self, text: str, events: list[Event]) -> str:
+        """Returns a part of a call's arguments, with control characters in strings escaped."""
         if self._value is None:
-            return
+            return text
+        at, parts, fixed = 0, list[str](), False
         try:
-            stop = self._value.push(text, 0)
-            if skip_spaces(text, stop) < len(text):
-                raise Malformed(stop)
+            while at < len(text) and not self._value.done:
+                at, piece, repaired = self._value.read(text, at)
+                parts.append(piece)
+                fixed = fixed or repaired
+            if skip_spaces(text, at) < len(text):
+                raise Malformed(at)
         except Malformed:
             self._value = None
             events.append(Degraded(MALFORMED))
+        events += [Degraded(REPAIRED)] if fixed else []
+        return "".join(parts) + text[at:]
 
     def _end(self, events: list[Event]) -> None:
         if self._state != _CALL:

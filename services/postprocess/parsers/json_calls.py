@@ -36,4 +36,4 @@ class LlamaJsonParser(UnmarkedCallParser):
     body = CallObject
 
     def bare_body(self) -> Body:
-        return CallObject(self.context.names or None, bare=True)
+        return CallObject(self.known, bare=True)

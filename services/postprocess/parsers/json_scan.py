@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 DEEPEST = 200
@@ -32,19 +33,20 @@ def skip_spaces(text: str, at: int) -> int:
 
 
 class JsonValue:
-    """Scans one JSON value strictly.
+    """Scans one JSON value strictly, except that `read` accepts control characters in strings.
 
     Attributes:
         done: the value is complete. A number or word is complete at the character after it.
     """
 
-    __slots__ = ("_atom", "_escape", "_next", "_open", "done")
+    __slots__ = ("_atom", "_control", "_escape", "_next", "_open", "done")
 
     def __init__(self) -> None:
         self._next = _VALUE
         self._open: list[str] = []
         self._escape = 0  # characters missing in the current escape sequence; -1: the first one
         self._atom = ""
+        self._control = False  # the character after the scanned text is a control character in a string
         self.done = False
 
     def push(self, text: str, at: int) -> int:
@@ -53,8 +55,29 @@ class JsonValue:
         Raises:
             Malformed: with the offset of the first invalid character.
         """
+        at = self._scan(text, at)
+        if self._control:
+            raise Malformed(at)
+        return at
+
+    def read(self, text: str, at: int) -> tuple[int, str, bool]:
+        """Scans from `at` up to the first control character in a string, such as a line break, which it escapes.
+
+        Returns:
+            Where it stopped, the text as valid JSON, and whether that differs from what was written.
+
+        Raises:
+            Malformed: with the offset of the first invalid character.
+        """
+        stop = self._scan(text, at)
+        if not self._control:
+            return stop, text[at:stop], False
+        self._control = False
+        return stop + 1, text[at:stop] + json.dumps(text[stop])[1:-1], True
+
+    def _scan(self, text: str, at: int) -> int:
         end = len(text)
-        while at < end and not self.done:
+        while at < end and not self.done and not self._control:
             expected = self._next
             if expected in (_STRING, _NAME):
                 at = self._string(text, at)
@@ -82,7 +105,8 @@ class JsonValue:
             else:
                 self._completed()
         else:
-            raise Malformed(at)
+            self._control = True
+            return at
         return at + 1
 
     def _escaped(self, text: str, at: int) -> int:

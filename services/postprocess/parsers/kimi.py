@@ -15,6 +15,8 @@ SEPARATOR, END = "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 _HEAD = re.compile(rf"\s*((?:functions\.)?(\S+?)(?::\d+)?)\s*{re.escape(SEPARATOR)}\s*").fullmatch
 
+_BARE = re.compile(r"\s*(functions\.(\S+?):\d+)\s*").fullmatch  # a call without arguments
+
 
 class KimiBody(HeadedBody):
     """Body of one call."""
@@ -22,7 +24,7 @@ class KimiBody(HeadedBody):
     edges = Markers("{", END)
 
     def named(self, head: str, edge: str) -> Named | None:
-        found = _HEAD(head)
+        found = _HEAD(head) or (_BARE(head) if edge == END else None)
         return Named(found[2], found[1]) if found is not None and SEPARATOR not in found[2] else None
 
 

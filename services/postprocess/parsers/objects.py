@@ -31,10 +31,11 @@ class Arguments(Body):
         self.calling = True
 
     def push(self, text: str, at: int) -> tuple[int, str | None]:
-        stop = self._value.push(text, at)
+        stop, piece, repaired = self._value.read(text, at)
+        self.repaired = self.repaired or repaired
         self.done = self._value.done
         self.calling = not self.done
-        return stop, text[at:stop]
+        return stop, piece
 
 
 class HeadedBody(Body):
@@ -58,8 +59,14 @@ class HeadedBody(Body):
         inner = self._inner
         if inner is None:
             return self.read_head(text, at)
+        at, found = self.push_inner(inner, text, at)
+        self.done = inner.done
+        return at, found
+
+    def push_inner(self, inner: Body, text: str, at: int) -> tuple[int, Named | str | None]:
+        """Parses the arguments, or another body that follows instead of a head; see `push`."""
         at, found = inner.push(text, at)
-        self.done, self.calling = inner.done, inner.calling
+        self.calling, self.repaired = inner.calling, self.repaired or inner.repaired
         return at, found
 
     def read_head(self, text: str, at: int) -> tuple[int, Named | str | None]:
@@ -84,6 +91,8 @@ class HeadedBody(Body):
 
 class CallObject(Body):
     """Call object `{"name": …, "arguments": {…}}` with keys in any order; other keys are ignored.
+
+    The arguments may be an object that was written as a string.
 
     Args:
         known: names that are calls; None for any.
@@ -140,7 +149,7 @@ class CallObject(Body):
 
     def _value_begins(self, char: str, at: int) -> Named | None:
         if self._is_arguments:
-            if char not in "{n" or self._started or self._early:
+            if char not in '{n"' or self._started or self._early:
                 raise Malformed(at)
             self._begin(_IN_VALUE)
             if self._name and char == "{":
@@ -162,8 +171,12 @@ class CallObject(Body):
 
     def _through(self, text: str, at: int) -> tuple[int, Named | str | None]:
         """Parses a key or a value."""
-        stop = self._value.push(text, at)
-        piece = text[at:stop]
+        if self._next == _IN_VALUE and self._is_arguments:
+            stop, piece, repaired = self._value.read(text, at)
+            self.repaired = self.repaired or repaired
+        else:
+            stop = self._value.push(text, at)
+            piece = text[at:stop]
         if self.calling:
             if self._value.done:
                 self._next, self.calling = _MORE, False
@@ -180,6 +193,10 @@ class CallObject(Body):
     def _take_value(self, at: int) -> Named | None:
         if self._is_arguments:
             early = self._text.take()
+            if early.startswith('"'):
+                early, self.repaired = json.loads(early).strip() or "null", True
+            if early != "null" and not _is_object(early):
+                raise Malformed(at)
             self._early = "{}" if early == "null" else early
         elif self._key == "name":
             name = json.loads(self._text.text)
@@ -195,6 +212,14 @@ class CallObject(Body):
             raise Malformed(at)
         self.done = True
         return None if self._started else self._start_call("{}", at)
+
+
+def _is_object(text: str) -> bool:
+    value = JsonValue()
+    try:
+        return text.startswith("{") and value.push(text, 0) == len(text) and value.done
+    except Malformed:
+        return False
 
 
 def _as_id(text: str) -> str:
@@ -215,7 +240,7 @@ class CallArray(Body):
         while at < len(text) and not self.done:
             if self._object is not None:
                 at, found = self._object.push(text, at)
-                self.calling = self._object.calling
+                self.calling, self.repaired = self._object.calling, self.repaired or self._object.repaired
                 if self._object.done:
                     self._object, self._comma = None, True
                 if found:

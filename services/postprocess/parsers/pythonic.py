@@ -12,8 +12,8 @@ from services.postprocess.parsers.objects import NAME_AT_MOST
 from services.postprocess.parsers.py_literal import PyLiteral
 from services.postprocess.parsers.unmarked import UnmarkedCallParser
 
-_WORD = re.compile(r"[A-Za-z_0-9.\-]*").match
-_IS_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z_0-9.\-]*").fullmatch
+_WORD = re.compile(r"[\w.\-]*").match
+_IS_FUNCTION = re.compile(r"[^\W\d][\w.\-]*").fullmatch
 
 # Expected next.
 _OPEN, _FIRST_CALL, _CALL, _FUNCTION, _FIRST_KEY, _KEY, _IN_KEY, _VALUE, _NEXT_KEY, _NEXT_CALL = range(10)
@@ -23,7 +23,7 @@ class PythonicBody(Body):
     """Body with a list of calls.
 
     Args:
-        known: names that are calls; None for any.
+        known: names of which the first call must have one; None for any.
     """
 
     def __init__(self, known: Collection[str] | None = None) -> None:
@@ -67,11 +67,17 @@ class PythonicBody(Body):
         if closing == "=":
             self._next, self._literal = _VALUE, PyLiteral()
             lead, self._empty = "{" if self._empty else ", ", False
-            return at + 1, f"{lead}{json.dumps(word)}: "
+            return at + 1, f"{lead}{json.dumps(word, ensure_ascii=False)}: "
         if self._known is not None and word not in self._known:
             raise Malformed(at)
+        self._known = None  # the list is one of calls
         self._next, self._empty, self.calling = _FIRST_KEY, True, True
         return at + 1, Named(word)
+
+    def close(self) -> str | None:
+        if self._next == _VALUE and (quote := self._literal.close()):
+            return quote + "}"
+        return {_FIRST_KEY: "{}", _NEXT_KEY: "}"}.get(self._next)
 
     def _structure(self, text: str, at: int) -> tuple[int, str | None]:
         char, expected = text[at], self._next
@@ -107,4 +113,4 @@ class PythonicParser(UnmarkedCallParser):
     body = PythonicBody
 
     def bare_body(self) -> Body:
-        return PythonicBody(self.context.names or None)
+        return PythonicBody(self.known)

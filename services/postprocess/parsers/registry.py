@@ -9,6 +9,7 @@ from services.common.engine_packages import TESTED_VERSIONS
 from services.common.errors import invalid, quoted
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Chain, Parser, ParserContext
+from services.postprocess.parsers.calls import CallParser
 from services.postprocess.parsers.deepseek import DeepSeekParser
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
 from services.postprocess.parsers.harmony import HarmonyParser
@@ -18,6 +19,7 @@ from services.postprocess.parsers.mistral import MistralParser
 from services.postprocess.parsers.pythonic import PythonicParser
 from services.postprocess.parsers.tag_families import GlmParser, MiniMaxParser, Qwen3CoderParser
 from services.postprocess.parsers.think import ImpliedThinkParser, MistralThinkParser, ThinkParser
+from services.postprocess.parsers.unclosed_reasoning import UnclosedReasoningChain
 
 AUTO = "auto"
 NONE = "none"
@@ -130,7 +132,12 @@ def build(names: ParserNames, context: ParserContext) -> Parser:
     if not names.tool:
         return _class(names.reasoning, REASONING_PARSERS)(context)
     tools = _class(names.tool, TOOL_PARSERS)(context)
-    return Chain(_class(names.reasoning, REASONING_PARSERS)(context), tools) if names.reasoning else tools
+    if not names.reasoning:
+        return tools
+    reasoning = _class(names.reasoning, REASONING_PARSERS)(context)
+    if isinstance(reasoning, ThinkParser) and isinstance(tools, CallParser) and tools.marked:
+        return UnclosedReasoningChain(reasoning, tools)
+    return Chain(reasoning, tools)
 
 
 def _class(name: str, known: dict[str, type[Parser]]) -> type[Parser]:

@@ -98,7 +98,7 @@ class TaggedBody(Body):
         around: markers around the family's calls.
     """
 
-    def __init__(self, form: Form, types: ArgumentTypes, around: Surroundings = Surroundings()) -> None:  # noqa: B008
+    def __init__(self, form: Form, types: ArgumentTypes, around: Surroundings = Surroundings()) -> None:
         self._form = form
         self._types = types
         self._tags = _tags(form, around)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Collection
 from typing import ClassVar
 
 from services.postprocess.parsers.base import ParserContext
@@ -36,6 +37,11 @@ class UnmarkedCallParser(CallParser):
     @abstractmethod
     def bare_body(self) -> Body:
         """Returns the body parser of an unmarked call."""
+
+    @property
+    def known(self) -> Collection[str] | None:
+        """The names that make unmarked output a call; None for any, also after a call."""
+        return None if self._calls.count else self.context.names or None
 
     def _scan(self, events: list[Event]) -> bool:
         if not self._fresh:
