@@ -3,7 +3,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-slow test-parsers test-browser test-agents test-compose bench bench-peers clean
+.PHONY: help setup run test check format protos lock test-slow test-parsers test-bfcl test-browser test-agents test-compose bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,8 +41,12 @@ test-slow: setup ## the tests that take minutes: outages under load, a million b
 	@scripts/redis.sh
 	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest -m slow $(ARGS)
 
-test-parsers: setup ## cut 100,000 answers of every built-in parser's format in every way; ARGS="--cases 1000 --parser hermes"
+test-parsers: setup ## cut and damage 100,000 answers of every built-in parser's format; ARGS="--cases 1000 --parser hermes"
 	@.venv/bin/python -m tests.support.data.parser_cases $(ARGS)
+
+test-bfcl: setup ## parse the calls of bfcl-eval (PyPI) in every built-in parser's format; ARGS="--format glm45"
+	@scripts/bfcl.sh
+	@.venv/bin/python -m tests.support.data.parser_bfcl --package build/bfcl $(ARGS)
 
 test-browser: setup ## drive the live view in Chromium (apt-get install chromium, or CHROMIUM=path); no network
 	@.venv/bin/pytest -m browser tests/browser $(ARGS)

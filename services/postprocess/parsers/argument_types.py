@@ -83,19 +83,20 @@ def _kinds(schema: Any, root: Any) -> Iterator[str]:
         kind = found.get("type")
         if isinstance(kind, str | list):
             yield from (one for one in ([kind] if isinstance(kind, str) else kind) if isinstance(one, str))
-        else:
-            values = found.get("enum", [found["const"]] if "const" in found else [])
-            yield from map(_kind_of, values if isinstance(values, list) else [])
         if "default" in found and found["default"] is None:
             yield "null"
         inner = [_resolved(found.get("$ref"), root)]
         for word in ("anyOf", "oneOf", "allOf"):
             inner += found[word] if isinstance(found.get(word), list) else []
+        if not kind:
+            values = found.get("enum", [found["const"]] if "const" in found else [])
+            values = values[:SCHEMAS_AT_MOST] if isinstance(values, list) else []
+            inner.append({"type": [_kind_of(value) for value in values]})
         waiting += reversed(inner)
 
 
 def _resolved(reference: Any, root: Any) -> Any:
-    """Returns the schema at a reference within the tool's parameters, such as `#/$defs/Place`."""
+    """Returns the schema at a reference within the tool's parameters, such as `#/$defs/City`."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     for part in reference[2:].split("/"):

@@ -88,7 +88,7 @@ def test_values_between_tags_have_the_types_of_the_schema() -> None:
     )
     said = one("qwen3_coder", f"<function=get_weather>{tags}</function>")
     assert said.degraded == frozenset()
-    assert json.loads(said.calls[0][1]) == {"city": "007", "days": 3, "flag": True, "list": "[1, 'x']", "nan": "NaN"}
+    assert json.loads(said.calls[0][1]) == {"city": "007", "days": 3, "flag": "True", "list": "[1, 'x']", "nan": "NaN"}
 
 
 def test_missing_outer_tags_parse_and_line_breaks_in_values_stay() -> None:
