@@ -26,7 +26,7 @@ _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*([A-Za-z]+)").search
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)").search
 _IN_HEADER = Markers(MESSAGE, START, *ENDS)
 _HEADER_PARTS = re.compile(
-    rf"\s+|\bassistant\b|{re.escape(CHANNEL)}\s*[A-Za-z]+|\bto=[^\s<]+|{re.escape(CONSTRAIN)}\s*\w*|\b(?:json|code|text)\b"
+    rf"\s+|\bassistant\b|{re.escape(CHANNEL)}\s*[A-Za-z]+|\bto=[^\s<]+|{re.escape(CONSTRAIN)}\s*(?i:json|code|text)?|\b(?:json|code|text)\b"
 )
 _IN_MESSAGE = Markers(START, *ENDS)
 

@@ -13,6 +13,8 @@ from services.postprocess.parsers.markers import Markers, TextBuffer
 
 NAME_AT_MOST = 256
 HEAD_AT_MOST = 512
+_KEYS = frozenset(("name", "arguments", "parameters", "id", "type", "index"))
+"""Keys of a call object."""
 
 # Expected next.
 _OPEN, _KEY_OR_END, _KEY, _IN_KEY, _COLON, _VALUE, _IN_VALUE, _MORE = range(8)
@@ -90,7 +92,7 @@ class HeadedBody(Body):
 
 
 class CallObject(Body):
-    """Call object `{"name": …, "arguments": {…}}` with keys in any order; other keys are ignored.
+    """Call object `{"name": …, "arguments": {…}}` with keys in any order; unknown keys are ignored, as a repair.
 
     The arguments may be an object that was written as a string.
 
@@ -186,6 +188,7 @@ class CallObject(Body):
             return stop, None
         if self._next == _IN_KEY:
             self._key, self._next = json.loads(self._text.text), _COLON
+            self.repaired = self.repaired or self._key not in _KEYS
             return stop, None
         self._next = _MORE
         return stop, self._take_value(stop)

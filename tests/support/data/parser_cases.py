@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from services.postprocess.detokenize.vocabulary import ParserNames
 from tests.support.oracles.parsing import COMMON, MARKUP, RECORDED, WORDS, parsed, pieces_of
 
+LOST_WORD = "Kq7"
+"""A word that no answer has."""
 CHUNK = 500
 """Cases that a process does at a time."""
 
@@ -60,6 +62,24 @@ def check(names: Names, text: str, cuts: Sequence[int]) -> None:
     assert parsed(parsers, list(text), plain=True) == whole, f"plain, one character at a time: {text!r}"
 
 
+def mutant(names: Names, draw: random.Random) -> str:
+    """A recorded answer with a word put in anywhere, and something cut out or the end missing."""
+    text = draw.choice(RECORDED[names])
+    start = draw.randint(0, len(text))
+    text = text[:start] + text[start + draw.choice((0, 0, 1, 2, draw.randint(3, 12))) :]
+    if draw.random() < 0.2:
+        text = text[: draw.randint(0, len(text))]
+    place = draw.randint(0, len(text))
+    return text[:place] + LOST_WORD + text[place:]
+
+
+def check_kept(names: Names, text: str) -> None:
+    """The word that a mutant has more is in the output, or the output is marked."""
+    found = parsed(ParserNames(*names), [text])
+    everything = [found.content, found.reasoning, *(part for call in found.calls for part in call)]
+    assert found.degraded or any(LOST_WORD in part for part in everything), f"lost without a mark: {text!r}"
+
+
 @dataclass(frozen=True)
 class _Chunk:
     names: Names
@@ -77,9 +97,11 @@ class _Outcome:
 def _run(chunk: _Chunk) -> _Outcome:
     """The cases of seeds `first` to `first + count - 1`, up to the first that fails."""
     for seed in range(chunk.first, chunk.first + chunk.count):
-        text, cuts = case(chunk.names, random.Random(seed))
+        draw = random.Random(seed)
+        text, cuts = case(chunk.names, draw)
         try:
             check(chunk.names, text, cuts)
+            check_kept(chunk.names, mutant(chunk.names, draw))
         except Exception as error:
             again = f"--parser {label(chunk.names)} --seed {seed} --cases 1"
             return _Outcome(chunk, f"{type(error).__name__}: {error}", again)
@@ -97,7 +119,8 @@ def sweep(pool: multiprocessing.pool.Pool, names: Names, seed: int, cases: int) 
     for outcome in pool.imap_unordered(_run, _chunks(names, seed, cases)):
         if outcome.failure:
             print(
-                f"\n{label(names)}: FAILED; again with\n  python -m tests.support.data.parser_cases {outcome.failure}",
+                f"\n{label(names)}: FAILED: {outcome.failure}\n"
+                f"again with\n  python -m tests.support.data.parser_cases {outcome.again}",
                 flush=True,
             )
             return outcome.failure
@@ -113,7 +136,7 @@ def sweep(pool: multiprocessing.pool.Pool, names: Names, seed: int, cases: int) 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; 1 when a case failed."""
     names = {label(pair): pair for pair in MARKUP}
-    parser = argparse.ArgumentParser(description="Cuts answers of every built-in parser in every way.")
+    parser = argparse.ArgumentParser(description="Cuts and damages answers of every built-in parser.")
     parser.add_argument("--cases", type=int, default=100_000, help="of each parser")
     parser.add_argument("--parser", action="append", choices=sorted(names), help="only these; repeatable")
     parser.add_argument("--seed", type=int, default=0, help="of the first case; each has the next number")
