@@ -33,7 +33,9 @@ class ArgumentType(NamedTuple):
         return self.kinds[:1] == ("string",)
 
 
-UNDECLARED = ArgumentType(("string",))
+ANY = ArgumentType()
+TEXT = ArgumentType(("string",))
+UNDECLARED = TEXT
 """Type of an argument that the tool does not declare."""
 
 
@@ -115,7 +117,7 @@ def _kind_of(value: Any) -> str:
     return "null"
 
 
-def as_json(text: str, wanted: ArgumentType = ArgumentType()) -> str:  # noqa: B008  # immutable
+def as_json(text: str, wanted: ArgumentType = ANY) -> str:
     """Returns a value as JSON: unchanged if it is valid JSON of an allowed type, else as a string.
 
     Converts the words True, False and None, and lists, dictionaries and tuples as Python writes them.

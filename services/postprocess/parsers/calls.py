@@ -124,12 +124,14 @@ class CallParser(Parser):
         starts: markers that begin a body.
         ends: markers that end a body; may be empty.
         swallowed: markers around one or several calls, the opening and the closing one.
+        dropped: markers around content, which are always omitted.
         marked: calls always begin with a marker.
     """
 
     starts: ClassVar[tuple[str, ...]] = ()
     ends: ClassVar[tuple[str, ...]] = ()
     swallowed: ClassVar[tuple[str, ...]] = ()
+    dropped: ClassVar[tuple[str, ...]] = ()
     marked: ClassVar[bool] = True
     id_prefix: ClassVar[str] = "call_"
     id_length: ClassVar[int] = 24
@@ -138,7 +140,7 @@ class CallParser(Parser):
         super().__init_subclass__()
         if not cls.starts:
             return  # another base class
-        cls._outside = Markers(*cls.starts, *cls.ends, *cls.swallowed)
+        cls._outside = Markers(*cls.starts, *cls.ends, *cls.swallowed, *cls.dropped)
         cls._opening, cls._closing = frozenset(cls.swallowed[::2]), frozenset(cls.swallowed[1::2])
 
     _outside: ClassVar[Markers]
@@ -151,12 +153,12 @@ class CallParser(Parser):
         self._gate = WhitespaceBuffer()
         self._buffer = ""
         self._opened = ""  # opening wrappers, with white space, until it is known whether a call follows
-        self._openings = 0  # number of these
+        self._repeated = False  # one of these is there twice
         self._raw = TextBuffer()  # parsed text of the current call that was not returned yet
         self._body: Body | None = None
         self._index = -1  # of the call whose arguments are streamed; -1: none
         self._unclosed = False  # a call is complete but its end marker has not arrived
-        self._wrapped = False  # a call is complete but the closing wrapper has not arrived
+        self._wrapped: frozenset[str] = frozenset()  # closing wrappers that may follow a complete call
         self._after_call = False  # no content since the last call
         self._in_broken = False
         self._marked = True  # the current call began with a marker
@@ -204,6 +206,8 @@ class CallParser(Parser):
             self._begin(marker, events)
         elif marker in self._opening:
             self._open(marker, events)
+        elif marker in self.dropped:
+            self._gate.marker()
         elif self._unclosed or self._after_call:
             self._end_markup(marker, events)
         else:
@@ -213,28 +217,28 @@ class CallParser(Parser):
     def _begin(self, marker: str, events: list[Event]) -> None:
         self._body, self._raw, self._marked = self.body(), TextBuffer(self._opened + marker), True
         self._body.last = self._last
-        self._body.repaired = self._openings > 1
-        self._opened, self._openings = "", 0
+        self._body.repaired = self._repeated
+        self._opened, self._repeated = "", False
 
     def _open(self, marker: str, events: list[Event]) -> None:
         if len(self._opened) > SPACES_AT_MOST:
             self._restore_opened(events)
+        self._repeated = self._repeated or marker in self._opened
         self._opened += marker
-        self._openings += 1
 
     def _restore_opened(self, events: list[Event], reason: str = MALFORMED) -> None:
         """Turns opening wrappers without a call into content."""
         if self._opened:
             events.append(Degraded(reason))
-            text, self._opened, self._openings = self._opened, "", 0
+            text, self._opened, self._repeated = self._opened, "", False
             self._add_content(text, events)
 
     def _end_markup(self, marker: str, events: list[Event]) -> None:
         """Omits the end marker of a call, or a closing wrapper."""
         closes = marker in self._closing
-        if not (self._wrapped if closes else self._unclosed):
+        if not (marker in self._wrapped if closes else self._unclosed):
             events.append(Degraded(REPAIRED))
-        self._wrapped = self._wrapped and not closes
+        self._wrapped -= {marker}
         self._unclosed = False
         self._gate.marker()
 
@@ -297,7 +301,7 @@ class CallParser(Parser):
         self._gate.marker()
         self._body, self._index = None, -1
         self._raw.clear()
-        self._unclosed, self._wrapped = bool(self.ends), bool(self.swallowed)
+        self._unclosed, self._wrapped = bool(self.ends), self._closing
 
     def _fail(self, body: Body, events: list[Event]) -> None:
         """Handles a malformed body."""
@@ -326,7 +330,9 @@ class CallParser(Parser):
         if not marker:
             return False
         self._in_broken, self._index = False, -1
-        self._unclosed, self._wrapped = False, bool(self.swallowed) and marker not in self._closing
+        self._unclosed, self._wrapped = False, self._closing - {marker}
+        if marker in self.dropped:
+            self._gate.marker()
         if marker in self.starts:
             self._begin(marker, events)
         elif marker in self._opening:

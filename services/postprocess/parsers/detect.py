@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from services.common.models import read_json
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.engines import ENGINES
+from services.postprocess.parsers.families import FAMILIES
 
 
 def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:
@@ -49,7 +51,7 @@ _THINKERS = (
 _FORMS = (
     ("<minimax:tool_call>", "minimax_m2"),
     ("<|tool_call_argument_begin|>", "kimi_k2"),
-    ("<function=", "qwen3_coder"),
+    ("<parameter=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
     ("<|tool_call|>", "granite"),
 )
@@ -72,9 +74,17 @@ def native_names(engine: str, found: ParserNames, template: str) -> ParserNames:
     return ParserNames(f"{engine}:{tool}" if tool else "", f"{engine}:{reasoning}" if reasoning else "")
 
 
+def writes_tools(template: str) -> bool:
+    """Returns whether a chat template writes tools into prompts."""
+    return re.search(r"\{[{%][^}%]*\btools\b", template) is not None
+
+
 def _tool(template: str, special: frozenset[str]) -> str:
     if {"<|channel|>", "<|message|>"} <= special:
         return "harmony"
+    for family in FAMILIES:
+        if family.tool and (special.intersection(family.special) or any(mark in template for mark in family.hints)):
+            return family.name
     if "<｜tool▁call▁begin｜>" in template or "<｜tool▁call▁begin｜>" in special:
         return "deepseek_v3"
     for mark, name in _FORMS:
@@ -96,6 +106,9 @@ def _reasoning(template: str, special: frozenset[str]) -> str:
         return "harmony"
     if "[THINK]" in special or "[THINK]" in template:
         return "mistral"
+    for family in FAMILIES:
+        if family.reasoning and any(mark in template for mark in family.reasoning_hints):
+            return family.name
     if "<think>" not in template and "</think>" not in template and "<think>" not in special:
         return ""
     # The first template of R1 lacks the tag, but the model reasons nevertheless.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Collection
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from services.postprocess.parsers.calls import Body, Named
 from services.postprocess.parsers.json_scan import JsonValue, Malformed, skip_spaces
@@ -13,8 +13,18 @@ from services.postprocess.parsers.markers import Markers, TextBuffer
 
 NAME_AT_MOST = 256
 HEAD_AT_MOST = 512
-_KEYS = frozenset(("name", "arguments", "parameters", "id", "type", "index"))
-"""Keys of a call object."""
+_KEYS = ("arguments", "parameters", "type", "index")
+"""Keys of a call object beside those of its name and id."""
+
+
+class Names(NamedTuple):
+    """Keys of a call object."""
+
+    name: str = "name"
+    id: str = "id"
+
+
+NAMES = Names()
 
 # Expected next.
 _OPEN, _KEY_OR_END, _KEY, _IN_KEY, _COLON, _VALUE, _IN_VALUE, _MORE = range(8)
@@ -99,11 +109,13 @@ class CallObject(Body):
     Args:
         known: names that are calls; None for any.
         bare: the call has no marker, so it must have arguments.
+        names: keys of the name and of the id.
     """
 
-    def __init__(self, known: Collection[str] | None = None, bare: bool = False) -> None:
+    def __init__(self, known: Collection[str] | None = None, bare: bool = False, names: Names = NAMES) -> None:
         self._known = known
         self._bare = bare
+        self._names = names
         self._next = _OPEN
         self._value = JsonValue()
         self._text = TextBuffer()  # of the current key or value, as far as it was not returned
@@ -188,7 +200,7 @@ class CallObject(Body):
             return stop, None
         if self._next == _IN_KEY:
             self._key, self._next = json.loads(self._text.text), _COLON
-            self.repaired = self.repaired or self._key not in _KEYS
+            self.repaired = self.repaired or self._key not in (*_KEYS, *self._names)
             return stop, None
         self._next = _MORE
         return stop, self._take_value(stop)
@@ -201,12 +213,12 @@ class CallObject(Body):
             if early != "null" and not _is_object(early):
                 raise Malformed(at)
             self._early = "{}" if early == "null" else early
-        elif self._key == "name":
+        elif self._key == self._names.name:
             name = json.loads(self._text.text)
             if not is_name(name) or self._name:
                 raise Malformed(at)
             self._name = name
-        elif self._key == "id" and not self._started:
+        elif self._key == self._names.id and not self._started:
             self._id = _as_id(self._text.text)
         return self._start_call(self._early, at) if self._early and self._name and not self._started else None
 
@@ -231,12 +243,13 @@ def _as_id(text: str) -> str:
 
 
 class CallArray(Body):
-    """Array `[{…}, {…}]` of call objects."""
+    """Array `[{…}, {…}]` of call objects; with `opened`, after its bracket."""
 
-    def __init__(self, known: Collection[str] | None = None) -> None:
+    def __init__(self, known: Collection[str] | None = None, opened: bool = False, names: Names = NAMES) -> None:
         self._known = known
+        self._names = names
         self._object: CallObject | None = None
-        self._opened = False
+        self._opened = opened
         self._comma = False  # a comma must precede the next object
 
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
@@ -263,7 +276,7 @@ class CallArray(Body):
         elif self._opened and char == "," and self._comma:
             self._comma = False
         elif self._opened and char == "{" and not self._comma:
-            self._object = CallObject(self._known)
+            self._object = CallObject(self._known, names=self._names)
             return at
         else:
             raise Malformed(at)

@@ -12,13 +12,19 @@ from services.postprocess.parsers.base import Chain, Parser, ParserContext
 from services.postprocess.parsers.calls import CallParser
 from services.postprocess.parsers.deepseek import DeepSeekParser
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
+from services.postprocess.parsers.families import FAMILIES
 from services.postprocess.parsers.harmony import HarmonyParser
 from services.postprocess.parsers.json_calls import GraniteParser, HermesParser, LlamaJsonParser
 from services.postprocess.parsers.kimi import KimiParser
 from services.postprocess.parsers.mistral import MistralParser
 from services.postprocess.parsers.pythonic import PythonicParser
 from services.postprocess.parsers.tag_families import GlmParser, MiniMaxParser, Qwen3CoderParser
-from services.postprocess.parsers.think import ImpliedThinkParser, MistralThinkParser, ThinkParser
+from services.postprocess.parsers.think import (
+    AppendedThinkParser,
+    ImpliedThinkParser,
+    MistralThinkParser,
+    ThinkParser,
+)
 from services.postprocess.parsers.unclosed_reasoning import UnclosedReasoningChain
 
 AUTO = "auto"
@@ -38,6 +44,15 @@ TOOL_PARSERS: dict[str, type[Parser]] = {
     "kimi_k2": KimiParser,
     "minimax_m2": MiniMaxParser,
     "granite": GraniteParser,
+    # Names of vLLM and SGLang for the same formats.
+    "deepseek_v31": DeepSeekParser,
+    "glm47": GlmParser,
+    "qwen3_xml": Qwen3CoderParser,
+    "step3p5": Qwen3CoderParser,
+    "nemotron_v3": Qwen3CoderParser,
+    "granite4": HermesParser,
+    "llama4_pythonic": PythonicParser,
+    **{name: family.tool for family in FAMILIES if family.tool for name in (family.name, *family.aliases)},
 }
 
 REASONING_PARSERS: dict[str, type[Parser]] = {
@@ -47,6 +62,9 @@ REASONING_PARSERS: dict[str, type[Parser]] = {
     "deepseek_v3": ThinkParser,
     "mistral": MistralThinkParser,
     "harmony": HarmonyParser,
+    **dict.fromkeys(("glm45", "kimi_k2", "minimax_m2", "nemotron_v3", "step3", "hy_v3"), ThinkParser),
+    "minimax_append_think": AppendedThinkParser,
+    **{name: family.reasoning for family in FAMILIES if family.reasoning for name in (family.name, *family.aliases)},
 }
 
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
-from services.postprocess.parsers.argument_types import NULLS, UNDECLARED, ArgumentTypes, as_json
+from services.postprocess.parsers.argument_types import ANY, NULLS, TEXT, UNDECLARED, ArgumentTypes, as_json
 from services.postprocess.parsers.calls import Body, Named
 from services.postprocess.parsers.json_scan import Malformed, skip_spaces
 from services.postprocess.parsers.markers import SPACES_AT_MOST, Markers
@@ -39,6 +41,13 @@ _NAME, _KEY_OR_END, _KEY, _BEFORE_VALUE, _VALUE = range(5)
 _JSON, _TEXT, _TEXT_OR_NULL = range(3)
 
 
+class Key(NamedTuple):
+    """Name of an argument, and whether its value is a string; None: its schema decides."""
+
+    name: str
+    is_text: bool | None = None
+
+
 @dataclass(frozen=True)
 class Form:
     """Format of a family's calls, after the start marker.
@@ -50,6 +59,8 @@ class Form:
         value_end: tag after the value.
         end: end of the call, which is not consumed.
         lines: values are on separate lines, so one line break at each end is not part of them.
+        read_name: returns the name of the function in the text before the end of the name.
+        read_key: returns what the text in the tag of an argument contains; None if it is malformed.
     """
 
     name_ends: tuple[str, ...]
@@ -59,6 +70,8 @@ class Form:
     value_end: str
     end: str
     lines: bool = False
+    read_name: Callable[[str], str] = str.strip
+    read_key: Callable[[str], Key | None] = lambda text: Key(text.strip())
 
 
 @dataclass(frozen=True)
@@ -139,7 +152,7 @@ class TaggedBody(Body):
             raise Malformed(at + NAME_AT_MOST)
         if not end:
             return at, None
-        name = text[at:stop].strip()
+        name = self._form.read_name(text[at:stop])
         if not _IS_NAME(name):
             raise Malformed(at)
         self._function, self._next, self.calling = name, _KEY_OR_END, True
@@ -164,10 +177,13 @@ class TaggedBody(Body):
             raise Malformed(at + NAME_AT_MOST)
         if not end:
             return at, None
-        key = text[at:stop].strip()
+        found = self._form.read_key(text[at:stop])
+        if found is None:
+            raise Malformed(at)
+        key, is_text = found
         lead = ", " if self._keys else "{"
         self._keys.add(key)
-        self._type = self._types(self._function, key)
+        self._type = self._types(self._function, key) if is_text is None else TEXT if is_text else ANY
         self._kind = _JSON if not self._type.text else _TEXT_OR_NULL if self._type.nullable else _TEXT
         self._next = _BEFORE_VALUE if self._form.value_start else _VALUE
         self._begun, self._parts = False, []
@@ -224,8 +240,8 @@ class TaggedBody(Body):
             return False
         if not end:
             return False if self.last else None
-        key = text[at:stop].strip()
-        return key not in self._keys and self._types.declares(self._function, key)
+        found = self._form.read_key(text[at:stop])
+        return found is not None and found.name not in self._keys and self._types.declares(self._function, found.name)
 
     def _proves(self, text: str, after: int) -> bool | None:
         """Returns whether text after the end of a call within a value proves that it is the end."""
@@ -240,7 +256,7 @@ class TaggedBody(Body):
             stop, end = self._tags.name.find(window, at + len(tag))
             if not end and stop - at <= NAME_AT_MOST + len(tag):
                 break  # the name is not complete
-            name = window[at + len(tag) : stop].strip()
+            name = self._form.read_name(window[at + len(tag) : stop])
             if end and _IS_NAME(name) and self._types.has(name):
                 return True
             at += len(tag)

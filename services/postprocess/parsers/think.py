@@ -20,26 +20,32 @@ class ThinkParser(Parser):
 
     Attributes:
         start, end: the tags.
+        more_starts, more_ends: other spellings of the tags.
         implied: the model reasons even without the opening tag.
     """
 
     start: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
+    more_starts: ClassVar[tuple[str, ...]] = ()
+    more_ends: ClassVar[tuple[str, ...]] = ()
     implied: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._tags = Markers(cls.end)
-        cls.markers = frozenset((cls.start, cls.end))
+        cls._starts = (cls.start, *cls.more_starts)
+        cls._tags = Markers(cls.end, *cls.more_ends)
+        own: frozenset[str] = cls.__dict__.get("markers", frozenset())
+        cls.markers = own | {*cls._starts, cls.end, *cls.more_ends}
 
+    _starts: ClassVar[tuple[str, ...]] = (start,)
     _tags: ClassVar[Markers] = Markers(end)
     markers = frozenset((start, end))
 
     def __init__(self, context: ParserContext) -> None:
         super().__init__(context)
         tail = context.prompt_tail.rstrip()
-        opened = tail.endswith(self.start)
-        closed = tail.endswith(self.end)
+        opened = tail.endswith(self._starts)
+        closed = tail.endswith((self.end, *self.more_ends))
         self._state = _ANSWER if closed else _OPENING
         self._thinks_first = opened or (self.implied and not context.guided)
         self.reasoning = self._thinks_first and not closed
@@ -76,11 +82,11 @@ class ThinkParser(Parser):
         begun = self._buffer.lstrip()
         self._lead.add(self._buffer[: len(self._buffer) - len(begun)])
         self._buffer = begun
-        if begun.startswith(self.start):
-            self._state, self._buffer = _THINKING, begun[len(self.start) :]
+        if start := next(filter(begun.startswith, self._starts), ""):
+            self._state, self._buffer = _THINKING, begun[len(start) :]
             self._lead.clear()
             self.reasoning = True
-        elif self.start.startswith(begun):  # only white space and an incomplete tag
+        elif any(start.startswith(begun) for start in self._starts):  # only white space and an incomplete tag
             return
         else:
             thinks = self._thinks_first and not (self.context.guided and begun[0] in "{[")
@@ -135,3 +141,24 @@ class MistralThinkParser(ThinkParser):
 
     start = "[THINK]"
     end = "[/THINK]"
+
+
+class AppendedThinkParser(Parser):
+    """Returns all output as content, with the opening tag that the prompt contains put before it."""
+
+    tag = "<think>"
+    markers = frozenset(("<think>", "</think>"))
+
+    def __init__(self, context: ParserContext) -> None:
+        super().__init__(context)
+        self._due = context.prompt_tail.rstrip().endswith(self.tag)
+
+    def feed(self, text: str) -> list[Event]:
+        opening, self._due = self.tag + "\n" if self._due else "", False
+        return [Content(opening + text)]
+
+    def plain(self, text: str) -> PlainKind:
+        return None if self._due else Content
+
+    def finish(self) -> list[Event]:
+        return []

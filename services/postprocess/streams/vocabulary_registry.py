@@ -11,7 +11,7 @@ from services.common.errors import ErrorKind, SluiceError, internal, invalid, no
 from services.common.models import PROCESSORS, ModelSpec, detect_processor, resolve
 from services.postprocess.detokenize import hf, mistral
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
-from services.postprocess.parsers.detect import names_of, native_names, template_of
+from services.postprocess.parsers.detect import names_of, native_names, template_of, writes_tools
 from services.postprocess.parsers.engines import engine_of
 from services.postprocess.parsers.registry import NONE
 
@@ -190,6 +190,12 @@ class VocabularyRegistry:
             log.warning(
                 "using the built-in parsers: the engine has none for this model family",
                 extra={"model": model, "engine": ",".join(native)},
+            )
+        if not vocabulary.parsers.tool and writes_tools(vocabulary.template):
+            log.warning(
+                "the chat template has tools, but no parser matches its calls: answers with tools are marked; set "
+                "--tool-parsers MODEL=NAME",
+                extra={"model": model},
             )
         log.info(
             "tokenizer is loaded",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-Call = tuple[str, dict[str, Any]]
-"""Name and arguments."""
+from services.postprocess.parsers.families import FAMILIES
+from services.postprocess.parsers.families.family import Call
 
 Render = Callable[[Sequence[Call]], str]
 
@@ -143,4 +142,9 @@ FORMATS: dict[str, CallFormat] = {
     "minimax_m2": CallFormat("minimax_m2", _minimax, untyped=True),
     "kimi_k2": CallFormat("kimi_k2", _kimi),
     "granite": CallFormat("granite", _granite),
+}
+FORMATS |= {
+    family.name: CallFormat(family.name, family.write, family.untyped)
+    for family in FAMILIES
+    if family.write is not None
 }

@@ -27,7 +27,8 @@ from typing import Any
 
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
-from tests.support.data.call_formats import FORMATS, Call, CallFormat
+from services.postprocess.parsers.families.family import Call
+from tests.support.data.call_formats import FORMATS, CallFormat
 from tests.support.oracles.parsing import parsed, pieces_of
 
 _TYPES = {

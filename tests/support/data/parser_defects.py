@@ -98,7 +98,7 @@ DEFECTS: dict[str, Defect] = {
     "thinking-off": Defect(
         "the reasoning parser runs although thinking was switched off",
         "services/postprocess/parsers/think.py",
-        "closed = tail.endswith(self.end)",
+        "closed = tail.endswith((self.end, *self.more_ends))",
         "closed = False",
         f"{PARSERS}::test_whether_the_model_thinks_is_seen_in_the_prompt_and_the_answer",
     ),

@@ -10,6 +10,7 @@ from typing import Any
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning, merge
+from services.postprocess.parsers.families import FAMILIES
 from services.postprocess.parsers.registry import build
 
 
@@ -264,3 +265,7 @@ MARKUP: dict[tuple[str, str], tuple[str, ...]] = {
         "<|call|>",
     ),
 }
+
+for _family in FAMILIES:
+    _names = (_family.name if _family.tool else "", _family.name if _family.reasoning else _family.reasoning_name)
+    RECORDED[_names], MARKUP[_names] = _family.examples, _family.fragments

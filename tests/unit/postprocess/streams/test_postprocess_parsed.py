@@ -29,7 +29,7 @@ from services.postprocess.streams.parser_selection import plan_of
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from services.postprocess.wire import to_text_batch
-from tests.support.data.tiny_models import CHATML
+from tests.support.data.tiny_models import CHATML, build_tiny_model
 from tests.support.data.vocabularies import byte_level, tekken, word_piece
 from tests.support.oracles.errors import raises_error
 from tests.support.oracles.parsing import TOOLS, ParsedDelta, said
@@ -201,8 +201,8 @@ def plan(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"tool_parser": "nope"}, "tool_parser"),
-        ({"reasoning_parser": "nope"}, "reasoning_parser"),
+        ({"tool_parser": "zzzz9"}, "tool_parser"),
+        ({"reasoning_parser": "zzzz9"}, "reasoning_parser"),
         ({"reasoning_parser": "os:system"}, "reasoning_parser"),
         ({"tools_json": b"{"}, "tools"),
         ({"tools_json": b"{}"}, "tools"),
@@ -220,8 +220,8 @@ def test_options_that_cannot_be_honoured_are_refused(options: dict[str, Any], pa
 
 
 def test_an_unknown_parser_is_answered_with_those_there_are() -> None:
-    with pytest.raises(SluiceError, match=r"'nope' is not available; use one of auto, deepseek_r1, .*hermes.*"):
-        plan(tool_parser="nope")
+    with pytest.raises(SluiceError, match=r"'zzzz9' is not available; use one of auto, .*hermes.*"):
+        plan(tool_parser="zzzz9")
 
 
 @pytest.mark.parametrize("more", [{"tool_choice_json": b'"none"'}, {"guided": True}, {"tool_parser": "none"}])
@@ -247,7 +247,17 @@ def test_auto_is_what_the_model_needs() -> None:
     ("template", "special", "names"),
     [
         (CHATML, [], ParserNames("hermes", "think")),
-        ("<tool_call>\n<function=name>", [], ParserNames("qwen3_coder", "")),
+        ("<tool_call>\n<function=name>\n<parameter=key>", [], ParserNames("qwen3_coder", "")),
+        ("<seed:tool_call>\n<function=name>\n<parameter=key> <seed:think>", [], ParserNames("seed_oss", "seed_oss")),
+        ('<function=name>{"key": "value"}</function>', [], ParserNames()),
+        ("", ["｜DSML｜", "<｜tool▁call▁begin｜>", "<think>"], ParserNames("deepseek_v32", "think")),
+        ("<｜DSML｜invoke", ["<｜tool▁call▁begin｜>"], ParserNames("deepseek_v32", "")),
+        ("<|tool_call>call:{{ name }} <|channel>thought", [], ParserNames("gemma4", "gemma4")),
+        ("<tool_call>{{ name }}<tool_sep><arg_key>", [], ParserNames("hy_v3", "")),
+        ("<|START_THINKING|> <|START_ACTION|>[", [], ParserNames("cohere_command3", "cohere_command3")),
+        ("functools[{{ calls }}]", [], ParserNames("phi4_mini_json", "")),
+        ("<TOOLCALL>[{{ calls }}]</TOOLCALL>", [], ParserNames("nemotron_deci", "")),
+        ("<|tool_call|> Here is my thought process:", [], ParserNames("granite", "granite_thinking")),
         ("<tool_call>{{ name }}<arg_key>", [], ParserNames("glm45", "")),
         ("<minimax:tool_call><invoke name=", [], ParserNames("minimax_m2", "")),
         ("<|tool_call_argument_begin|>", [], ParserNames("kimi_k2", "")),
@@ -268,6 +278,29 @@ def test_templates_tell_the_parser(tmp_path: Any, template: str, special: list[s
     assert hints.names_of(tmp_path, frozenset()) == ParserNames()
 
 
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{%- for tool in tools %}{{ tool }}{% endfor %}", True),
+        ("{{ messages }} Use tools.", False),
+        ("", False),
+    ],
+)
+def test_templates_that_write_tools_are_recognized(template: str, written: bool) -> None:
+    assert hints.writes_tools(template) is written
+
+
+async def test_model_with_tools_and_without_a_parser_is_warned_of_at_the_start(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = build_tiny_model(tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text("{% if tools %}{{ tools }}{% endif %}{{ messages }}")
+    registry = VocabularyRegistry([ModelSpec("m", str(folder))], 60)
+    assert (await registry.get("m")).parsers.tool == ""
+    assert "answers with tools are marked; set --tool-parsers" in caplog.text
+
+
 async def test_an_operator_knows_better() -> None:
     overrides = {"m": ParserNames("hermes", "")}
     library = VocabularyRegistry([ModelSpec("m", DEFAULT_SOURCE)], 60, parsers=overrides)
@@ -277,7 +310,7 @@ async def test_an_operator_knows_better() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tool-parsers", "tekken=nope"], "'nope' is not available; use one of"),
+        (["--tool-parsers", "tekken=zzzz9"], "'zzzz9' is not available; use one of"),
         (["--reasoning-parsers", "tekken"], "does not have the form MODEL=PARSER"),
         (["--own-parsers", "os.system"], "does not have the form module:Class"),
     ],

@@ -1,0 +1,31 @@
+"""The reasoning of Granite 3.2 and 3.3, which begins and ends with sentences."""
+
+from __future__ import annotations
+
+from services.postprocess.parsers.families.family import Family
+from services.postprocess.parsers.think import ThinkParser
+
+
+class GraniteThinkParser(ThinkParser):
+    """Parses `Here is my thought process: … Here is my response: …`."""
+
+    start = "Here is my thought process:"
+    more_starts = ("Here's my thought process:",)
+    end = "Here is my response:"
+    more_ends = ("Here's my response:",)
+
+
+FAMILY = Family(
+    name="granite_thinking",
+    markup="Here is my thought process: … Here is my response: …",
+    reasoning=GraniteThinkParser,
+    aliases=("granite",),
+    reasoning_hints=("Here is my thought process:",),
+    examples=(
+        "Here is my thought process: Hm 🤔\n\nHere is my response: It rains.",
+        "Here's my thought process:\nHm\nHere's my response:\n\nIt rains.",
+        "Here is my answer.",
+        "Here is my thought process: cut",
+    ),
+    fragments=("Here is my thought process:", "Here's my response:", "Here is my response:", "Here is my "),
+)
