@@ -45,10 +45,14 @@ class BodyReader:
         self._bodies = bodies
         self._only_model = only_model
 
-    async def read(self, request: Request) -> dict[str, Any]:
-        """Returns the body as a JSON object; raises as `read_json`."""
+    async def read(self, request: Request, *, add_model: bool = True) -> dict[str, Any]:
+        """Returns the body as a JSON object; raises as `read_json`.
+
+        Args:
+            add_model: add the only model to a request that names none.
+        """
         body = await read_json(request, self._max_bytes, self._timeout_s, self._values, self._bodies)
-        if body.get("model") is None and (model := self._only_model()):
+        if add_model and body.get("model") is None and (model := self._only_model()):
             context.current().permit.check_model(model, "model")
             body["model"] = model
         return body

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.common.errors import invalid
 from services.gateway.apis.responses.custom_tools import arguments_of
 from services.gateway.apis.responses.items import Item, reasoning_text, summary_of, user_message
 from services.gateway.apis.responses.tools import function_name
@@ -15,6 +16,7 @@ Summarize the conversation above for the assistant that continues it, which sees
 summary: what was asked, what was decided and done, with the names, paths, values and results that matter, what is left
 to do, and what is known to fail. Answer with the summary only."""
 
+CALLS = ("function_call", "custom_tool_call")
 SUMMARY = "A summary of the conversation so far:"
 
 
@@ -54,11 +56,25 @@ class Conversation:
 
 
 def conversation(instructions: str | None, items: Iterable[Item]) -> Conversation:
-    """Returns the chat of instructions and items; leading system and developer messages are merged."""
+    """Returns the chat of instructions and items; leading system and developer messages are merged.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for the output of a call that no earlier item has.
+    """
     chat = Conversation()
+    calls: set[str] = set()
     if instructions:
         chat.add({"role": "system", "content": [instructions]}, "instructions")
     for item in items:
+        call_id = item.stored.get("call_id")
+        if item.stored["type"] in CALLS:
+            calls.add(item.stored["call_id"])
+        elif call_id is not None and call_id not in calls:
+            raise invalid(
+                f"{item.path} is the output of call {call_id[:80]!r}, which no earlier item has; send the call too.",
+                param=f"{item.path}.call_id",
+                code="call_not_found",
+            )
         _add(chat, item)
     _join(chat.messages)
     chat.head = int(bool(chat.messages) and chat.messages[0]["role"] == "system")
@@ -86,7 +102,7 @@ def _add(chat: Conversation, item: Item) -> None:
     elif kind == "reasoning":
         message = _assistant_message(chat, item, new=True)
         message.setdefault("reasoning_content", []).append(reasoning_text(stored))
-    elif kind in ("function_call", "custom_tool_call"):
+    elif kind in CALLS:
         message = _assistant_message(chat, item, new=False)
         message.setdefault("tool_calls", []).append(_call(stored))
     elif stored["role"] == "assistant":

@@ -135,7 +135,8 @@ class ResponsesEndpoints:
 
     async def compact(self, request: Request) -> Response:
         """Compact a conversation: its user messages and a summary, which the next request sends as its input."""
-        fields = check(CompactRequest, await self._bodies.read(request), self._budgets)
+        body = await self._bodies.read(request, add_model=False)  # Open Responses requires the model to be named here
+        fields = check(CompactRequest, body, self._budgets)
         found = await self._response_input(fields, context.current().permit.owner)
         chat = conversation(fields.instructions, with_instruction(found.items))
         summarized = ResponseInput(found.items, NO_TOOLS, chat, found.left_out)

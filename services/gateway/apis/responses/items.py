@@ -232,7 +232,7 @@ def _read_reasoning(reader: FieldReader) -> dict[str, Any]:
         "status": "completed",
         "summary": [{"type": "summary_text", "text": text} for text in summary],
         "content": [{"type": "reasoning_text", "text": text} for text in content],
-        "encrypted_content": sealed.value,
+        **({"encrypted_content": sealed.value} if sealed.value else {}),
     }
 
 

@@ -14,7 +14,7 @@ from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import Naming, chat_logprobs
 from services.gateway.apis.responses.custom_tools import input_of
 from services.gateway.apis.responses.items import Item, compaction_item, new_id, seal
-from services.gateway.apis.responses.schemas import ResponsesRequest
+from services.gateway.apis.responses.schemas import ResponsesRequest, TextOptions
 from services.gateway.apis.responses.tools import ClientTool
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
 
@@ -107,7 +107,7 @@ class OutputItem:
         parts = [] if text is None else [self.part(text)]
         item: dict[str, Any] = {"id": self.id, "type": "reasoning", "status": status}
         item |= {"summary": parts} if self._options.summary else {"summary": [], "content": parts}
-        return {**item, "encrypted_content": seal(text or "") if self._options.sealed else None}
+        return {**item, "encrypted_content": seal(text or "")} if self._options.sealed else item
 
     def _call(self, status: str, arguments: str) -> dict[str, Any]:
         tool = self._tool
@@ -214,8 +214,6 @@ def usage(counts: Counts) -> dict[str, Any]:
 
 def _request_fields(fields: ResponsesRequest, defaults: SamplingParams, previous: str | None) -> dict[str, Any]:
     reasoning = fields.reasoning
-    form = fields.text.format if fields.text is not None else None
-    text_format = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
     return {
         "model": fields.model,
         "instructions": fields.instructions,
@@ -235,13 +233,26 @@ def _request_fields(fields: ResponsesRequest, defaults: SamplingParams, previous
         "temperature": _first(fields.temperature, defaults.temperature, 1.0),
         "presence_penalty": _first(fields.presence_penalty, 0.0),
         "frequency_penalty": _first(fields.frequency_penalty, 0.0),
-        "text": {"format": text_format, "verbosity": (fields.text and fields.text.verbosity) or "medium"},
+        "text": {"format": _text_format(fields.text), "verbosity": (fields.text and fields.text.verbosity) or "medium"},
         "tool_choice": "auto" if fields.tool_choice is None else fields.tool_choice,
         "tools": [_with_null_fields(tool) for tool in fields.tools or ()],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": _first(fields.top_p, defaults.top_p, 1.0),
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
+    }
+
+
+def _text_format(text: TextOptions | None) -> dict[str, Any]:
+    form = text.format if text is not None else None
+    if form is None or form.type != "json_schema":
+        return {"type": "text" if form is None else form.type}
+    return {
+        "type": "json_schema",
+        "name": form.name,
+        "description": form.description,
+        "schema": form.schema_document,
+        "strict": bool(form.strict),
     }
 
 

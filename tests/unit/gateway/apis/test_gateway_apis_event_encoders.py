@@ -24,6 +24,7 @@ from services.gateway.core.request import Finish, FinishReason, SamplingParams
 from services.gateway.http.middleware.request_ids import RequestIds
 from services.gateway.http.sse import EventStream
 from tests.support.data.bodies import BUDGETS
+from tests.support.oracles.open_responses import event_problems
 
 TextDelta = tuple[str, str]
 Cuts = list[tuple[int, bool]]
@@ -118,6 +119,7 @@ def test_a_streamed_response_is_the_whole_one(
     assert without_ids(final["output"]) == without_ids(expected["output"])
     assert {**final, "output": [], "completed_at": 0} == {**expected, "output": [], "completed_at": 0}
     assert ended == [final]
+    assert event_problems(events) == []
 
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
