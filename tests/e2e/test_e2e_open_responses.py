@@ -76,6 +76,13 @@ def test_open_responses_case_with_messages_completes(http: httpx.Client, case: s
     assert body["output"]
 
 
+def test_open_responses_case_response_output_phase_schema_accepts_phases(http: httpx.Client) -> None:
+    body = http.post("/responses", json={"model": MODEL, "input": "Hi.", "max_output_tokens": 4}).json()
+    phased = [{**body["output"][0], "phase": phase} for phase in ("commentary", "final_answer")]
+    assert problems({**body, "output": phased}, RESPONSE) == []
+    assert problems({**body, "output": [{**phased[0], "phase": "other"}]}, RESPONSE) != []
+
+
 def test_open_responses_case_streaming_response_has_events_of_the_schema(http: httpx.Client) -> None:
     events = events_of(http, input=[message("user", "Count from 1 to 5.")])
     assert event_problems(events) == []
