@@ -29,9 +29,10 @@ from services.gateway.apis.openai.endpoints import OpenAIEndpoints
 from services.gateway.apis.openai.scores import ScoreEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.apis.operations.endpoints import OperationsEndpoints, add_operations
+from services.gateway.apis.responses.connection import LastResponse
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.routes import add_responses
-from services.gateway.apis.responses.store import ResponseStore, build_store
+from services.gateway.apis.responses.store import ResponseStore, build_store, last_responses
 from services.gateway.app import add_middleware, create_app
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
@@ -41,6 +42,7 @@ from services.gateway.http.body_pace import BodyPace
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.middleware.audit import open_audit_log
 from services.gateway.http.server import build_server
+from services.gateway.http.socket_turns import SocketLimits, SocketTurns
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.live_view.endpoints import add_live_view
 from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter
@@ -249,7 +251,11 @@ def build_app(
         ScoreEndpoints(embeddings, settings, bodies),
         gateway.readiness,
         [
-            partial(add_responses, endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies)),
+            partial(
+                add_responses,
+                endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies),
+                sockets=_response_sockets(settings),
+            ),
             partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
             partial(add_generate, endpoints=GenerateEndpoints(openai, settings, bodies)),
             partial(
@@ -261,6 +267,14 @@ def build_app(
     add_live_view(app, gateway.live_view)
     add_middleware(app, settings, gateway.gate, components.metrics, audit_log)
     return app
+
+
+def _response_sockets(settings: GatewaySettings) -> SocketTurns:
+    limits = SocketLimits(
+        settings.websocket_idle_s, settings.websocket_lifetime_s, settings.body_timeout_s, settings.write_timeout_s
+    )
+    store = last_responses(settings)
+    return SocketTurns(lambda: LastResponse(store), limits)
 
 
 async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) -> None:

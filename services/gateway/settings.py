@@ -186,6 +186,12 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         16, ge=1, description="maximum size of the stored responses of one tenant, MiB"
     )
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is stored")
+    websocket_kept_mb: int = Field(
+        64,
+        ge=1,
+        description="maximum size of the unstored last responses of all WebSockets, which their next messages may "
+        "continue, MiB",
+    )
     responses_redis_url: SecretStr = Field(
         SecretStr(""),
         description="Redis in which gateways share stored responses, loaded adapters and sleeping workers, in the "

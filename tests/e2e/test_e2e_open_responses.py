@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.oracles.open_responses import COMPACTED, RESPONSE, event_problems, problems
+from tests.support.clients.response_socket import response_socket
+from tests.support.oracles.open_responses import COMPACTED, EVENT, RESPONSE, event_problems, problems
 from tests.support.servers.suite import Suite
 
 MODEL = "tekken"
@@ -130,6 +131,70 @@ def test_open_responses_case_compact_missing_model_is_refused(http: httpx.Client
     response = http.post("/responses/compact", json={"input": [message("user", "Compact this conversation.")]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "model"
+
+
+def completed(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response of a turn whose events follow the schema."""
+    assert event_problems(events) == []
+    response: dict[str, Any] = events[-1]["response"]
+    assert response["status"] == "completed"
+    assert response["output"]
+    return response
+
+
+def test_open_responses_case_websocket_response_has_events_of_the_schema(suite: Suite) -> None:
+    with response_socket(suite.url) as socket:
+        completed(socket.turn(input=[message("user", "Count from 1 to 3.")]))
+
+
+def test_open_responses_case_websocket_sequential_responses_complete(suite: Suite) -> None:
+    with response_socket(suite.url) as socket:
+        for word in ("first", "second"):
+            completed(socket.turn(store=False, input=f"Reply with exactly: {word}"))
+
+
+def test_open_responses_case_websocket_continuation_has_the_first_turn(suite: Suite) -> None:
+    with response_socket(suite.url) as socket:
+        first = completed(socket.turn(store=False, input="Remember the code word: cobalt. Reply with OK."))
+        second = completed(socket.turn(store=False, previous_response_id=first["id"], input="What is the code word?"))
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+    assert second["previous_response_id"] == first["id"]
+
+
+def test_open_responses_case_websocket_reconnect_store_false_recovery_starts_again(suite: Suite) -> None:
+    with response_socket(suite.url) as socket:
+        first = completed(socket.turn(store=False, input="Remember the code word: copper. Reply with OK."))
+    with response_socket(suite.url) as socket:
+        [error] = socket.turn(store=False, previous_response_id=first["id"], input="Try to continue.")
+        assert error["error"]["code"] == "previous_response_not_found"
+        completed(socket.turn(store=False, input=[message("user", "Start a new response.")]))
+
+
+def test_open_responses_case_websocket_previous_response_not_found_is_an_error_event(suite: Suite) -> None:
+    with response_socket(suite.url) as socket:
+        events = socket.turn(store=False, previous_response_id="resp_openresponses_missing_1", input="This fails.")
+    assert [(event["type"], event["status"]) for event in events] == [("error", 400)]
+    assert problems(events[0], EVENT) == []
+    assert events[0]["error"]["code"] == "previous_response_not_found"
+
+
+def test_open_responses_case_websocket_failed_continuation_evicts_cache(suite: Suite) -> None:
+    output = {"type": "function_call_output", "call_id": "call_openresponses_missing", "output": "Nothing."}
+    with response_socket(suite.url) as socket:
+        first = completed(socket.turn(store=False, input="Remember the code word: ember. Reply with OK."))
+        [failed] = socket.turn(store=False, previous_response_id=first["id"], input=[output])
+        assert failed["error"]["code"] == "call_not_found"
+        [retried] = socket.turn(store=False, previous_response_id=first["id"], input="Try to continue.")
+    assert retried["error"]["code"] == "previous_response_not_found"
+
+
+def test_open_responses_case_websocket_compact_new_chain_continues_a_compaction(
+    suite: Suite, http: httpx.Client
+) -> None:
+    items = [message("user", "Remember the compaction code word: slate."), message("assistant", "OK.")]
+    compacted = http.post("/responses/compact", json={"model": MODEL, "input": items}).json()
+    with response_socket(suite.url) as socket:
+        completed(socket.turn(store=False, input=[*compacted["output"], message("user", "What is the code word?")]))
 
 
 @pytest.mark.parametrize(

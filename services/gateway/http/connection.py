@@ -35,6 +35,7 @@ class Bounds:
     Attributes:
         body_timeout_s: longest wait for the rest of a body after the response to its request is complete.
         pipelined: bounds the requests read ahead of the current one.
+        socket_paths: paths that are served over WebSocket.
     """
 
     connections: int = 16_384
@@ -42,6 +43,7 @@ class Bounds:
     header_timeout_s: float = 15.0
     body_timeout_s: float = 30.0
     pipelined: Budget = field(default_factory=_default_pipelined)
+    socket_paths: frozenset[bytes] = frozenset()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -158,6 +160,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._pipelining_counted:
             self._pipelining_counted = True
             self.bounds.pipelined.count()
+
+    def _should_upgrade(self) -> bool:
+        """Whether the request opens a WebSocket; upgrades of other paths and protocols are ordinary requests."""
+        if not self.bounds.socket_paths or not super()._should_upgrade():
+            return False
+        hosts = [value for name, value in self.headers if name == b"host"]
+        path = self.url.partition(b"?")[0]
+        return path in self.bounds.socket_paths and self.url.isascii() and len(hosts) == 1 and _is_name(hosts[0])
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Logs nothing: clients may offer any upgrade."""
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hands the connection over to the WebSocket protocol."""
+        if self._unparsed:
+            self._refuse(400, "Data followed the WebSocket handshake before its response; wait for the response.")
+            return
+        self._cancel_header_timeout()
+        self._cancel_close()
+        super().handle_websocket_upgrade()
+        protocol: Any = self.transport.get_protocol()
+        self.transport.set_protocol(BoundedReader(protocol))
+        if self._closing or self.server_stops:
+            protocol.shutdown()
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -340,6 +366,15 @@ def chunk_writer(send: Any) -> Callable[[bytes], bool] | None:
         return True
 
     return write
+
+
+def _is_name(host: bytes) -> bool:
+    """Returns whether a Host header can be decoded; the WebSocket protocol fails on others."""
+    try:
+        host.decode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _error_response(status: int, message: str) -> bytes:

@@ -47,10 +47,15 @@ def plain_error_response(message: str, status: int, param: str = "", code: str =
     return _response(_body(message, status, param, code), status, {})
 
 
-def _body(message: str, status: int, param: str, code: str) -> dict[str, Any]:
+def error_object(message: str, status: int, param: str, code: str) -> dict[str, Any]:
+    """Returns `{"message", "type", "param", "code"}`."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     message = shortened(message, MOST_MESSAGE)
-    return {"error": {"message": message, "type": kind, "param": param or None, "code": code or None}}
+    return {"message": message, "type": kind, "param": param or None, "code": code or None}
+
+
+def _body(message: str, status: int, param: str, code: str) -> dict[str, Any]:
+    return {"error": error_object(message, status, param, code)}
 
 
 def _response(body: dict[str, Any], status: int, headers: dict[str, str]) -> Response:

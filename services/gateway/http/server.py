@@ -17,6 +17,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.net.addresses import host_port
 from services.gateway.http.connection import BoundedHttpProtocol, Bounds
 from services.gateway.http.inline_sender import RawSendMiddleware
+from services.gateway.http.socket_protocol import BoundedSocketProtocol
 
 if TYPE_CHECKING:
     from services.gateway.settings import GatewaySettings
@@ -26,6 +27,9 @@ GIVE_UP_S = 1.0
 
 MAX_CLOSE_ITERATIONS = 100
 """Event loop iterations to wait until a listener is closed."""
+
+SOCKET_PATHS = frozenset((b"/v1/responses",))
+"""Paths that are served over WebSocket."""
 
 SEND_BUFFER_BYTES = 128 << 10
 """Kernel buffer for a client that does not read; the default would grow to megabytes."""
@@ -104,6 +108,7 @@ class HttpServer:
         tls: None for plain HTTP.
         bounds: bounds on connections.
         reuse_port: whether other processes may listen on the same port.
+        pings: seconds between the pings of an idle WebSocket (0: none), and longest wait for their answers.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         bounds: Bounds | None = None,
         reuse_port: bool = False,
+        pings: tuple[float, float] = (15.0, 60.0),
     ) -> None:
         self._socket = bind(listen, reuse_port)
         host, port = self._socket.getsockname()[:2]
@@ -123,7 +129,10 @@ class HttpServer:
             RawSendMiddleware(app),
             loop="none",
             http=type("Guarded", (BoundedHttpProtocol,), {"bounds": bounds or Bounds()}),
-            ws="none",
+            ws=BoundedSocketProtocol,
+            ws_ping_interval=pings[0] or None,
+            ws_ping_timeout=pings[1],
+            ws_per_message_deflate=False,  # a short message must not expand to a long one
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -156,6 +165,7 @@ def build_server(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | 
         settings.header_timeout_s,
         settings.body_timeout_s,
         Budget("pipelined_requests", settings.max_pipelined_requests, "--max-pipelined-requests"),
+        SOCKET_PATHS,
     )
     if settings.http_server == "granian":
         return _granian(settings, app, tls, bounds)
@@ -167,6 +177,7 @@ def build_server(settings: GatewaySettings, app: ASGIApp, tls: ssl.SSLContext | 
         tls,
         bounds,
         settings.reuse_port,
+        (settings.comment_every_s, settings.write_timeout_s),
     )
 
 

@@ -39,6 +39,12 @@ class HttpSettings(AdmissionSettings):
         description="maximum number of requests read ahead on a connection; with more, reading pauses until the "
         "current response is complete",
     )
+    websocket_idle_s: float = Field(
+        900, gt=0, description="WebSockets are closed after this long without a message, seconds"
+    )
+    websocket_lifetime_s: float = Field(
+        3600, gt=0, description="longest lifetime of a WebSocket; a response in progress may end, seconds"
+    )
     allowed_hosts: CommaList = Field(
         [],
         description="accepted names in Host headers; '*': any; a gateway on loopback always accepts localhost and "

@@ -18,16 +18,25 @@ from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
+from services.gateway.apis.responses.connection import LastResponse, last_response, read_event
 from services.gateway.apis.responses.conversation import Conversation, conversation, with_instruction
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
+from services.gateway.apis.responses.history import ResponseHistory
 from services.gateway.apis.responses.items import Input, Item, new_id, read_items
 from services.gateway.apis.responses.pagination import page
 from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted, output_of
-from services.gateway.apis.responses.schemas import CompactRequest, ContextFields, InputTokensRequest, ResponsesRequest
+from services.gateway.apis.responses.schemas import (
+    CompactRequest,
+    ContextFields,
+    InputTokensRequest,
+    ResponsesRequest,
+    WarmUpRequest,
+)
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 from services.gateway.apis.responses.tools import NO_TOOLS, ChatTools, read_tools
 from services.gateway.apis.responses.translate import translate
 from services.gateway.apis.responses.truncation import truncated_to_fit
+from services.gateway.core.request import SamplingParams
 from services.gateway.pipeline.pipeline import Generation
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
@@ -70,9 +79,24 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Create a response."""
-        fields = check(ResponsesRequest, await self._bodies.read(request), self._budgets)
+        body = await self._bodies.read(request)
+        last = last_response(request.scope)
+        generates = last is None or read_event(body)
+        fields = check(ResponsesRequest if generates else WarmUpRequest, body, self._budgets)
+        try:
+            return await self._create(request, fields, last, generates)
+        except SluiceError as error:
+            if last is not None:
+                last.failed(error)
+            raise
+
+    async def _create(
+        self, request: Request, fields: ResponsesRequest, last: LastResponse | None, generates: bool
+    ) -> Response:
         owner = context.current().permit.owner
-        response_input = await self._response_input(fields, owner)
+        response_input = await self._response_input(
+            fields, ResponseHistory(self._store, owner, last), empty=not generates
+        )
         response_id = new_id("resp")
         logs.request_id.set(response_id)
         with telemetry.stage(
@@ -80,15 +104,6 @@ class ResponsesEndpoints:
         ):
             names = {"prompt_cache_key": fields.prompt_cache_key, "user": fields.user}
             enter_session(self._settings.session_sources, request.headers, names)
-            translated = self._translated(fields, response_input, response_id)
-            if fields.truncation == "auto":
-                chat = await truncated_to_fit(
-                    self._block_runner.pipelines,
-                    response_input.chat,
-                    fields.max_output_tokens or 1,
-                    lambda chat: self._translated(fields, replace(response_input, chat=chat), response_id).generation,
-                )
-                translated = self._translated(fields, replace(response_input, chat=chat), response_id)
             options = OutputOptions.of_request(
                 fields,
                 response_input.tools.client,
@@ -96,12 +111,45 @@ class ResponsesEndpoints:
             )
 
             def store(response: dict[str, Any]) -> None:
+                items = orjson.dumps([item.stored for item in response_input.items])
                 if fields.store is not False:
-                    items = orjson.dumps([item.stored for item in response_input.items])
                     self._store.put(owner, response_id, StoredResponse(orjson.dumps(response), items))
+                elif last is not None and response["status"] != "failed":
+                    last.put(owner, response_id, StoredResponse(orjson.dumps(response), items))
 
+            if not generates:
+                return self._warm_up(fields, response_id, options, store)
+            translated = await self._fitting(fields, response_input, response_id)
             respond = self._stream if fields.stream else self._collect
             return await respond(request, fields, translated, options, store)
+
+    async def _fitting(
+        self, fields: ResponsesRequest, response_input: ResponseInput, response_id: str
+    ) -> TranslatedRequest:
+        """Returns the chat request, without the oldest turns if the request allows and needs that."""
+        translated = self._translated(fields, response_input, response_id)
+        if fields.truncation != "auto":
+            return translated
+        chat = await truncated_to_fit(
+            self._block_runner.pipelines,
+            response_input.chat,
+            fields.max_output_tokens or 1,
+            lambda chat: self._translated(fields, replace(response_input, chat=chat), response_id).generation,
+        )
+        return self._translated(fields, replace(response_input, chat=chat), response_id)
+
+    def _warm_up(
+        self,
+        fields: ResponsesRequest,
+        response_id: str,
+        options: OutputOptions,
+        store: Callable[[dict[str, Any]], None],
+    ) -> Response:
+        """Returns the events of a response without output, which later requests may continue."""
+        self._block_runner.pipelines.registry.model(fields.model)  # raises for an unknown model
+        resource = Resource(response_id, fields, SamplingParams(), fields.previous_response_id)
+        events = ResponseEventEncoder(lambda: resource, options, store).without_output()
+        return Response(events, media_type="text/event-stream")
 
     async def retrieve(self, request: Request) -> Response:
         """Retrieve a stored response."""
@@ -137,7 +185,7 @@ class ResponsesEndpoints:
         """Compact a conversation: its user messages and a summary, which the next request sends as its input."""
         body = await self._bodies.read(request, add_model=False)  # Open Responses requires the model to be named here
         fields = check(CompactRequest, body, self._budgets)
-        found = await self._response_input(fields, context.current().permit.owner)
+        found = await self._response_input(fields, ResponseHistory(self._store, context.current().permit.owner))
         chat = conversation(fields.instructions, with_instruction(found.items))
         summarized = ResponseInput(found.items, NO_TOOLS, chat, found.left_out)
         response_id = new_id("resp")
@@ -157,36 +205,27 @@ class ResponsesEndpoints:
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without generating."""
         fields = check(InputTokensRequest, await self._bodies.read(request), self._budgets)
-        response_input = await self._response_input(fields, context.current().permit.owner)
+        response_input = await self._response_input(
+            fields, ResponseHistory(self._store, context.current().permit.owner)
+        )
         self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is the first error
         translated = self._translated(fields, response_input, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
             length = await self._block_runner.prompt_length(translated)
         return json_response({"object": "response.input_tokens", "input_tokens": length})
 
-    async def _response_input(self, fields: ContextFields, owner: str) -> ResponseInput:
+    async def _response_input(
+        self, fields: ContextFields, history: ResponseHistory, empty: bool = False
+    ) -> ResponseInput:
+        """Returns what a request continues and adds; raises SluiceError without any message, unless `empty`."""
         tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
         new = Input([], []) if fields.input is None else read_items(fields.input, self._budgets.list_items)
-        items = [*await self._earlier(fields.previous_response_id, owner), *new.items]
+        earlier = await history.of_response(fields.previous_response_id) if fields.previous_response_id else []
+        items = await history.resolved(earlier, new.items)
         chat = conversation(fields.instructions, items)
-        if not chat.messages:
+        if not chat.messages and not empty:
             raise invalid("input is missing.", param="input", code="missing_required_parameter")
         return ResponseInput(items, tools, chat, new.left_out)
-
-    async def _earlier(self, response_id: str | None, owner: str) -> list[Item]:
-        """Returns the input and output items of the response that the request continues."""
-        if response_id is None:
-            return []
-        stored = await self._store.find(owner, response_id)
-        if stored is None:
-            raise invalid(
-                f"Previous response with id {response_id[:80]!r} not found; it may have expired. "
-                "Send the conversation as input.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        items = orjson.loads(stored.items) + orjson.loads(stored.response)["output"]
-        return [Item(item, "previous_response_id") for item in items]
 
     def _translated(self, fields: ContextFields, response_input: ResponseInput, response_id: str) -> TranslatedRequest:
         forces_calls = self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json")
@@ -230,7 +269,7 @@ class ResponsesEndpoints:
         if collected is None:
             return client_closed_response()
         turn, generation = collected
-        items = output_of(turn.transcript.blocks, options)
+        items = output_of(turn.transcript.blocks, options, translated.generation.request_id)
         response = _resource(fields, translated, generation).completed(items, turn.result(), turn.usage.counts())
         store(response)
         return json_response(response, [generation])

@@ -12,8 +12,9 @@ from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.apis.responses.custom_tools import InputReader
+from services.gateway.apis.responses.items import item_id
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
-from services.gateway.core.request import Finish
+from services.gateway.core.request import Finish, FinishReason
 
 
 class _EventNames(NamedTuple):
@@ -110,6 +111,13 @@ class ResponseEventEncoder:
         self._on_end(response)
         return self._event("response.failed", response=response)
 
+    def without_output(self) -> bytes:
+        """Returns all events of a response that generates nothing."""
+        events = self.opening(Counts())
+        response = self._resource.completed([], Finish(FinishReason.STOP), Counts())
+        self._on_end(response)
+        return events + self._event("response.completed", response=response)
+
     def _block(self, kind: BlockKind) -> bytes:
         if self._open and self._items[-1].block.kind is kind:
             return b""
@@ -117,7 +125,7 @@ class ResponseEventEncoder:
 
     def _begin(self, block: Block) -> bytes:
         events = self._end("completed") if self._open else b""
-        item = OutputItem(block, self._options)
+        item = OutputItem(block, self._options, item_id(self._resource.id, len(self._items)))
         self._items.append(item)
         self._open = True
         index = len(self._items) - 1

@@ -27,16 +27,16 @@ _ITEMS = (
     "custom_tool_call_output",
     "reasoning",
     "compaction",
+    "item_reference",
 )
-_UNSUPPORTED = {
-    "item_reference": "send the item itself, or use previous_response_id",
-}
 _HOSTED_CALLS = re.compile(
     "(web_search|file_search|code_interpreter|image_generation|computer|tool_search|mcp|mcp_approval)"
     "_(call|call_output|list_tools|request|response)"
 )
 """Items about tools that OpenAI runs itself, from a conversation that it began."""
 
+_RESPONSE = "resp_"
+_OUTPUT_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{48})[0-9a-f]{4,8}")
 _STATUS = ("in_progress", "completed", "incomplete")
 
 
@@ -121,11 +121,24 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
+def item_id(response_id: str, index: int) -> str:
+    """Returns the id, without its prefix, of an output item: it contains that of the response."""
+    return f"{response_id.removeprefix(_RESPONSE)}{index:04x}"
+
+
+def response_of(item_id: str) -> str:
+    """Returns the id of the response that an output item belongs to; empty for the ids of other items."""
+    found = _OUTPUT_ID.fullmatch(item_id)
+    return f"{_RESPONSE}{found[1]}" if found else ""
+
+
 def _read(reader: FieldReader) -> dict[str, Any]:
     if not isinstance(reader.value, dict):
         raise reader.invalid("must be an object")
     supported = f"the supported types are {', '.join(_ITEMS)}"
-    reader.reject_other_kinds(_ITEMS, lambda kind: f"items are not accepted; {_UNSUPPORTED.get(kind, supported)}")
+    reader.reject_other_kinds(_ITEMS, lambda kind: f"items are not accepted; {supported}")
+    if reader.value.keys() == {"id"}:  # the type of a reference may be left out
+        return _read_reference(reader)
     kind = reader.value.get("type", "message" if reader.value.keys() & {"role", "content"} else None)
     kind = "message" if kind == "message" else reader.kind(*_ITEMS)
     if reader.under("status").value is not None:
@@ -244,6 +257,12 @@ def _read_compaction(reader: FieldReader) -> dict[str, Any]:
     return {"id": reader.value.get("id") or new_id("cmp"), "type": "compaction", "encrypted_content": sealed.value}
 
 
+def _read_reference(reader: FieldReader) -> dict[str, Any]:
+    """Returns a reference, which stands for a stored item until it is replaced with it."""
+    reader.fields("type", "id")
+    return {"type": "item_reference", "id": reader.under("id").text(empty=False)}
+
+
 _READERS: dict[str, Callable[[FieldReader], dict[str, Any]]] = {
     "message": _read_message,
     "function_call": _read_call,
@@ -252,6 +271,7 @@ _READERS: dict[str, Callable[[FieldReader], dict[str, Any]]] = {
     "custom_tool_call_output": _read_output,
     "reasoning": _read_reasoning,
     "compaction": _read_compaction,
+    "item_reference": _read_reference,
 }
 
 

@@ -99,6 +99,7 @@ _REASONING = _item(
 _COMPACTION = _item(
     {"type": const("compaction"), "encrypted_content": NON_EMPTY, "created_by": ANY}, "type", "encrypted_content"
 )
+_REFERENCE = closed_object({"type": const("item_reference"), "id": NON_EMPTY}, "type", "id")
 _TOOL = closed_object(
     {
         "type": const("function"),
@@ -144,7 +145,8 @@ _NAMESPACE = closed_object(
 _HOSTED_TOOL = open_object({"type": {"type": "string", "pattern": HOSTED_TOOL}}, "type")
 
 INPUT: Schema = any_of(
-    NON_EMPTY, array(any_of(_MESSAGE, _CALL, _CUSTOM_CALL, _CALL_OUTPUT, _REASONING, _COMPACTION), minItems=1)
+    NON_EMPTY,
+    array(any_of(_MESSAGE, _CALL, _CUSTOM_CALL, _CALL_OUTPUT, _REASONING, _COMPACTION, _REFERENCE), minItems=1),
 )
 TOOLS: Schema = any_of(array(any_of(_TOOL, _CUSTOM_TOOL, _NAMESPACE, _HOSTED_TOOL), maxItems=MAX_TOOLS), NULL)
 TOOL_CHOICE: Schema = any_of(

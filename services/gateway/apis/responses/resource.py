@@ -13,7 +13,7 @@ from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.apis.openai.logprobs import Naming, chat_logprobs
 from services.gateway.apis.responses.custom_tools import input_of
-from services.gateway.apis.responses.items import Item, compaction_item, new_id, seal
+from services.gateway.apis.responses.items import Item, compaction_item, item_id, new_id, seal
 from services.gateway.apis.responses.schemas import ResponsesRequest, TextOptions
 from services.gateway.apis.responses.tools import ClientTool
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
@@ -56,13 +56,17 @@ class OutputOptions:
 
 
 class OutputItem:
-    """An output item, made from one block of the output."""
+    """An output item, made from one block of the output.
 
-    def __init__(self, block: Block, options: OutputOptions) -> None:
+    Args:
+        item_id: its id without the prefix.
+    """
+
+    def __init__(self, block: Block, options: OutputOptions, item_id: str) -> None:
         self.block = block
         self._options = options
         self._tool = options.tool(block)
-        self.id = new_id("ctc" if self.custom else _PREFIXES[block.kind])
+        self.id = f"{'ctc' if self.custom else _PREFIXES[block.kind]}_{item_id}"
 
     @property
     def custom(self) -> bool:
@@ -123,9 +127,10 @@ class OutputItem:
         }
 
 
-def output_of(blocks: Sequence[Block], options: OutputOptions) -> list[OutputItem]:
+def output_of(blocks: Sequence[Block], options: OutputOptions, response_id: str) -> list[OutputItem]:
     """Returns the items of the output; empty output is one empty message."""
-    return [OutputItem(block, options) for block in blocks or [Block(BlockKind.TEXT)]]
+    found = blocks or [Block(BlockKind.TEXT)]
+    return [OutputItem(block, options, item_id(response_id, index)) for index, block in enumerate(found)]
 
 
 def last_status(finish: Finish) -> str:

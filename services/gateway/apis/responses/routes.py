@@ -7,6 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.routing import WebSocketRoute
+from starlette.types import ASGIApp
 
 from services.gateway.apis.openai.openapi import GENERATING, add_route, responses
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
@@ -36,8 +38,13 @@ _FAILURES = (400, 401, 404, 500, 503)
 _STREAM = [_query("stream", {"type": "boolean", "default": False})]
 
 
-def add_responses(app: FastAPI, endpoints: ResponsesEndpoints) -> list[type[BaseModel]]:
-    """Adds the routes and returns the schemas of their request bodies."""
+def add_responses(app: FastAPI, endpoints: ResponsesEndpoints, sockets: ASGIApp) -> list[type[BaseModel]]:
+    """Adds the routes and returns the schemas of their request bodies.
+
+    Args:
+        sockets: serves /v1/responses over WebSocket.
+    """
+    app.router.routes.append(WebSocketRoute("/v1/responses", sockets))
     add = partial(add_route, app, name="responses_")
     created = responses(ResponseAnswer, GENERATING, streams=True)
     add("/v1/responses", endpoints.create, created, body=ResponsesRequest)

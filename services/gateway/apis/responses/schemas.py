@@ -233,3 +233,11 @@ class ResponsesRequest(ContextFields, EngineExtensions):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream to be true")
         return self
+
+
+class WarmUpRequest(ResponsesRequest):
+    """The event response.create with `generate` false, which may have no input."""
+
+    @model_validator(mode="after")
+    def _has_input(self) -> WarmUpRequest:
+        return self

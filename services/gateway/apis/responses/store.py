@@ -114,6 +114,10 @@ class MemoryStore(ResponseStore):
         self._expire()
         return self._remove(owner, response_id)
 
+    def discard(self, owner: str, response_id: str) -> None:
+        """Deletes a response, if it is stored."""
+        self._remove(owner, response_id)
+
     def _evict(self, writer: str) -> None:
         """Evicts a response, but not the one that `writer` just stored."""
         too_many = len(self._stored_at) > self._max_responses
@@ -142,6 +146,14 @@ class MemoryStore(ResponseStore):
         if not self._owners[owner]:
             del self._owners[owner], self._sizes[owner]
         return True
+
+
+def last_responses(settings: GatewaySettings) -> MemoryStore:
+    """Returns the bounded store of the last responses of all connections, a quarter of it for each tenant."""
+    count, size = settings.max_connections, settings.websocket_kept_mb << 20
+    share = 1 if settings.api_keys_file is None else 4
+    limits = (max(1, count // share), size // share)
+    return MemoryStore(count, size, settings.websocket_lifetime_s, owner_limits=limits)
 
 
 def build_store(settings: GatewaySettings, tasks: TaskOwner) -> ResponseStore:

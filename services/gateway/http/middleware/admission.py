@@ -49,7 +49,7 @@ class AdmissionMiddleware:
         self._ignored = ignored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
         credential = credential_of(scope)
@@ -65,7 +65,8 @@ class AdmissionMiddleware:
                 audit.key = key.id
             permit = self._gate.uncounted(key)
             permit.require(required, subject=scope["path"])
-            if scope["method"] != "POST":
+            # The messages of a WebSocket are admitted as requests of their own.
+            if scope["type"] == "websocket" or scope["method"] != "POST":
                 _enter(permit)
                 await self._app(scope, receive, send)
                 return

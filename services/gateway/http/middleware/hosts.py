@@ -84,7 +84,7 @@ class HostMiddleware:
         self._on_refused = on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rejection = self._rejection(scope) if scope["type"] == "http" else None
+        rejection = self._rejection(scope) if scope["type"] in ("http", "websocket") else None
         if rejection is None:
             await self._app(scope, receive, send)
         else:

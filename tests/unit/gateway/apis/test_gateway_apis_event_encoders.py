@@ -114,7 +114,7 @@ def test_a_streamed_response_is_the_whole_one(
     turn, resource, ended = responding(shown)
     events = heard(turn, message, cuts, end)
     other = collected(message, cuts[::-1], end)
-    expected = resource.completed(output_of(other.transcript.blocks, shown), end, other.usage.counts())
+    expected = resource.completed(output_of(other.transcript.blocks, shown, "resp_1"), end, other.usage.counts())
     final = events[-1]["response"]
     assert without_ids(final["output"]) == without_ids(expected["output"])
     assert {**final, "output": [], "completed_at": 0} == {**expected, "output": [], "completed_at": 0}
