@@ -21,7 +21,7 @@ from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.connection import LastResponse, last_response, read_event
 from services.gateway.apis.responses.conversation import Conversation, conversation, with_instruction
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
-from services.gateway.apis.responses.history import ResponseHistory
+from services.gateway.apis.responses.history import StoredItems
 from services.gateway.apis.responses.items import Input, Item, new_id, read_items
 from services.gateway.apis.responses.pagination import page
 from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted, output_of
@@ -94,9 +94,7 @@ class ResponsesEndpoints:
         self, request: Request, fields: ResponsesRequest, last: LastResponse | None, generates: bool
     ) -> Response:
         owner = context.current().permit.owner
-        response_input = await self._response_input(
-            fields, ResponseHistory(self._store, owner, last), empty=not generates
-        )
+        response_input = await self._response_input(fields, StoredItems(self._store, owner, last), empty=not generates)
         response_id = new_id("resp")
         logs.request_id.set(response_id)
         with telemetry.stage(
@@ -185,7 +183,7 @@ class ResponsesEndpoints:
         """Compact a conversation: its user messages and a summary, which the next request sends as its input."""
         body = await self._bodies.read(request, add_model=False)  # Open Responses requires the model to be named here
         fields = check(CompactRequest, body, self._budgets)
-        found = await self._response_input(fields, ResponseHistory(self._store, context.current().permit.owner))
+        found = await self._response_input(fields, StoredItems(self._store, context.current().permit.owner))
         chat = conversation(fields.instructions, with_instruction(found.items))
         summarized = ResponseInput(found.items, NO_TOOLS, chat, found.left_out)
         response_id = new_id("resp")
@@ -205,18 +203,14 @@ class ResponsesEndpoints:
     async def input_tokens(self, request: Request) -> Response:
         """Count the tokens of a prompt without generating."""
         fields = check(InputTokensRequest, await self._bodies.read(request), self._budgets)
-        response_input = await self._response_input(
-            fields, ResponseHistory(self._store, context.current().permit.owner)
-        )
+        response_input = await self._response_input(fields, StoredItems(self._store, context.current().permit.owner))
         self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is the first error
         translated = self._translated(fields, response_input, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
             length = await self._block_runner.prompt_length(translated)
         return json_response({"object": "response.input_tokens", "input_tokens": length})
 
-    async def _response_input(
-        self, fields: ContextFields, history: ResponseHistory, empty: bool = False
-    ) -> ResponseInput:
+    async def _response_input(self, fields: ContextFields, history: StoredItems, empty: bool = False) -> ResponseInput:
         """Returns what a request continues and adds; raises SluiceError without any message, unless `empty`."""
         tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
         new = Input([], []) if fields.input is None else read_items(fields.input, self._budgets.list_items)

@@ -17,7 +17,7 @@ MAX_REFERENCED = 32
 """Most stored responses that the references of one request may be read from."""
 
 
-class ResponseHistory:
+class StoredItems:
     """Reads what one request continues.
 
     Args:
