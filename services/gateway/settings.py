@@ -186,6 +186,15 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         16, ge=1, description="maximum size of the stored responses of one tenant, MiB"
     )
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is stored")
+    responses_background: int = Field(
+        256, ge=0, description="maximum number of background responses in progress; more are rejected with 503"
+    )
+    responses_background_mb: int = Field(
+        64,
+        ge=1,
+        description="maximum size of the events of background responses, in progress or ended, which clients can "
+        "resume to read; a quarter of it for each response, MiB",
+    )
     websocket_kept_mb: int = Field(
         64,
         ge=1,

@@ -85,10 +85,16 @@ def test_a_client_that_stops_reading_is_disconnected_beside_others(suite: Suite)
         host, port = suite.url.removeprefix("http://").split(":")
         slow.connect((host, int(port)))
         own = slow.getsockname()
-        body = {"type": "response.create", "model": "tekken", "input": "Hi.", "max_output_tokens": 100_000}
+        body = {
+            "type": "response.create",
+            "model": "tekken",
+            "input": "Hi.",
+            "max_output_tokens": 100_000,
+            "ignore_eos": True,
+        }
         slow.sendall(handshake(suite.url, FREE))
         assert slow.recv(12) == b"HTTP/1.1 101"
-        slow.sendall(text_frame(json.dumps(body).encode()))
+        slow.sendall(text_frame(json.dumps({**body, "max_output_tokens": 100_000}).encode()))
         assert open_sockets() == 1
         assert neighbour.turn(**SHORT)[-1]["type"] == "response.incomplete"
         asyncio.run(until(lambda: open_sockets() == 0))
@@ -111,7 +117,7 @@ def text_frame(text: bytes) -> bytes:
 
 def test_a_gateway_that_stops_ends_responses_first(suite: Suite) -> None:
     with response_socket(suite.url, **bearer(FREE)) as idle, response_socket(suite.url, **bearer(FREE)) as socket:
-        socket.send(input="Hi.", max_output_tokens=2000, store=False)
+        socket.send(input="Hi.", max_output_tokens=2000, store=False, ignore_eos=True)
         assert socket.event()["type"] == "response.created"
         [gateway] = suite.processes("gateway")
         gateway.send_signal(signal.SIGTERM)

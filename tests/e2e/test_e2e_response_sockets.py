@@ -111,7 +111,7 @@ def test_a_message_in_fragments_is_one_message(suite: Suite) -> None:
 
 def test_a_message_of_100_mb_ends_its_connection_only(suite: Suite) -> None:
     with response_socket(suite.url) as neighbour, response_socket(suite.url) as socket:
-        neighbour.send(input="Hi.", max_output_tokens=200, store=False)
+        neighbour.send(input="Hi.", max_output_tokens=200, store=False, ignore_eos=True)
         assert outcome_of(socket, "x" * (100 << 20)) in ("413", "closed")
         with pytest.raises(ConnectionClosed):
             socket.event()
@@ -120,9 +120,9 @@ def test_a_message_of_100_mb_ends_its_connection_only(suite: Suite) -> None:
 
 def test_a_message_while_a_response_is_in_progress_is_refused(suite: Suite) -> None:
     with response_socket(suite.url) as socket:
-        socket.send(input="Hi.", max_output_tokens=400)
+        socket.send(input="Hi.", max_output_tokens=400, ignore_eos=True)
         assert socket.event()["type"] == "response.created"
-        socket.send(input="Hi again.", max_output_tokens=400)
+        socket.send(input="Hi again.", max_output_tokens=400, ignore_eos=True)
         events = []
         while not events or events[-1]["type"] not in ("response.incomplete", "response.completed"):
             events.append(socket.event())
@@ -138,7 +138,7 @@ async def test_a_disconnect_cancels_the_generation(suite: Suite) -> None:
 
     before = cancelled()
     with response_socket(suite.url) as socket:
-        socket.send(input="Hi.", max_output_tokens=20_000)
+        socket.send(input="Hi.", max_output_tokens=20_000, ignore_eos=True)
         assert socket.event()["type"] == "response.created"
     await until(lambda: cancelled() > before)
 

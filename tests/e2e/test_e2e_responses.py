@@ -233,7 +233,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
         ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         ("tools[0].type", {"input": "x", "tools": [{"type": "local_shell"}]}),
         ("tools[1].parameters", {"input": "x", "tools": [TOOLS[0], {**TOOLS[1], "parameters": []}]}),
-        ("background", {"input": "x", "background": True}),
+        ("background", {"input": "x", "background": True, "store": False}),
         ("reasoning.mode", {"input": "x", "reasoning": {"mode": "pro"}}),
         ("temperature", {"input": "x", "temperature": 3}),
         ("nonsense", {"input": "x", "extra_body": {"nonsense": 1}}),

@@ -18,8 +18,10 @@ from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
+from services.gateway.apis.responses.background import BackgroundResponses
 from services.gateway.apis.responses.connection import LastResponse, last_response, read_event
 from services.gateway.apis.responses.conversation import Conversation, conversation, with_instruction
+from services.gateway.apis.responses.detached import DetachedGeneration
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.history import StoredItems
 from services.gateway.apis.responses.items import Input, Item, new_id, read_items
@@ -75,6 +77,7 @@ class ResponsesEndpoints:
         self._settings = settings
         self._budgets = settings.budgets
         self._store = store
+        self._background = BackgroundResponses(store, settings)
         self._bodies = bodies
 
     async def create(self, request: Request) -> Response:
@@ -118,6 +121,12 @@ class ResponsesEndpoints:
             if not generates:
                 return self._warm_up(fields, response_id, options, store)
             translated = await self._fitting(fields, response_input, response_id)
+            if fields.background:
+                self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is not found at once
+                items = orjson.dumps([item.stored for item in response_input.items])
+                run = self._background.begin(owner, response_id, items)
+                detached = DetachedGeneration(self._background, run, fields, translated, options)
+                return detached.respond(self._block_runner)
             respond = self._stream if fields.stream else self._collect
             return await respond(request, fields, translated, options, store)
 
@@ -154,18 +163,26 @@ class ResponsesEndpoints:
         stream = request.query_params.get("stream", "false").lower()
         if stream not in ("true", "1", "false", "0"):
             raise invalid("stream must be true or false.", param="stream", code="invalid_value")
-        if stream in ("true", "1"):
+        stored = await self._stored(request)
+        streams = stream in ("true", "1")
+        after = _starting_after(request, streams)
+        if not streams:
+            return Response(stored.response, media_type="application/json")
+        if not orjson.loads(stored.response)["background"]:
             raise invalid(
-                "stream is not supported for stored responses; set it to false.",
+                "stream is supported only for background responses; set it to false.",
                 param="stream",
                 code="unsupported_parameter",
             )
-        return Response((await self._stored(request)).response, media_type="application/json")
+        owner, response_id = context.current().permit.owner, request.path_params["response_id"]
+        return self._background.stream(owner, response_id, after + 1)
 
     async def delete(self, request: Request) -> Response:
         """Delete a stored response."""
         response_id = request.path_params["response_id"]
-        if not await self._store.delete(context.current().permit.owner, response_id):
+        owner = context.current().permit.owner
+        self._background.stop(owner, response_id)
+        if not await self._store.delete(owner, response_id):
             raise _not_found(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -175,9 +192,12 @@ class ResponsesEndpoints:
         return json_response(page(orjson.loads(stored.items), request.query_params))
 
     async def cancel(self, request: Request) -> Response:
-        """Reject the cancellation: stored responses are completed, as background responses are not supported."""
-        await self._stored(request)
-        raise invalid("Cannot cancel a synchronous response; close its connection instead.", code="not_cancellable")
+        """Cancel a background response."""
+        response_id = request.path_params["response_id"]
+        stored = await self._background.cancel(context.current().permit.owner, response_id)
+        if stored is None:
+            raise _not_found(response_id)
+        return Response(stored.response, media_type="application/json")
 
     async def compact(self, request: Request) -> Response:
         """Compact a conversation: its user messages and a summary, which the next request sends as its input."""
@@ -230,7 +250,7 @@ class ResponsesEndpoints:
 
     async def _stored(self, request: Request) -> StoredResponse:
         response_id = request.path_params["response_id"]
-        stored = await self._store.find(context.current().permit.owner, response_id)
+        stored = await self._background.find(context.current().permit.owner, response_id)
         if stored is None:
             raise _not_found(response_id)
         return stored
@@ -272,6 +292,20 @@ class ResponsesEndpoints:
 def _resource(fields: ResponsesRequest, translated: TranslatedRequest, generation: Generation) -> Resource:
     defaults = generation.prompt.defaults
     return Resource(translated.generation.request_id, fields, defaults, fields.previous_response_id)
+
+
+def _starting_after(request: Request, streams: bool) -> int:
+    """Returns the sequence number after which a stored response is streamed; -1: from its beginning."""
+    text = request.query_params.get("starting_after")
+    if text is None:
+        return -1
+    if not streams or not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise invalid(
+            "starting_after must be the number of an event, and needs stream to be true.",
+            param="starting_after",
+            code="invalid_value",
+        )
+    return int(text)
 
 
 def _not_found(response_id: str) -> SluiceError:

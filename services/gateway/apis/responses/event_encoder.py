@@ -111,6 +111,10 @@ class ResponseEventEncoder:
         self._on_end(response)
         return self._event("response.failed", response=response)
 
+    def cancelled(self) -> dict[str, Any]:
+        """Returns the response object of a generation that was cancelled, with its output so far."""
+        return self._make().cancelled(self._items, Counts())
+
     def without_output(self) -> bytes:
         """Returns all events of a response that generates nothing."""
         events = self.opening(Counts())

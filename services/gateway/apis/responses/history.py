@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import SluiceError, invalid, not_found
+from services.gateway.apis.responses.background import is_running
 from services.gateway.apis.responses.connection import LastResponse
 from services.gateway.apis.responses.items import Item, response_of
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
@@ -36,6 +37,12 @@ class StoredItems:
         stored = stored or await self._store.find(self._owner, response_id)
         if stored is None:
             raise previous_response_not_found(response_id)
+        if is_running(stored):
+            raise invalid(
+                f"Response {response_id[:80]!r} is in progress; continue it after its end.",
+                param="previous_response_id",
+                code="response_in_progress",
+            )
         return [Item(item, "previous_response_id") for item in _all_items(stored)]
 
     async def resolved(self, earlier: Sequence[Item], new: Sequence[Item]) -> list[Item]:

@@ -61,21 +61,27 @@ class RedisStore(ResponseStore):
 
     def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
         """See ResponseStore; logs a warning if the response cannot be stored."""
+        if (owner, response_id) in self._pending:  # the write in progress is followed by that of the newest
+            self._pending[owner, response_id] = stored
+            return
         by_owner = sum(name == owner for name, _ in self._pending)
         if len(self._pending) >= MAX_PENDING_WRITES or by_owner >= MAX_PENDING_WRITES_PER_OWNER:
             log.warning("response not stored: too many pending writes to Redis", extra={"response": response_id})
             return
         self._pending[owner, response_id] = stored
-        self._tasks.spawn(self._write(owner, response_id, stored), "store-response")
+        self._tasks.spawn(self._write(owner, response_id), "store-response")
 
-    async def _write(self, owner: str, response_id: str, stored: StoredResponse) -> None:
-        value = len(stored.response).to_bytes(_LENGTH, "big") + stored.response + stored.items
+    async def _write(self, owner: str, response_id: str) -> None:
+        key, written = (owner, response_id), None
         try:
-            await self._run(owner, "put", response_id, value, self._ttl_ms, *self._limits)
+            while (stored := self._pending.get(key)) is not written and stored is not None:
+                value = len(stored.response).to_bytes(_LENGTH, "big") + stored.response + stored.items
+                await self._run(owner, "put", response_id, value, self._ttl_ms, *self._limits)
+                written = stored
         except FAILURES as error:
             log.warning("response not stored: %s", type(error).__name__, extra={"response": response_id})
         finally:
-            self._pending.pop((owner, response_id), None)
+            self._pending.pop(key, None)
 
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""

@@ -153,6 +153,14 @@ class Resource:
         """Returns the object before any output."""
         return self._object("in_progress", [], None)
 
+    def queued(self) -> dict[str, Any]:
+        """Returns the object of a background response before it starts."""
+        return self._object("queued", [], None)
+
+    def cancelled(self, items: Sequence[OutputItem], counts: Counts) -> dict[str, Any]:
+        """Returns the object of a background response that was cancelled, with its output so far."""
+        return self._object("cancelled", [item.completed("incomplete") for item in items], counts)
+
     def completed(self, items: Sequence[OutputItem], finish: Finish, counts: Counts) -> dict[str, Any]:
         """Returns the final object: completed, or incomplete if the token limit was reached."""
         status = last_status(finish)
@@ -177,7 +185,7 @@ class Resource:
         return {
             **self._head,
             "status": status,
-            "background": False,
+            "background": bool(self._fields.background),
             "completed_at": completed_at,
             "error": None,
             "incomplete_details": None,

@@ -39,7 +39,7 @@ class ResponseAnswer(Open):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
     output: list[ResponseItem]
     usage: ResponseUsage | None

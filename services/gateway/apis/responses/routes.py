@@ -35,7 +35,10 @@ _PAGE = [
     _query("after", {"type": "string"}),
 ]
 _FAILURES = (400, 401, 404, 500, 503)
-_STREAM = [_query("stream", {"type": "boolean", "default": False})]
+_STREAM = [
+    _query("stream", {"type": "boolean", "default": False}),
+    _query("starting_after", {"type": "integer", "minimum": 0}),
+]
 
 
 def add_responses(app: FastAPI, endpoints: ResponsesEndpoints, sockets: ASGIApp) -> list[type[BaseModel]]:
@@ -52,7 +55,7 @@ def add_responses(app: FastAPI, endpoints: ResponsesEndpoints, sockets: ASGIApp)
     add("/v1/responses/input_tokens", endpoints.input_tokens, counted, body=InputTokensRequest)
     compacted = responses(CompactedAnswer, GENERATING)
     add("/v1/responses/compact", endpoints.compact, compacted, body=CompactRequest)
-    retrieved = responses(ResponseAnswer, _FAILURES)
+    retrieved = responses(ResponseAnswer, _FAILURES, streams=True)
     add(STORED, endpoints.retrieve, retrieved, method="GET", parameters=[_ID, *_STREAM])
     add(STORED, endpoints.delete, responses(ResponseDeleted, _FAILURES), method="DELETE", parameters=[_ID])
     listed = responses(ResponseItemList, _FAILURES)

@@ -206,8 +206,8 @@ class ResponsesRequest(ContextFields, EngineExtensions):
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = platform_field()
     prompt_cache_options: JsonObject = platform_field()
 
-    background_options: Any = unsupported_field("background responses do not exist; use stream")
-    background: Any = unsupported_field("background responses do not exist; use stream", False)
+    background: bool | None = None
+    background_options: Any = unsupported_field("background responses have no options")
     prompt: Any = unsupported_field("prompt templates are not stored; send instructions")
     context_management: Any = no_effect_field("the context is not compacted between requests; use truncation", [])
     client_metadata: JsonObject = platform_field()
@@ -232,6 +232,8 @@ class ResponsesRequest(ContextFields, EngineExtensions):
         reject_unsupported(self)
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream to be true")
+        if self.background and self.store is False:
+            raise ValueError("background needs store to be true")
         return self
 
 

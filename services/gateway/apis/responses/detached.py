@@ -1,0 +1,87 @@
+"""Generates background responses: their states, their events and their failures."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.responses import Response
+
+from services.common.errors import SluiceError, internal
+from services.gateway.apis.common.block_runner import BlockAnswerRunner
+from services.gateway.apis.common.http import json_response
+from services.gateway.apis.common.output import Counts
+from services.gateway.apis.common.translation import TranslatedRequest
+from services.gateway.apis.responses.background import (
+    RUNNING,
+    BackgroundResponses,
+    BackgroundRun,
+    DetachedResponse,
+)
+from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
+from services.gateway.apis.responses.resource import OutputOptions, Resource
+from services.gateway.apis.responses.schemas import ResponsesRequest
+from services.gateway.core.request import SamplingParams
+from services.gateway.pipeline.pipeline import Generation
+
+log = logging.getLogger(__name__)
+
+_SCOPE: dict[str, Any] = {"type": "http", "headers": []}
+
+
+class DetachedGeneration:
+    """One background response, from queued to its end."""
+
+    def __init__(
+        self,
+        background: BackgroundResponses,
+        run: BackgroundRun,
+        fields: ResponsesRequest,
+        translated: TranslatedRequest,
+        options: OutputOptions,
+    ) -> None:
+        self._background = background
+        self._run = run
+        self._fields = fields
+        self._translated = translated
+        self._resource = self._resource_with(SamplingParams())
+        self._encoder = ResponseEventEncoder(lambda: self._resource, options, self._update)
+
+    def respond(self, block_runner: BlockAnswerRunner) -> Response:
+        """Returns the response to the request, which starts the generation."""
+        queued = self._resource.queued()
+        self._update(queued)
+        answer = self._background.stream(*self._run.key, 0) if self._fields.stream else json_response(queued)
+        return DetachedResponse(answer, lambda: self._background.run(self._run, lambda: self._generate(block_runner)))
+
+    async def _generate(self, block_runner: BlockAnswerRunner) -> None:
+        try:
+            response = await block_runner.stream(self._translated, self._encoder, self._started)
+            await response(dict(_SCOPE), self._run.receive, self._run.send)
+            self._run.check()
+        except SluiceError as error:
+            self._fail(error)
+        except Exception:
+            log.exception("a background response failed")
+            self._fail(internal("Unexpected failure in the gateway; see its log for details."))
+        if self._run.state["status"] not in RUNNING:
+            return
+        if self._run.cancelled:
+            self._update(self._encoder.cancelled())
+        else:
+            self._fail(internal("The response ended without a result."))
+
+    def _started(self, generation: Generation) -> None:
+        self._resource = self._resource_with(generation.prompt.defaults)
+        self._update(self._resource.in_progress())
+
+    def _fail(self, error: SluiceError) -> None:
+        if self._run.state["status"] in RUNNING:
+            self._run.events.add(self._encoder.opening(Counts()) + self._encoder.failure(error, Counts()))
+
+    def _update(self, state: dict[str, Any]) -> None:
+        self._background.update(self._run, state)
+
+    def _resource_with(self, defaults: SamplingParams) -> Resource:
+        request_id = self._translated.generation.request_id
+        return Resource(request_id, self._fields, defaults, self._fields.previous_response_id)
