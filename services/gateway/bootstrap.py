@@ -30,6 +30,8 @@ from services.gateway.apis.openai.scores import ScoreEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.apis.operations.endpoints import OperationsEndpoints, add_operations
 from services.gateway.apis.responses.connection import LastResponse
+from services.gateway.apis.responses.conversation_endpoints import ConversationEndpoints, add_conversations
+from services.gateway.apis.responses.conversations import Conversations
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.routes import add_responses
 from services.gateway.apis.responses.store import ResponseStore, build_store, last_responses
@@ -241,6 +243,7 @@ def build_app(
     memory = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
     bodies = BodyReader(settings, memory, components.registry.only_model)
     block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
+    conversations = Conversations(response_store)
     embed_client = EmbedClient(components.registry, components.connections, settings.embed_timeout_s)
     embeddings = EmbeddingEndpoints(pipelines, embed_client, settings, bodies)
     openai = OpenAIEndpoints(pipelines, settings, write_scheduler, gateway.parity, gateway.pieces, bodies)
@@ -253,8 +256,12 @@ def build_app(
         [
             partial(
                 add_responses,
-                endpoints=ResponsesEndpoints(block_runner, settings, response_store, bodies),
+                endpoints=ResponsesEndpoints(block_runner, settings, response_store, conversations, bodies),
                 sockets=_response_sockets(settings),
+            ),
+            partial(
+                add_conversations,
+                endpoints=ConversationEndpoints(settings, response_store, conversations, bodies),
             ),
             partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
             partial(add_generate, endpoints=GenerateEndpoints(openai, settings, bodies)),

@@ -38,6 +38,9 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {**MODEL, "input": "hi", "max_output_tokens": 2}),
     ("/v1/responses/input_tokens", {**MODEL, "input": "hi"}),
     ("/v1/responses/compact", {**MODEL, "input": "hi"}),
+    ("/v1/conversations", {"metadata": {"a": "b"}}),
+    ("/v1/conversations/{conversation_id}", {"metadata": {"a": "b"}}),
+    ("/v1/conversations/{conversation_id}/items", {"items": [USER[0]]}),
     ("/v1/messages", {**MODEL, "max_tokens": 2, "messages": USER}),
     ("/v1/messages/count_tokens", {**MODEL, "messages": USER}),
 ]
@@ -109,12 +112,15 @@ async def test_a_wrong_value_is_refused_and_its_field_named(
     at_once = asyncio.Semaphore(AT_ONCE)
 
     async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S) as client:
-        assert (await client.post(endpoint, json=valid)).status_code == 200
+        path = endpoint
+        if "{conversation_id}" in path:
+            path = path.replace("{conversation_id}", (await client.post("/v1/conversations", json={})).json()["id"])
+        assert (await client.post(path, json=valid)).status_code == 200
 
         async def tried(wrong: Wrong) -> str:
             async with at_once:
                 answer = await client.post(
-                    endpoint, content=json.dumps(wrong.body), headers={"content-type": "application/json"}
+                    path, content=json.dumps(wrong.body), headers={"content-type": "application/json"}
                 )
             found = fault(endpoint, wrong, answer)
             return f"{openai_name(wrong.path)} {wrong.what} {str(wrong.value)[:40]}: {found}" if found else ""

@@ -47,7 +47,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 """Where the document allows another field in place of the prompt."""
 SELDOM = {
-    "previous_response_id", "prompt_embeds", "lora_path", "nvext", "data_parallel_rank", "suffix", "best_of",
+    "previous_response_id", "conversation", "prompt_embeds", "lora_path", "nvext", "data_parallel_rank", "suffix",
+    "best_of",
     "stream_options", "tool_choice", "truncation_side", "top_logprobs", "logprobs", "prompt_logprobs", "min_tokens",
     "stop_token_ids", "allowed_token_ids", "logit_bias", "response_format", "structured_outputs", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "ebnf", "custom_params", "vllm_xargs",
@@ -100,6 +101,14 @@ ENDPOINTS = [
     ("DELETE", "/v1/responses/{response_id}"),
     ("GET", "/v1/responses/{response_id}/input_items"),
     ("POST", "/v1/responses/{response_id}/cancel"),
+    ("POST", "/v1/conversations"),
+    ("GET", "/v1/conversations/{conversation_id}"),
+    ("POST", "/v1/conversations/{conversation_id}"),
+    ("DELETE", "/v1/conversations/{conversation_id}"),
+    ("GET", "/v1/conversations/{conversation_id}/items"),
+    ("POST", "/v1/conversations/{conversation_id}/items"),
+    ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"),
+    ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/health"),

@@ -11,6 +11,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
+from services.gateway.apis.responses.conversations import Conversations
 from services.gateway.apis.responses.redis_store import RedisStore
 from services.gateway.apis.responses.store import MemoryStore, ResponseStore, StoredResponse
 from tests.support.servers.redis_server import RedisServer
@@ -130,3 +131,36 @@ async def test_a_url_that_is_none_is_refused_without_its_password() -> None:
         RedisStore("http://:secret@example.org", 1, 1, 1, TaskOwner())
     assert "secret" not in caught.value.message
     assert caught.value.param == "responses-redis-url"
+
+
+async def test_a_value_is_replaced_only_if_it_is_the_expected_one(make: Make) -> None:
+    store = make(10, 1 << 20, 60)
+    two = StoredResponse(b"{}", b"[2]")
+    assert not await store.swap("a", "conv_1", ONE, two)
+    assert await store.swap("a", "conv_1", None, ONE)
+    assert not await store.swap("a", "conv_1", None, two)
+    assert not await store.swap("a", "conv_1", two, two)
+    assert await store.swap("a", "conv_1", ONE, two)
+    assert await store.find("a", "conv_1") == two
+    assert await store.find("b", "conv_1") is None
+
+
+async def test_a_value_that_exceeds_the_limits_by_itself_is_refused(make: Make) -> None:
+    store = make(10, 2000, 60)
+    with pytest.raises(SluiceError) as refused:
+        await store.swap("a", "conv_1", None, StoredResponse(b"x" * 3000, b""))
+    assert refused.value.code == "conversation_too_large"
+
+
+async def test_turns_that_end_at_the_same_time_are_all_in_their_conversation(make: Make) -> None:
+    store = make(10, 1 << 20, 60)
+    gateways = [Conversations(store), Conversations(store)]
+    made = await gateways[0].create("a", {}, [])
+    for index in range(10):
+        gateways[index % 2].append("a", made["id"], [{"id": f"msg_{index}"}, {"id": f"fc_{index}"}])
+    for gateway in gateways:
+        await gateway.find("a", made["id"])
+    _, items = await gateways[0].find("a", made["id"])
+    assert sorted(item["id"] for item in items) == sorted(
+        f"{kind}_{index}" for kind in ("msg", "fc") for index in range(10)
+    )

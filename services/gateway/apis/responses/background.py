@@ -137,7 +137,7 @@ class BackgroundResponses:
 
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         """Returns a stored response; one whose lease has expired has failed."""
-        stored = await self._store.find(owner, response_id)
+        stored = await self._store.find(owner, response_id) if is_response(response_id) else None
         if stored is None or not is_running(stored):
             return stored
         state = orjson.loads(stored.response)
@@ -237,6 +237,11 @@ class DetachedResponse(Response):
             await self._answer(scope, receive, send)
         finally:
             await working
+
+
+def is_response(name: str) -> bool:
+    """Returns whether a stored value is a response by its id; the others are conversations."""
+    return name.startswith("resp_")
 
 
 def is_running(stored: StoredResponse) -> bool:

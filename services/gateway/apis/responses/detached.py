@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -30,7 +31,11 @@ _SCOPE: dict[str, Any] = {"type": "http", "headers": []}
 
 
 class DetachedGeneration:
-    """One background response, from queued to its end."""
+    """One background response, from queued to its end.
+
+    Args:
+        on_end: called with the final response object.
+    """
 
     def __init__(
         self,
@@ -39,7 +44,9 @@ class DetachedGeneration:
         fields: ResponsesRequest,
         translated: TranslatedRequest,
         options: OutputOptions,
+        on_end: Callable[[dict[str, Any]], None],
     ) -> None:
+        self._on_end = on_end
         self._background = background
         self._run = run
         self._fields = fields
@@ -80,6 +87,8 @@ class DetachedGeneration:
             self._run.events.add(self._encoder.opening(Counts()) + self._encoder.failure(error, Counts()))
 
     def _update(self, state: dict[str, Any]) -> None:
+        if state["status"] not in RUNNING:
+            self._on_end(state)
         self._background.update(self._run, state)
 
     def _resource_with(self, defaults: SamplingParams) -> Resource:

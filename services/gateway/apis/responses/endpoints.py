@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -18,9 +19,10 @@ from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.background import BackgroundResponses
+from services.gateway.apis.responses.background import BackgroundResponses, is_response
 from services.gateway.apis.responses.connection import LastResponse, last_response, read_event
 from services.gateway.apis.responses.conversation import Conversation, conversation, with_instruction
+from services.gateway.apis.responses.conversations import Conversations
 from services.gateway.apis.responses.detached import DetachedGeneration
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.history import StoredItems
@@ -71,8 +73,10 @@ class ResponsesEndpoints:
         block_runner: BlockAnswerRunner,
         settings: GatewaySettings,
         store: ResponseStore,
+        conversations: Conversations,
         bodies: BodyReader,
     ) -> None:
+        self._conversations = conversations
         self._block_runner = block_runner
         self._settings = settings
         self._budgets = settings.budgets
@@ -112,6 +116,7 @@ class ResponsesEndpoints:
             )
 
             def store(response: dict[str, Any]) -> None:
+                self._extend(fields, owner, response_input.items, response)
                 items = orjson.dumps([item.stored for item in response_input.items])
                 if fields.store is not False:
                     self._store.put(owner, response_id, StoredResponse(orjson.dumps(response), items))
@@ -125,10 +130,17 @@ class ResponsesEndpoints:
                 self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is not found at once
                 items = orjson.dumps([item.stored for item in response_input.items])
                 run = self._background.begin(owner, response_id, items)
-                detached = DetachedGeneration(self._background, run, fields, translated, options)
+                ended = partial(self._extend, fields, owner, response_input.items)
+                detached = DetachedGeneration(self._background, run, fields, translated, options, ended)
                 return detached.respond(self._block_runner)
             respond = self._stream if fields.stream else self._collect
             return await respond(request, fields, translated, options, store)
+
+    def _extend(self, fields: ResponsesRequest, owner: str, items: list[Item], response: dict[str, Any]) -> None:
+        """Adds the input and the output of a response that succeeded to its conversation."""
+        if fields.conversation_id and response["status"] in ("completed", "incomplete"):
+            new = [item.stored for item in items if item.path != "conversation"]
+            self._conversations.append(owner, fields.conversation_id, [*new, *response["output"]])
 
     async def _fitting(
         self, fields: ResponsesRequest, response_input: ResponseInput, response_id: str
@@ -182,7 +194,7 @@ class ResponsesEndpoints:
         response_id = request.path_params["response_id"]
         owner = context.current().permit.owner
         self._background.stop(owner, response_id)
-        if not await self._store.delete(owner, response_id):
+        if not is_response(response_id) or not await self._store.delete(owner, response_id):
             raise _not_found(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -234,12 +246,19 @@ class ResponsesEndpoints:
         """Returns what a request continues and adds; raises SluiceError without any message, unless `empty`."""
         tools = read_tools(fields.tools, fields.tool_choice, self._budgets.list_items)
         new = Input([], []) if fields.input is None else read_items(fields.input, self._budgets.list_items)
-        earlier = await history.of_response(fields.previous_response_id) if fields.previous_response_id else []
+        earlier = await self._earlier(fields, history)
         items = await history.resolved(earlier, new.items)
         chat = conversation(fields.instructions, items)
         if not chat.messages and not empty:
             raise invalid("input is missing.", param="input", code="missing_required_parameter")
         return ResponseInput(items, tools, chat, new.left_out)
+
+    async def _earlier(self, fields: ContextFields, history: StoredItems) -> list[Item]:
+        """Returns the items that a request continues."""
+        if fields.conversation_id:
+            _, items = await self._conversations.find(context.current().permit.owner, fields.conversation_id)
+            return [Item(item, "conversation") for item in items]
+        return await history.of_response(fields.previous_response_id) if fields.previous_response_id else []
 
     def _translated(self, fields: ContextFields, response_input: ResponseInput, response_id: str) -> TranslatedRequest:
         forces_calls = self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json")

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import SluiceError, invalid, not_found
-from services.gateway.apis.responses.background import is_running
+from services.gateway.apis.responses.background import is_response, is_running
 from services.gateway.apis.responses.connection import LastResponse
 from services.gateway.apis.responses.items import Item, response_of
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
@@ -34,7 +34,8 @@ class StoredItems:
     async def of_response(self, response_id: str) -> list[Item]:
         """Returns the input and output items of a response; raises SluiceError if it is not stored."""
         stored = await self._last.take(self._owner, response_id) if self._last is not None else None
-        stored = stored or await self._store.find(self._owner, response_id)
+        if stored is None and is_response(response_id):
+            stored = await self._store.find(self._owner, response_id)
         if stored is None:
             raise previous_response_not_found(response_id)
         if is_running(stored):

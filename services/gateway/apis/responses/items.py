@@ -61,7 +61,7 @@ class Input:
     left_out: list[str]
 
 
-def read_items(value: Any, list_items: Budget) -> Input:
+def read_items(value: Any, list_items: Budget, field: str = "input") -> Input:
     """Returns the items of a request's `input`; raises SluiceError(INVALID_ARGUMENT) for an invalid one.
 
     Calls of hosted tools, and reasoning that another server has encrypted, are left out: a conversation continues
@@ -69,11 +69,12 @@ def read_items(value: Any, list_items: Budget) -> Input:
 
     Args:
         list_items: the longest list of items, or of an item's parts.
+        field: name of the request's field.
     """
     if isinstance(value, str):
         return Input([Item(user_message(value), "input")], [])
     found = Input([], [])
-    for reader in FieldReader(value, "input", "[]", list_items).items():
+    for reader in FieldReader(value, field, "[]", list_items).items():
         if kind := _foreign(reader.value):
             found.left_out.append(kind)
         else:

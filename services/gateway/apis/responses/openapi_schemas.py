@@ -144,10 +144,10 @@ _NAMESPACE = closed_object(
 )
 _HOSTED_TOOL = open_object({"type": {"type": "string", "pattern": HOSTED_TOOL}}, "type")
 
-INPUT: Schema = any_of(
-    NON_EMPTY,
-    array(any_of(_MESSAGE, _CALL, _CUSTOM_CALL, _CALL_OUTPUT, _REASONING, _COMPACTION, _REFERENCE), minItems=1),
-)
+_CONVERSATION_ID = {"type": "string", "minLength": 1, "maxLength": 128}
+CONVERSATION: Schema = any_of(_CONVERSATION_ID, closed_object({"id": _CONVERSATION_ID}, "id"), NULL)
+ITEM: Schema = any_of(_MESSAGE, _CALL, _CUSTOM_CALL, _CALL_OUTPUT, _REASONING, _COMPACTION, _REFERENCE)
+INPUT: Schema = any_of(NON_EMPTY, array(ITEM, minItems=1))
 TOOLS: Schema = any_of(array(any_of(_TOOL, _CUSTOM_TOOL, _NAMESPACE, _HOSTED_TOOL), maxItems=MAX_TOOLS), NULL)
 TOOL_CHOICE: Schema = any_of(
     {"enum": ["none", "auto", "required", None]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from importlib.resources import files
 from typing import Any
@@ -10,7 +11,7 @@ from services.common.errors import unavailable
 from services.common.redis.scripts import FAILURES, Script, ScriptRunner
 from services.common.redis.target import Credentials, parse
 from services.common.tasks import TaskOwner
-from services.gateway.apis.responses.store import ResponseStore, StoredResponse
+from services.gateway.apis.responses.store import ResponseStore, StoredResponse, too_large_to_store
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +76,7 @@ class RedisStore(ResponseStore):
         key, written = (owner, response_id), None
         try:
             while (stored := self._pending.get(key)) is not written and stored is not None:
-                value = len(stored.response).to_bytes(_LENGTH, "big") + stored.response + stored.items
-                await self._run(owner, "put", response_id, value, self._ttl_ms, *self._limits)
+                await self._run(owner, "put", response_id, _value(stored), self._ttl_ms, *self._limits, "")
                 written = stored
         except FAILURES as error:
             log.warning("response not stored: %s", type(error).__name__, extra={"response": response_id})
@@ -92,6 +92,14 @@ class RedisStore(ResponseStore):
             return None
         end = _LENGTH + int.from_bytes(value[:_LENGTH], "big")
         return StoredResponse(value[_LENGTH:end], value[end:])
+
+    async def swap(self, owner: str, response_id: str, expected: StoredResponse | None, stored: StoredResponse) -> bool:
+        """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
+        digest = "none" if expected is None else hashlib.sha1(_value(expected), usedforsecurity=False).hexdigest()
+        value = _value(stored)
+        if len(value) > self._limits[1] or not self._limits[0]:
+            raise too_large_to_store(self._limits[1])
+        return bool(await self._query(owner, "put", response_id, value, self._ttl_ms, *self._limits, digest))
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
@@ -115,3 +123,7 @@ class RedisStore(ResponseStore):
     async def _run(self, owner: str, *arguments: Any) -> Any:
         names = [f"{self._prefix}:responses:{{{owner}}}:{kind}" for kind in ("values", "times", "bytes")]
         return await self._redis.run(self._script, names, arguments)
+
+
+def _value(stored: StoredResponse) -> bytes:
+    return len(stored.response).to_bytes(_LENGTH, "big") + stored.response + stored.items

@@ -235,6 +235,7 @@ def _request_fields(fields: ResponsesRequest, defaults: SamplingParams, previous
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": previous,
+        "conversation": {"id": fields.conversation_id} if fields.conversation_id else None,
         "prompt_cache_key": fields.prompt_cache_key,
         "reasoning": {
             "effort": reasoning and reasoning.effort,

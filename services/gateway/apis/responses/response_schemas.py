@@ -76,6 +76,23 @@ class ResponseItemList(Open):
     has_more: bool
 
 
+class ConversationAnswer(Open):
+    """A conversation."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class ConversationDeleted(Open):
+    """The confirmation that a conversation was deleted."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: bool
+
+
 class InputTokens(Open):
     """The length of a prompt in tokens."""
 

@@ -1,5 +1,7 @@
 -- Stored responses of one owner: values by id, the time each was stored, and their total size in bytes.
--- KEYS: values, times, bytes. ARGV: "put" id value ttl_ms max_responses max_bytes | "delete" id | "find" id ttl_ms
+-- KEYS: values, times, bytes.
+-- ARGV: "put" id value ttl_ms max_responses max_bytes expected | "delete" id | "find" id ttl_ms
+-- expected: SHA-1 of the value to replace; "none": only if there is none; empty: any.
 local values, times, bytes = KEYS[1], KEYS[2], KEYS[3]
 local operation, id = ARGV[1], ARGV[2]
 
@@ -18,13 +20,20 @@ end
 
 if operation == 'delete' then return delete(id) end
 
-if operation == 'find' then
+local function find(ttl_ms)
   local stored_at = redis.call('ZSCORE', times, id)
-  if not stored_at or tonumber(stored_at) <= now_ms() - tonumber(ARGV[3]) then return false end
+  if not stored_at or tonumber(stored_at) <= now_ms() - ttl_ms then return false end
   return redis.call('HGET', values, id)
 end
 
+if operation == 'find' then return find(tonumber(ARGV[3])) end
+
 local value, ttl, max_responses, max_bytes = ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+if ARGV[7] ~= '' then
+  local current = find(ttl)
+  local digest = current and redis.sha1hex(current) or 'none'
+  if digest ~= ARGV[7] then return 0 end
+end
 local now = now_ms()
 delete(id)
 for _, old in ipairs(redis.call('ZRANGEBYSCORE', times, '-inf', now - ttl)) do delete(old) end

@@ -29,11 +29,12 @@ def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 _ID = {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-_PAGE = [
+PAGE = [
     _query("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
     _query("order", {"enum": ["asc", "desc"], "default": "desc"}),
     _query("after", {"type": "string"}),
 ]
+"""The parameters of a page of items."""
 _FAILURES = (400, 401, 404, 500, 503)
 _STREAM = [
     _query("stream", {"type": "boolean", "default": False}),
@@ -59,7 +60,7 @@ def add_responses(app: FastAPI, endpoints: ResponsesEndpoints, sockets: ASGIApp)
     add(STORED, endpoints.retrieve, retrieved, method="GET", parameters=[_ID, *_STREAM])
     add(STORED, endpoints.delete, responses(ResponseDeleted, _FAILURES), method="DELETE", parameters=[_ID])
     listed = responses(ResponseItemList, _FAILURES)
-    add(f"{STORED}/input_items", endpoints.input_items, listed, method="GET", parameters=[_ID, *_PAGE])
+    add(f"{STORED}/input_items", endpoints.input_items, listed, method="GET", parameters=[_ID, *PAGE])
     cancelled = responses(ResponseAnswer, (*_FAILURES, 429))
     add(f"{STORED}/cancel", endpoints.cancel, cancelled, parameters=[_ID])
     return [ResponsesRequest, InputTokensRequest, CompactRequest]

@@ -24,7 +24,10 @@ from services.gateway.apis.openai.unsupported_fields import (
     reject_unsupported,
     unsupported_field,
 )
-from services.gateway.apis.responses.openapi_schemas import INPUT, MAX_TOOLS, TOOL_CHOICE, TOOLS
+from services.gateway.apis.responses.openapi_schemas import CONVERSATION, INPUT, ITEM, MAX_TOOLS, TOOL_CHOICE, TOOLS
+
+MAX_NEW_ITEMS = 20
+"""Most items that one request may add to a conversation."""
 
 Includable = Literal[
     "file_search_call.results",
@@ -42,6 +45,12 @@ def _input(value: Any, info: ValidationInfo) -> Any:
     within_list_items(value, info)
     if not isinstance(value, str | list) or not value:
         raise ValueError("must be a non-empty string or a list of at least one item")
+    return value
+
+
+def _items(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, list) or len(value) > MAX_NEW_ITEMS:
+        raise ValueError(f"must be a list of at most {MAX_NEW_ITEMS} items")
     return value
 
 
@@ -134,6 +143,19 @@ class ReasoningOptions(Strict):
         return self
 
 
+class ConversationReference(Strict):
+    """A conversation, by its id."""
+
+    id: str = Field(min_length=1, max_length=128)
+
+
+ConversationField = Annotated[
+    ConversationReference | None,
+    BeforeValidator(lambda value: {"id": value} if isinstance(value, str) else value),
+    WithJsonSchema(CONVERSATION),
+]
+
+
 class ContextFields(Strict):
     """The fields that determine the prompt."""
 
@@ -148,12 +170,23 @@ class ContextFields(Strict):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
-    conversation: Any = unsupported_field("use previous_response_id, or send the whole conversation")
+    conversation: ConversationField = None
+
+    @property
+    def conversation_id(self) -> str:
+        """The id of the conversation that the request continues; empty for none."""
+        return "" if self.conversation is None else self.conversation.id
 
     @model_validator(mode="after")
     def _has_input(self) -> ContextFields:
-        if self.input is None and self.previous_response_id is None:
+        if self.input is None and self.previous_response_id is None and self.conversation is None:
             raise ValueError("input is missing")
+        return self
+
+    @model_validator(mode="after")
+    def _continues_one(self) -> ContextFields:
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise ValueError("conversation and previous_response_id exclude each other")
         return self
 
 
@@ -166,6 +199,30 @@ class InputTokensRequest(ContextFields):
     def _can_be_honoured(self) -> InputTokensRequest:
         reject_unsupported(self)
         return self
+
+
+ConversationItemList = Annotated[
+    list[Any], BeforeValidator(_items), WithJsonSchema({"type": "array", "items": ITEM, "maxItems": MAX_NEW_ITEMS})
+]
+
+
+class ConversationRequest(Strict):
+    """POST /v1/conversations."""
+
+    items: ConversationItemList | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(Strict):
+    """POST /v1/conversations/{conversation_id}."""
+
+    metadata: Metadata | None
+
+
+class ConversationItems(Strict):
+    """POST /v1/conversations/{conversation_id}/items."""
+
+    items: ConversationItemList
 
 
 class CompactRequest(ContextFields):

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.settings import GatewaySettings
 
@@ -43,6 +44,14 @@ class ResponseStore(ABC):
     @abstractmethod
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         """Returns the response, or None if it is not stored (any more) or belongs to another owner."""
+
+    @abstractmethod
+    async def swap(self, owner: str, response_id: str, expected: StoredResponse | None, stored: StoredResponse) -> bool:
+        """Stores a value if the stored one is the expected one (None: there is none), and returns whether it was.
+
+        Raises:
+            SluiceError: TOO_LARGE if the value exceeds the limits of the tenant by itself.
+        """
 
     @abstractmethod
     async def delete(self, owner: str, response_id: str) -> bool:
@@ -109,6 +118,15 @@ class MemoryStore(ResponseStore):
         found = self._owners[owner].get(response_id) if owner in self._owners else None
         return found[1] if found else None
 
+    async def swap(self, owner: str, response_id: str, expected: StoredResponse | None, stored: StoredResponse) -> bool:
+        """See ResponseStore."""
+        if await self.find(owner, response_id) != expected:
+            return False
+        if not self._max_owner_responses or stored.size > self._max_owner_bytes:
+            raise too_large_to_store(self._max_owner_bytes)
+        self.put(owner, response_id, stored)
+        return True
+
     async def delete(self, owner: str, response_id: str) -> bool:
         """See ResponseStore."""
         self._expire()
@@ -146,6 +164,15 @@ class MemoryStore(ResponseStore):
         if not self._owners[owner]:
             del self._owners[owner], self._sizes[owner]
         return True
+
+
+def too_large_to_store(limit: int) -> SluiceError:
+    """Returns the error for a value that exceeds the limits of a tenant by itself."""
+    return SluiceError(
+        ErrorKind.TOO_LARGE,
+        f"The conversation exceeds the {limit} bytes that the gateway stores for a client.",
+        code="conversation_too_large",
+    )
 
 
 def last_responses(settings: GatewaySettings) -> MemoryStore:

@@ -12,6 +12,8 @@ from services.gateway.metrics import GatewayMetrics
 _PATHS_WITH_NAMES = (
     (re.compile(r"^/v1/models/.+$"), "/v1/models/{model}"),
     (re.compile(r"^/v1/responses/(?!(?:input_tokens|compact)$)[^/]+"), "/v1/responses/{response_id}"),
+    (re.compile(r"^(/v1/conversations/[^/]+/items)/[^/]+$"), r"\1/{item_id}"),
+    (re.compile(r"^/v1/conversations/[^/]+"), "/v1/conversations/{conversation_id}"),
 )
 
 
