@@ -81,6 +81,11 @@ def kept_response(hurried: Suite) -> str:
     return str(answer.json()["id"])
 
 
+@pytest.fixture
+def kept_conversation(hurried: Suite) -> str:
+    return str(httpx.post(f"{hurried.url}/v1/conversations", json={}, timeout=LONGEST_S).json()["id"])
+
+
 ENDPOINTS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
@@ -164,7 +169,12 @@ def test_streamed_answer_conforms_to_the_document(document: BaseSchema, path: st
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize(("method", "path"), ENDPOINTS)
 def test_every_answer_is_one_that_the_document_names(
-    request: pytest.FixtureRequest, kept_response: str, method: str, path: str, mode: GenerationMode
+    request: pytest.FixtureRequest,
+    kept_response: str,
+    kept_conversation: str,
+    method: str,
+    path: str,
+    mode: GenerationMode,
 ) -> None:
     document: BaseSchema = request.getfixturevalue("classifying_document" if path == "/v1/classify" else "document")
     operation = document[path][method]
@@ -188,6 +198,10 @@ def test_every_answer_is_one_that_the_document_names(
                 case.body = whole_numbers({**PROMPTS.get(path, {}), **case.body})
         if case.path_parameters and "response_id" in case.path_parameters and random.random() < 0.5:
             case.path_parameters["response_id"] = kept_response
+        if case.path_parameters and "conversation_id" in case.path_parameters and random.random() < 0.7:
+            case.path_parameters["conversation_id"] = kept_conversation
+            if path.endswith("/items") and isinstance(case.body, dict) and random.random() < 0.5:
+                case.body["items"] = [{"role": "user", "content": "hi"}]
         if case.path_parameters and "model" in case.path_parameters and random.random() < 0.5:
             case.path_parameters["model"] = "tekken"
         if path == "/ready" and case.query:  # 503 for a model without workers is an answer, no failure
