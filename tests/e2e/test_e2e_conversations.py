@@ -90,7 +90,7 @@ def test_a_failed_response_leaves_its_conversation_as_it_was(client: openai.Open
         ("conversations", {"colour": 1}, 400, "colour"),
         ("conversations/conv_unknown", {"metadata": {}}, 404, "conversation_id"),
         ("conversations/conv_unknown/items", {"items": []}, 404, "conversation_id"),
-        ("responses", {"model": "tekken", "input": "a", "conversation": "conv_unknown"}, 404, "conversation_id"),
+        ("responses", {"model": "tekken", "input": "a", "conversation": "conv_unknown"}, 404, "conversation"),
         ("responses", {"model": "tekken", "input": "a", "conversation": {"id": 5}}, 400, None),
         (
             "responses",

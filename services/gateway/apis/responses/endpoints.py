@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common import logs
-from services.common.errors import SluiceError, invalid, not_found
+from services.common.errors import SluiceError, invalid, not_found, with_field
 from services.common.observability import telemetry
 from services.gateway import context
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
@@ -256,7 +256,10 @@ class ResponsesEndpoints:
     async def _earlier(self, fields: ContextFields, history: StoredItems) -> list[Item]:
         """Returns the items that a request continues."""
         if fields.conversation_id:
-            _, items = await self._conversations.find(context.current().permit.owner, fields.conversation_id)
+            try:
+                _, items = await self._conversations.find(context.current().permit.owner, fields.conversation_id)
+            except SluiceError as error:
+                raise with_field(error, "conversation", error.message) if error.param else error from None
             return [Item(item, "conversation") for item in items]
         return await history.of_response(fields.previous_response_id) if fields.previous_response_id else []
 
