@@ -21,6 +21,11 @@ from services.gateway.admission.builder import build_gate
 from services.gateway.admission.gate import Gate
 from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
 from services.gateway.apis.anthropic.routes import add_messages
+from services.gateway.apis.batches.builder import build_batch_store
+from services.gateway.apis.batches.endpoints import BatchEndpoints, add_batches
+from services.gateway.apis.batches.executor import LONGEST_REQUEST_S, BatchExecutor
+from services.gateway.apis.batches.runner import BatchRunner
+from services.gateway.apis.batches.store import BatchStore
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.generate.endpoints import GenerateEndpoints, add_generate
@@ -41,6 +46,7 @@ from services.gateway.clients.router import RouterClient
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.body_pace import BodyPace
+from services.gateway.http.fast_path import posts
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.middleware.audit import open_audit_log
 from services.gateway.http.server import build_server
@@ -82,6 +88,7 @@ class Gateway:
         live_view: None when it is switched off.
         fleet: runs control actions on workers.
         fleet_store: what gateways share about the workers that they operate.
+        batch_store: files and batches.
     """
 
     components: Components
@@ -93,6 +100,7 @@ class Gateway:
     live_view: LiveView | None
     fleet: FleetControl
     fleet_store: FleetStore
+    batch_store: BatchStore
 
     @property
     def replica_sets(self) -> tuple[ReplicaSet[Any], ...]:
@@ -111,6 +119,8 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     server = build_server(settings, app, https_context(settings))
 
     await _start(gateway, settings, tasks)
+    if settings.batch_concurrency and settings.files_kept_per_tenant:
+        tasks.spawn(_build_batch_runner(app, gateway, settings).run(), "batches")
     http_task = tasks.spawn(server.serve(), "http")
     log.info("HTTP server listening", extra={"address": server.address})
 
@@ -123,6 +133,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     await tasks.close()
     await response_store.close()
     await gateway.fleet_store.close()
+    await gateway.batch_store.close()
     if audit_log is not None:
         audit_log.close()
     await gateway.gate.close()
@@ -141,7 +152,7 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
     live_view = None
     if records is not None:
         live_view = LiveView(records, preprocess, router, components.stream_manager, registry, connections)
-    fleet_store = _build_fleet_store(settings)
+    fleet_store, batch_store = _build_fleet_store(settings), build_batch_store(settings)
     return Gateway(
         components,
         Pipelines(settings.pipeline, components, settings.model_grace_s, (pieces.forget,)),
@@ -152,6 +163,21 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         live_view,
         FleetControl(registry, channel_credentials(settings), fleet_store),
         fleet_store,
+        batch_store,
+    )
+
+
+def _build_batch_runner(app: FastAPI, gateway: Gateway, settings: GatewaySettings) -> BatchRunner:
+    executor = BatchExecutor(
+        posts(app.routes), gateway.gate, gateway.components.registry, settings.request_timeout_s or LONGEST_REQUEST_S
+    )
+    return BatchRunner(
+        gateway.batch_store,
+        executor,
+        settings.batch_concurrency,
+        settings.batch_lines,
+        int(settings.max_body_mb * (1 << 20)),
+        settings.files_kept_s,
     )
 
 
@@ -264,6 +290,12 @@ def build_app(
                 endpoints=ConversationEndpoints(settings, response_store, conversations, bodies),
             ),
             partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
+            partial(
+                add_batches,
+                endpoints=BatchEndpoints(
+                    gateway.batch_store, bodies, settings.budgets, settings.files_kept_s, settings.file_mb << 20
+                ),
+            ),
             partial(add_generate, endpoints=GenerateEndpoints(openai, settings, bodies)),
             partial(
                 add_operations,

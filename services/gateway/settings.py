@@ -203,10 +203,24 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     )
     responses_redis_url: SecretStr = Field(
         SecretStr(""),
-        description="Redis in which gateways share stored responses, loaded adapters and sleeping workers, in the "
-        "format of the router's redis-url; of the limits of responses only those per tenant apply there; empty: each "
-        "gateway stores its own",
+        description="Redis in which gateways share stored responses, files, batches, loaded adapters and sleeping "
+        "workers, in the format of the router's redis-url; of the limits of responses only those per tenant apply "
+        "there; empty: each gateway stores its own",
     )
+
+    batch_concurrency: int = Field(
+        8, ge=0, le=1_024, description="maximum number of requests of batches that this gateway runs at once; 0: none"
+    )
+    batch_lines: int = Field(50_000, ge=1, description="maximum number of requests of a batch")
+    batches_kept_per_tenant: int = Field(256, ge=1, description="maximum number of stored batches per tenant")
+    files_kept_per_tenant: int = Field(
+        256, ge=0, description="maximum number of files that a tenant can upload; 0: no files and no batches"
+    )
+    files_kept_per_tenant_mb: int = Field(
+        256, ge=1, description="maximum size of the files of one tenant together, MiB"
+    )
+    file_mb: int = Field(64, ge=1, le=512, description="maximum size of an uploaded file, MiB")
+    files_kept_s: float = Field(7 * 86_400, gt=0, description="how long files, batches and their results are stored")
 
     @property
     def body_memory_bytes(self) -> int:

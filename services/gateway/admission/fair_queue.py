@@ -16,6 +16,8 @@ from services.gateway.admission.errors import queue_full, queue_timeout
 from services.gateway.admission.keys import ApiKey
 
 QUANTUM = 1.0
+BACKGROUND_SHARE = 0.75
+"""Share of the room up to which requests without a waiting client are admitted."""
 MAX_COST = 64.0
 INTERVAL_SMOOTHING = 0.1
 MAX_RETRY_S = 60.0
@@ -109,6 +111,10 @@ class FairQueue:
             return False
         self.running += 1
         return True
+
+    def try_enter_in_background(self) -> bool:
+        """As `try_enter`, but leaves a part of the room to requests with waiting clients."""
+        return self.running < self._max_running * BACKGROUND_SHARE and self.try_enter()
 
     async def enter(self, key: ApiKey, cost: float = 1.0, timeout_s: float | None = None) -> None:
         """Waits until a request is admitted; `leave` must follow.

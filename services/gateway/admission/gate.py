@@ -23,6 +23,9 @@ WaitForDisconnect = Callable[[], Coroutine[Any, Any, None]]
 """Returns when the client has disconnected."""
 
 
+BACKGROUND_POLL_S = 0.05
+
+
 class Gate:
     """Admits requests and releases them.
 
@@ -130,6 +133,27 @@ class Gate:
             waiting.result()
         finally:
             del waiting, refused  # Break the reference cycle: the traceback references this frame.
+
+    def key_of(self, key_id: str) -> ApiKey:
+        """Returns a key by its public part; raises SluiceError(UNAUTHENTICATED) if it is not valid any more."""
+        key = self._anonymous if self._keys is None else self._keys.ring.by_id(key_id)
+        if key is None:
+            raise self._count(errors.invalid_key())
+        return key
+
+    async def enter_in_background(self, key: ApiKey) -> Permit:
+        """Admits a request without a waiting client, once the gateway has room to spare; `leave` must follow.
+
+        Raises:
+            SluiceError: OVERLOADED (429) if a limit of the key is exceeded.
+        """
+        while not self.queue.try_enter_in_background():  # noqa: ASYNC110 - the queue signals its own waiters only
+            await asyncio.sleep(BACKGROUND_POLL_S)
+        try:
+            return await self._charge_request(key)
+        except BaseException:
+            self.queue.leave()
+            raise
 
     def leave(self, permit: Permit) -> None:
         """Releases an admitted request."""

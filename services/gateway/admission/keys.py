@@ -131,6 +131,11 @@ class KeyRing:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def by_id(self, key_id: str) -> ApiKey | None:
+        """Returns the record of a key that is not revoked, by its public part, else None."""
+        key = self._keys.get(key_id)
+        return None if key is None or key.revoked else key
+
     def find(self, credential: str) -> ApiKey | None:
         """Returns the record of a valid key, else None."""
         prefix, _, rest = credential.partition("-")

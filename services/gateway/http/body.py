@@ -74,6 +74,15 @@ async def read_json(
     return parsed
 
 
+async def read_bytes(request: Request, limit: int, timeout_s: float, memory: BodyMemory | None = None) -> bytes:
+    """Returns the body of a form unparsed; `release_body` releases its memory. Arguments and errors as `read_json`."""
+    memory = memory or BodyMemory(4 * limit)
+    length = request.headers.get("content-length", "")
+    announced = int(length) if length.isdigit() else None
+    body, _ = await _read_in_time(request, announced, limit, timeout_s, memory)
+    return body
+
+
 def release_body(scope: Scope) -> None:
     """Releases the memory of a request's body, if one was read."""
     share: BodyShare | None = scope.pop(_SHARE_KEY, None)

@@ -13,6 +13,7 @@ from services.common.net.ports import free_port
 from tests.support.repository import ROOT
 
 NO_PERSISTENCE = ("--save", "", "--appendonly", "no")
+DURABLE = ("--save", "", "--appendonly", "yes", "--appendfsync", "always")
 BUNDLED = ROOT / ".venv" / "opt" / "redis" / "bin" / "redis-server"
 
 
@@ -30,10 +31,12 @@ class RedisServer:
     Args:
         folder: where it runs.
         options: more of its command line; the first may name a configuration file.
+        durable: whether every write is on disk before it is answered.
     """
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, durable: bool = False) -> None:
         self._folder = folder
+        self._persistence = DURABLE if durable else NO_PERSISTENCE
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
@@ -46,7 +49,7 @@ class RedisServer:
     def start(self) -> None:
         """Starts and waits until it answers."""
         self._process = subprocess.Popen(
-            [redis_binary(), *self._options, "--port", str(self.port), "--bind", "127.0.0.1", *NO_PERSISTENCE],
+            [redis_binary(), *self._options, "--port", str(self.port), "--bind", "127.0.0.1", *self._persistence],
             cwd=self._folder,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -58,7 +61,7 @@ class RedisServer:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Ends it; what it held is lost."""
+        """Kills it; what it held is lost unless it is durable."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(10)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway import context
-from services.gateway.http.body import read_json
+from services.gateway.http.body import read_bytes, read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import Marked, mark
 from services.gateway.settings import GatewaySettings
@@ -44,6 +44,10 @@ class BodyReader:
         self._values = settings.budgets.values
         self._bodies = bodies
         self._only_model = only_model
+
+    async def read_form(self, request: Request, limit: int) -> bytes:
+        """Returns the body of a form of at most `limit` bytes, unparsed; raises as `read_json`."""
+        return await read_bytes(request, limit, self._timeout_s, self._bodies)
 
     async def read(self, request: Request, *, add_model: bool = True) -> dict[str, Any]:
         """Returns the body as a JSON object; raises as `read_json`.

@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: requests of a file that run in the background, at the lowest priority."""
