@@ -21,11 +21,10 @@ from services.gateway.admission.builder import build_gate
 from services.gateway.admission.gate import Gate
 from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
 from services.gateway.apis.anthropic.routes import add_messages
-from services.gateway.apis.batches.builder import build_batch_store
 from services.gateway.apis.batches.endpoints import BatchEndpoints, add_batches
 from services.gateway.apis.batches.executor import LONGEST_REQUEST_S, BatchExecutor
 from services.gateway.apis.batches.runner import BatchRunner
-from services.gateway.apis.batches.store import BatchStore
+from services.gateway.apis.batches.store import BatchStore, Limits, MemoryBatchStore
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.generate.endpoints import GenerateEndpoints, add_generate
@@ -152,7 +151,7 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
     live_view = None
     if records is not None:
         live_view = LiveView(records, preprocess, router, components.stream_manager, registry, connections)
-    fleet_store, batch_store = _build_fleet_store(settings), build_batch_store(settings)
+    fleet_store, batch_store = _build_fleet_store(settings), _build_batch_store(settings)
     return Gateway(
         components,
         Pipelines(settings.pipeline, components, settings.model_grace_s, (pieces.forget,)),
@@ -179,6 +178,19 @@ def _build_batch_runner(app: FastAPI, gateway: Gateway, settings: GatewaySetting
         int(settings.max_body_mb * (1 << 20)),
         settings.files_kept_s,
     )
+
+
+def _build_batch_store(settings: GatewaySettings) -> BatchStore:
+    """Returns the configured store; raises SluiceError for an invalid Redis URL."""
+    limits = Limits(
+        settings.files_kept_per_tenant, settings.files_kept_per_tenant_mb << 20, settings.batches_kept_per_tenant
+    )
+    url = settings.responses_redis_url.get_secret_value()
+    if not url:
+        return MemoryBatchStore(limits, settings.files_kept_s)
+    from services.gateway.apis.batches.redis_store import RedisBatchStore  # optional: only needed with a Redis URL
+
+    return RedisBatchStore(url, limits, settings.files_kept_s, settings.redis_credentials)
 
 
 def _build_fleet_store(settings: GatewaySettings) -> FleetStore:

@@ -93,7 +93,8 @@ def some(wrongs: list[Wrong]) -> list[Wrong]:
 
 
 def test_every_endpoint_with_a_body_is_tried(document: dict[str, Any]) -> None:
-    assert set(Document(document).bodies()) == {endpoint for endpoint, _ in VALID}
+    needs_a_file = {"/v1/batches"}  # see test_e2e_batches
+    assert set(Document(document).bodies()) - needs_a_file == {endpoint for endpoint, _ in VALID}
 
 
 @pytest.mark.parametrize(("endpoint", "valid"), VALID, ids=[f"{path}-{min(body)}" for path, body in VALID])

@@ -114,6 +114,14 @@ ENDPOINTS = [
     ("POST", "/v1/conversations/{conversation_id}/items"),
     ("GET", "/v1/conversations/{conversation_id}/items/{item_id}"),
     ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}"),
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files"),
+    ("GET", "/v1/files/{file_id}"),
+    ("GET", "/v1/files/{file_id}/content"),
+    ("DELETE", "/v1/files/{file_id}"),
+    ("GET", "/v1/batches"),
+    ("GET", "/v1/batches/{batch_id}"),
+    ("POST", "/v1/batches/{batch_id}/cancel"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
     ("GET", "/health"),
@@ -126,8 +134,10 @@ OPERATING = [
     ("POST", "/sleep"),
     ("POST", "/wake_up"),
     ("POST", "/reset_prefix_cache"),
+    ("POST", "/v1/batches"),
 ]
-"""Not tried at random, because they change the workers of all tests; see test_e2e_operations."""
+"""Not tried at random: they change the workers of all tests, see test_e2e_operations, or need a file, see
+test_e2e_batches."""
 
 
 def test_every_endpoint_is_tried(document: BaseSchema) -> None:

@@ -13,7 +13,7 @@ from services.common.errors import ErrorKind
 from services.common.net.ports import free_port
 from services.gateway.apis.batches.records import BatchRecord, FileRecord
 from services.gateway.apis.batches.redis_store import RedisBatchStore
-from services.gateway.apis.batches.store import BatchStore, Claim, Limits, MemoryBatchStore, Result
+from services.gateway.apis.batches.store import BatchClaim, BatchStore, Limits, LineResult, MemoryBatchStore
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.redis_server import RedisServer
 
@@ -47,7 +47,7 @@ async def make(request: pytest.FixtureRequest, shared_redis: RedisServer) -> Asy
         await store.close()
 
 
-async def claimed(store: BatchStore) -> Claim:
+async def claimed(store: BatchStore) -> BatchClaim:
     claim = await store.claim(LEASE_S)
     assert claim is not None
     return claim
@@ -107,13 +107,13 @@ async def test_line_has_one_result_of_the_newest_claim(make: Make) -> None:
     store = make()
     await store.add_batch(batch())
     old = await claimed(store)
-    assert await store.record(old, 0, Result(True, b"zero"))
-    assert not await store.record(old, 0, Result(False, b"again"))
+    assert await store.record(old, 0, LineResult(True, b"zero"))
+    assert not await store.record(old, 0, LineResult(False, b"again"))
     await store.renew(old, 0)
     new = await claimed(store)
-    assert not await store.record(old, 1, Result(True, b"late"))
-    assert await store.record(new, 1, Result(False, b"one"))
-    assert await store.results(new) == {0: Result(True, b"zero"), 1: Result(False, b"one")}
+    assert not await store.record(old, 1, LineResult(True, b"late"))
+    assert await store.record(new, 1, LineResult(False, b"one"))
+    assert await store.results(new) == {0: LineResult(True, b"zero"), 1: LineResult(False, b"one")}
     stored = await store.batch("a", "batch_1")
     assert stored is not None
     assert (stored.completed, stored.failed) == (1, 1)
@@ -125,7 +125,7 @@ async def test_expired_lease_loses_the_claim(make: Make) -> None:
     claim = await store.claim(0.2)
     assert claim is not None
     await asyncio.sleep(0.3)
-    assert not await store.record(claim, 0, Result(True, b"late"))
+    assert not await store.record(claim, 0, LineResult(True, b"late"))
     assert not await store.save(claim, batch())
     assert (await claimed(store)).epoch == 2
 

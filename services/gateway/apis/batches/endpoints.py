@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from services.common.errors import SluiceError, invalid, not_found, quoted
 from services.gateway import context
-from services.gateway.apis.batches.multipart import Part, read_form
+from services.gateway.apis.batches.multipart import FormPart, read_form
 from services.gateway.apis.batches.records import BatchRecord, FileRecord
 from services.gateway.apis.batches.store import BatchStore, StoredBatch
 from services.gateway.apis.common.http import BodyReader, json_response
@@ -99,7 +99,7 @@ class BatchEndpoints:
         """Upload a file of requests for a batch."""
         body = await self._bodies.read_form(request, self._most_bytes)
         form = read_form(body, request.headers.get("content-type", ""))
-        purpose, file = form.get("purpose", Part("", b"")).content.decode("utf-8", "replace"), form.get("file")
+        purpose, file = form.get("purpose", FormPart("", b"")).content.decode("utf-8", "replace"), form.get("file")
         if purpose != "batch":
             raise invalid("purpose must be batch.", param="purpose", code="invalid_value")
         if file is None:

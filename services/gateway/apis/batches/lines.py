@@ -9,7 +9,7 @@ import orjson
 LONGEST_CUSTOM_ID = 512
 
 
-class BatchRequest(NamedTuple):
+class BatchLine(NamedTuple):
     """A request of a batch."""
 
     custom_id: str
@@ -31,7 +31,7 @@ class LineError(NamedTuple):
         )
 
 
-def read_lines(data: bytes, endpoint: str, longest: int) -> list[BatchRequest | LineError]:
+def read_lines(data: bytes, endpoint: str, longest: int) -> list[BatchLine | LineError]:
     """Returns the lines of an input file that are not empty.
 
     Args:
@@ -42,7 +42,7 @@ def read_lines(data: bytes, endpoint: str, longest: int) -> list[BatchRequest | 
     return [_read(line, endpoint, longest, seen) for line in data.split(b"\n") if line.strip()]
 
 
-def _read(line: bytes, endpoint: str, longest: int, seen: set[str]) -> BatchRequest | LineError:
+def _read(line: bytes, endpoint: str, longest: int, seen: set[str]) -> BatchLine | LineError:
     if len(line) > longest:
         return LineError(None, "line_too_large", f"it has {len(line)} bytes; the limit is {longest}.")
     try:
@@ -66,4 +66,4 @@ def _read(line: bytes, endpoint: str, longest: int, seen: set[str]) -> BatchRequ
         return LineError(custom_id, "invalid_body", "body must be an object.")
     if body.get("stream") or body.get("background"):
         return LineError(custom_id, "invalid_body", "stream and background must be false in a batch.")
-    return BatchRequest(custom_id, body)
+    return BatchLine(custom_id, body)

@@ -14,14 +14,14 @@ _NAME = re.compile(r'\bname="([^"]*)"')
 _FILENAME = re.compile(r'\bfilename="([^"]*)"')
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     """One field; `filename` is empty unless it is a file."""
 
     filename: str
     content: bytes
 
 
-def read_form(body: bytes, content_type: str) -> Mapping[str, Part]:
+def read_form(body: bytes, content_type: str) -> Mapping[str, FormPart]:
     """Returns the fields of a form by name; raises SluiceError(INVALID_ARGUMENT) if it is malformed."""
     found = _BOUNDARY.search(content_type)
     if not content_type.lower().startswith("multipart/form-data") or found is None:
@@ -38,7 +38,7 @@ def read_form(body: bytes, content_type: str) -> Mapping[str, Part]:
         if not separator or name is None:
             raise _malformed()
         filename = _FILENAME.search(text)
-        fields[name[1]] = Part(filename[1] if filename else "", content)
+        fields[name[1]] = FormPart(filename[1] if filename else "", content)
     return fields
 
 

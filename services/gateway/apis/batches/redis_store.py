@@ -13,11 +13,11 @@ from services.common.redis.scripts import FAILURES, Script, ScriptRunner
 from services.common.redis.target import Credentials, parse
 from services.gateway.apis.batches.records import BatchRecord, FileRecord
 from services.gateway.apis.batches.store import (
+    BatchClaim,
     BatchStore,
-    Claim,
     Limits,
+    LineResult,
     NewFile,
-    Result,
     StoredBatch,
     cancelling,
     too_many_batches,
@@ -113,7 +113,7 @@ class RedisBatchStore(BatchStore):
         found = [await self.batch(owner, name.decode()) for name in names]
         return [stored for stored in found if stored is not None]
 
-    async def claim(self, lease_s: float) -> Claim | None:
+    async def claim(self, lease_s: float) -> BatchClaim | None:
         waiting = await self._read("ZRANGEBYSCORE", self._open, "-inf", time.time(), "LIMIT", 0, _CLAIM_AT_ONCE)
         for name in waiting:
             batch_id, _, owner = name.decode().partition("\n")
@@ -123,25 +123,26 @@ class RedisBatchStore(BatchStore):
                 continue
             await self._read("ZADD", self._open, time.time() + (lease_s if epoch else 1.0), name)
             if epoch:
-                return Claim(owner, batch_id, epoch)
+                return BatchClaim(owner, batch_id, epoch)
         return None
 
-    async def renew(self, claim: Claim, lease_s: float) -> bool:
+    async def renew(self, claim: BatchClaim, lease_s: float) -> bool:
         renewed = bool(await self._claimed(claim, "renew", lease_s))
         if renewed:
             await self._read("ZADD", self._open, time.time() + lease_s, f"{claim.batch_id}\n{claim.owner}")
         return renewed
 
-    async def record(self, claim: Claim, line: int, result: Result) -> bool:
+    async def record(self, claim: BatchClaim, line: int, result: LineResult) -> bool:
         return bool(await self._claimed(claim, "record", line, str(int(result.succeeded)), result.text))
 
-    async def results(self, claim: Claim) -> dict[int, Result]:
+    async def results(self, claim: BatchClaim) -> dict[int, LineResult]:
         pairs = await self._read("HGETALL", self._key(claim.owner, f"results:{claim.batch_id}"))
         return {
-            int(line): Result(text[:1] == b"1", text[1:]) for line, text in zip(pairs[::2], pairs[1::2], strict=True)
+            int(line): LineResult(text[:1] == b"1", text[1:])
+            for line, text in zip(pairs[::2], pairs[1::2], strict=True)
         }
 
-    async def save(self, claim: Claim, batch: BatchRecord, files: Sequence[NewFile] = ()) -> bool:
+    async def save(self, claim: BatchClaim, batch: BatchRecord, files: Sequence[NewFile] = ()) -> bool:
         added: list[Any] = []
         for file, data in files:
             seconds = max(file.expires_at - file.created_at, 1)
@@ -167,7 +168,7 @@ class RedisBatchStore(BatchStore):
     def _data_key(self, owner: str, file_id: str) -> str:
         return self._key(owner, f"data:{file_id}")
 
-    async def _claimed(self, claim: Claim, action: str, *arguments: Any) -> Any:
+    async def _claimed(self, claim: BatchClaim, action: str, *arguments: Any) -> Any:
         return await self._run(claim.owner, claim.batch_id, "", action, str(claim.epoch), *arguments)
 
     async def _run(self, owner: str, batch_id: str, file_id: str, *arguments: Any) -> Any:

@@ -15,9 +15,9 @@ import orjson
 
 from services.common.errors import SluiceError
 from services.gateway.apis.batches.executor import BatchExecutor
-from services.gateway.apis.batches.lines import BatchRequest, LineError, read_lines
+from services.gateway.apis.batches.lines import BatchLine, LineError, read_lines
 from services.gateway.apis.batches.records import BatchRecord, FileRecord, Status
-from services.gateway.apis.batches.store import BatchStore, Claim, NewFile, Result
+from services.gateway.apis.batches.store import BatchClaim, BatchStore, LineResult, NewFile
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class BatchRunner:
             else:
                 await self._work_on(claim)
 
-    async def _work_on(self, claim: Claim) -> None:
+    async def _work_on(self, claim: BatchClaim) -> None:
         try:
             await self._advance(claim)
         except _Lost:
@@ -86,7 +86,7 @@ class BatchRunner:
             with contextlib.suppress(SluiceError):
                 await self._store.renew(claim, 0)
 
-    async def _advance(self, claim: Claim) -> None:
+    async def _advance(self, claim: BatchClaim) -> None:
         """Takes a batch to its end."""
         stored = await self._store.batch(claim.owner, claim.batch_id)
         if stored is None:
@@ -107,7 +107,7 @@ class BatchRunner:
         ended = await self._run_lines(claim, batch, lines)
         await self._finish(claim, batch, ended)
 
-    async def _run_lines(self, claim: Claim, batch: BatchRecord, lines: list[BatchRequest | LineError]) -> Status:
+    async def _run_lines(self, claim: BatchClaim, batch: BatchRecord, lines: list[BatchLine | LineError]) -> Status:
         """Runs the lines that have no result; returns how the batch ends."""
         done = await self._store.results(claim)
         waiting = iter([number for number in range(len(lines)) if number not in done])
@@ -132,18 +132,18 @@ class BatchRunner:
             await asyncio.gather(running, return_exceptions=True)
 
     async def _run_some(
-        self, claim: Claim, batch: BatchRecord, lines: list[BatchRequest | LineError], waiting: Any
+        self, claim: BatchClaim, batch: BatchRecord, lines: list[BatchLine | LineError], waiting: Any
     ) -> None:
         for number in waiting:
             line = lines[number]
             if isinstance(line, LineError):
-                result = Result(False, line.as_result(number))
+                result = LineResult(False, line.as_result(number))
             else:
                 status, body = await self._executor.run(batch.endpoint, batch.key_id, line.body)
-                result = Result(status == 200, _result_of(number, line, status, body))
+                result = LineResult(status == 200, _result_of(number, line, status, body))
             await self._store.record(claim, number, result)
 
-    async def _finish(self, claim: Claim, batch: BatchRecord, status: Status) -> None:
+    async def _finish(self, claim: BatchClaim, batch: BatchRecord, status: Status) -> None:
         """Writes the files of the results and ends the batch, in one step."""
         results = await self._store.results(claim)
         batch = replace(batch, times={**batch.times, "finalizing_at": self._now()})
@@ -163,7 +163,7 @@ class BatchRunner:
         kept_until = now + int(self._file_kept_s)
         return FileRecord(f"file-{secrets.token_hex(12)}", name, "batch_output", len(data), now, kept_until), data
 
-    async def _save(self, claim: Claim, batch: BatchRecord, files: list[NewFile] | None = None) -> None:
+    async def _save(self, claim: BatchClaim, batch: BatchRecord, files: list[NewFile] | None = None) -> None:
         if not await self._store.save(claim, batch, files or []):
             raise _Lost
 
@@ -171,7 +171,7 @@ class BatchRunner:
         return int(self._clock())
 
 
-def _problem(data: bytes | None, lines: list[BatchRequest | LineError], most: int) -> dict[str, Any] | None:
+def _problem(data: bytes | None, lines: list[BatchLine | LineError], most: int) -> dict[str, Any] | None:
     """Returns why a batch cannot run at all."""
     if data is None:
         return {
@@ -192,7 +192,7 @@ def _ended(batch: BatchRecord, status: Status, now: int, errors: list[dict[str, 
     return replace(batch, status=status, times={**batch.times, f"{status}_at": now}, errors=errors)
 
 
-def _result_of(number: int, line: BatchRequest, status: int, body: Any) -> bytes:
+def _result_of(number: int, line: BatchLine, status: int, body: Any) -> bytes:
     name = f"batch_req_{number}"
     response = {"status_code": status, "request_id": name, "body": body}
     return orjson.dumps({"id": name, "custom_id": line.custom_id, "response": response, "error": None})

@@ -16,7 +16,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.batches.records import OPEN, BatchRecord, FileRecord
 
 
-class Claim(NamedTuple):
+class BatchClaim(NamedTuple):
     """The right to work on a batch until its lease expires."""
 
     owner: str
@@ -24,7 +24,7 @@ class Claim(NamedTuple):
     epoch: int
 
 
-class Result(NamedTuple):
+class LineResult(NamedTuple):
     """The result of a line: a line of the output file, or of the error file."""
 
     succeeded: bool
@@ -86,23 +86,23 @@ class BatchStore(ABC):
         """Returns a tenant's batches, oldest first."""
 
     @abstractmethod
-    async def claim(self, lease_s: float) -> Claim | None:
+    async def claim(self, lease_s: float) -> BatchClaim | None:
         """Claims a batch with work whose lease has expired; None if there is none."""
 
     @abstractmethod
-    async def renew(self, claim: Claim, lease_s: float) -> bool:
+    async def renew(self, claim: BatchClaim, lease_s: float) -> bool:
         """Extends a claim's lease; returns False if the claim is lost. 0 gives the batch up."""
 
     @abstractmethod
-    async def record(self, claim: Claim, line: int, result: Result) -> bool:
+    async def record(self, claim: BatchClaim, line: int, result: LineResult) -> bool:
         """Stores the result of a line; returns False if the claim is lost or the line has a result already."""
 
     @abstractmethod
-    async def results(self, claim: Claim) -> dict[int, Result]:
+    async def results(self, claim: BatchClaim) -> dict[int, LineResult]:
         """Returns the results by line."""
 
     @abstractmethod
-    async def save(self, claim: Claim, batch: BatchRecord, files: Sequence[NewFile] = ()) -> bool:
+    async def save(self, claim: BatchClaim, batch: BatchRecord, files: Sequence[NewFile] = ()) -> bool:
         """Replaces a batch and adds files in one step; returns False if the claim is lost.
 
         A batch that is being cancelled is not set back to `in_progress`.
@@ -136,7 +136,7 @@ def too_many_batches(limits: Limits) -> SluiceError:
 @dataclass(slots=True)
 class _Kept:
     record: BatchRecord
-    results: dict[int, Result] = field(default_factory=dict)
+    results: dict[int, LineResult] = field(default_factory=dict)
     epoch: int = 0
     lease_until: float = 0.0
 
@@ -205,7 +205,7 @@ class MemoryBatchStore(BatchStore):
     async def batches(self, owner: str) -> list[StoredBatch]:
         return [kept.stored for kept in self._batches.get(owner, {}).values()]
 
-    async def claim(self, lease_s: float) -> Claim | None:
+    async def claim(self, lease_s: float) -> BatchClaim | None:
         now = self._clock()
         waiting = [
             kept
@@ -218,26 +218,26 @@ class MemoryBatchStore(BatchStore):
         first = min(waiting, key=lambda kept: kept.lease_until)
         first.epoch += 1
         first.lease_until = now + lease_s
-        return Claim(first.record.owner, first.record.id, first.epoch)
+        return BatchClaim(first.record.owner, first.record.id, first.epoch)
 
-    async def renew(self, claim: Claim, lease_s: float) -> bool:
+    async def renew(self, claim: BatchClaim, lease_s: float) -> bool:
         kept = self._claimed(claim)
         if kept is not None:
             kept.lease_until = self._clock() + lease_s
         return kept is not None
 
-    async def record(self, claim: Claim, line: int, result: Result) -> bool:
+    async def record(self, claim: BatchClaim, line: int, result: LineResult) -> bool:
         kept = self._claimed(claim)
         if kept is None or line in kept.results:
             return False
         kept.results[line] = result
         return True
 
-    async def results(self, claim: Claim) -> dict[int, Result]:
+    async def results(self, claim: BatchClaim) -> dict[int, LineResult]:
         kept = self._claimed(claim)
         return dict(kept.results) if kept else {}
 
-    async def save(self, claim: Claim, batch: BatchRecord, files: Sequence[NewFile] = ()) -> bool:
+    async def save(self, claim: BatchClaim, batch: BatchRecord, files: Sequence[NewFile] = ()) -> bool:
         kept = self._claimed(claim)
         if kept is None or (kept.record.status == "cancelling" and batch.status == "in_progress"):
             return False
@@ -253,7 +253,7 @@ class MemoryBatchStore(BatchStore):
         kept.record = cancelling(kept.record, now)
         return True
 
-    def _claimed(self, claim: Claim) -> _Kept | None:
+    def _claimed(self, claim: BatchClaim) -> _Kept | None:
         kept = self._batches.get(claim.owner, {}).get(claim.batch_id)
         return kept if kept and kept.epoch == claim.epoch and kept.lease_until > self._clock() else None
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.apis.batches.lines import BatchRequest, LineError, read_lines
-from services.gateway.apis.batches.multipart import Part, read_form
+from services.gateway.apis.batches.lines import BatchLine, LineError, read_lines
+from services.gateway.apis.batches.multipart import FormPart, read_form
 from tests.support.oracles.errors import raises_error
 
 PATH = "/v1/completions"
@@ -20,7 +20,7 @@ def line(custom_id: Any = "a", **fields: Any) -> bytes:
 
 def test_lines_are_requests_in_their_order() -> None:
     data = b"\n".join([line("a", body={"model": "m"}), b"", line("b"), b"  "])
-    assert read_lines(data, PATH, 1_000) == [BatchRequest("a", {"model": "m"}), BatchRequest("b", {})]
+    assert read_lines(data, PATH, 1_000) == [BatchLine("a", {"model": "m"}), BatchLine("b", {})]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_lines_are_requests_in_their_order() -> None:
 )
 def test_broken_line_is_an_error_of_its_own(text: bytes, code: str) -> None:
     found = read_lines(b"\n".join([line("first"), text, line("last")]), PATH, 1_000)
-    assert [type(each) for each in found] == [BatchRequest, LineError, BatchRequest]
+    assert [type(each) for each in found] == [BatchLine, LineError, BatchLine]
     broken = found[1]
     assert isinstance(broken, LineError)
     assert broken.code == code
@@ -62,8 +62,8 @@ def test_form_is_read_byte_for_byte() -> None:
     data = b"\r\n\n--XY\x00\xff--XX?\r\n"
     body = form(('name="purpose"', b"batch"), ('filename="a name.jsonl"; name="file"', data))
     assert read_form(body, "multipart/form-data; boundary=XX") == {
-        "purpose": Part("", b"batch"),
-        "file": Part("a name.jsonl", data),
+        "purpose": FormPart("", b"batch"),
+        "file": FormPart("a name.jsonl", data),
     }
     quoted = read_form(form(('name="purpose"', b"x"), boundary="a b"), 'multipart/form-data; boundary="a b"')
     assert quoted["purpose"].content == b"x"
