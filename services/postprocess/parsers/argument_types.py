@@ -55,10 +55,7 @@ class ArgumentTypes:
         schema = self._declared(function, argument)
         if schema is None and isinstance(parameters, dict):
             schema = parameters.get("additionalProperties")
-        if not isinstance(schema, dict):
-            return UNDECLARED
-        kinds = list(dict.fromkeys(_kinds(schema, parameters)))
-        return ArgumentType(tuple(kind for kind in kinds if kind != "null"), "null" in kinds)
+        return type_of(schema, parameters)
 
     def declares(self, function: str, argument: str) -> bool:
         """Returns whether a tool has this argument."""
@@ -72,6 +69,18 @@ class ArgumentTypes:
         schema = self._schemas.get(function)
         properties = schema.get("properties") if isinstance(schema, dict) else None
         return properties.get(argument) if isinstance(properties, dict) else None
+
+
+def type_of(schema: Any, root: Any) -> ArgumentType:
+    """Returns the type of a schema; that of undeclared arguments if it is none.
+
+    Args:
+        root: the schema in which references are found.
+    """
+    if not isinstance(schema, dict):
+        return UNDECLARED
+    kinds = list(dict.fromkeys(_kinds(schema, root)))
+    return ArgumentType(tuple(kind for kind in kinds if kind != "null"), "null" in kinds)
 
 
 def _kinds(schema: Any, root: Any) -> Iterator[str]:

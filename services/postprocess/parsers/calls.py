@@ -138,7 +138,7 @@ class CallParser(Parser):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if not cls.starts:
+        if not cls.starts and not cls.dropped:
             return  # another base class
         cls._outside = Markers(*cls.starts, *cls.ends, *cls.swallowed, *cls.dropped)
         cls._opening, cls._closing = frozenset(cls.swallowed[::2]), frozenset(cls.swallowed[1::2])

@@ -71,6 +71,8 @@ def _schema(given: Any) -> dict[str, Any]:
     found = {key: value for key, value in given.items() if key in ("enum", "default", "description")}
     if kind := _TYPES.get(given.get("type", "")):
         found["type"] = kind
+    if isinstance(given.get("items"), dict):
+        found["items"] = _schema(given["items"])
     if isinstance(given.get("properties"), dict):
         found["properties"] = {name: _schema(inner) for name, inner in given["properties"].items()}
     return found
@@ -161,6 +163,27 @@ def _same(one: Any, other: Any) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
+def _is_complete(schema: dict[str, Any]) -> bool:
+    """Whether a schema has a type for every value in it."""
+    if schema.get("type") == "array":
+        return "items" in schema and _is_complete(schema["items"])
+    if schema.get("type") == "object":
+        return bool(schema.get("properties")) and all(map(_is_complete, schema["properties"].values()))
+    return "type" in schema
+
+
+def _conforms(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value and all values in it have the types of a schema."""
+    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+    if "type" in schema and not isinstance(value, kinds[schema["type"]]):
+        return False
+    if isinstance(value, list):
+        return all(_conforms(inner, schema.get("items", {})) for inner in value)
+    if isinstance(value, dict):
+        return all(_conforms(inner, schema.get("properties", {}).get(key, {})) for key, inner in value.items())
+    return True
+
+
 def reason_of(call: Call, parsed_arguments: str, schema: dict[str, Any], spelling: str) -> str:
     """Why a call of a format without types was not parsed as rendered; empty for a fault of the parser."""
     try:
@@ -182,8 +205,10 @@ def reason_of(call: Call, parsed_arguments: str, schema: dict[str, Any], spellin
         elif kind == "string":
             reasons.add("value that the schema does not allow")
         else:
-            allowed = {"integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}[kind]
-            reasons.add("" if isinstance(wanted, allowed) else "value that the schema does not allow")
+            if kind in ("array", "object") and not _is_complete(schema["properties"][key]):
+                reasons.add("inner value without a type")
+                continue
+            reasons.add("" if _conforms(wanted, schema["properties"][key]) else "value that the schema does not allow")
     return "" if "" in reasons else ", ".join(sorted(reasons))
 
 

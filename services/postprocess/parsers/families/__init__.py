@@ -7,6 +7,8 @@ from services.postprocess.parsers.families import (
     gemma,
     granite_thinking,
     hunyuan,
+    kimi_k3,
+    minimax_m3,
     seed_oss,
     step3,
 )
@@ -17,6 +19,8 @@ __all__ = ["FAMILIES", "Family"]
 FAMILIES: tuple[Family, ...] = (
     dsml.FAMILY,
     gemma.FAMILY,
+    kimi_k3.FAMILY,
+    minimax_m3.FAMILY,
     seed_oss.FAMILY,
     step3.FAMILY,
     hunyuan.FAMILY,
