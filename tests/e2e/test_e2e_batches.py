@@ -219,12 +219,12 @@ def durable(tmp_path: Path) -> Iterator[RedisServer]:
 def test_every_line_has_one_result_when_a_gateway_and_redis_are_killed(durable: RedisServer) -> None:
     with Suite("--gateways", "2", "--redis", durable.url, "--restart", "--speedup", "20") as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60)
-        batch = started(client, lines(600, max_tokens=40, ignore_eos=True))
+        batch = started(client, lines(300, max_tokens=40, ignore_eos=True))
         until(lambda: completed(client, batch.id) > 20)
         running.processes("gateway")[0].kill()
-        until(lambda: completed(client, batch.id) > 100)
+        until(lambda: completed(client, batch.id) > 60)
         durable.stop()
         durable.start()
         done = ended(client, batch.id, 180)
-        assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 600, 0)
-        assert set(results(client, done.output_file_id)) == {f"request-{index}" for index in range(600)}
+        assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 300, 0)
+        assert set(results(client, done.output_file_id)) == {f"request-{index}" for index in range(300)}

@@ -78,10 +78,3 @@ def test_pairs_are_truncated_on_request(comparing: Suite, side: str) -> None:
     fields: dict[str, Any] = {"text_1": "a heron stands", "text_2": "a heron stands in the reeds"}
     cut = post(comparing, "/v1/score", model="tiny", **fields, truncate_prompt_tokens=3, truncation_side=side)
     assert cut.json()["usage"]["prompt_tokens"] == 3
-
-
-def test_model_whose_tokenizer_has_no_pairs_is_refused() -> None:
-    with Suite("--workers", "1", env={"SLUICE_WORKER_LABELS": "relevant"}) as running:
-        answer = post(running, "/v1/score", model="tekken", text_1="a", text_2="b")
-    assert answer.status_code == 400
-    assert "pairs" in answer.json()["error"]["message"]

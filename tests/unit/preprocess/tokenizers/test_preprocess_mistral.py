@@ -15,7 +15,7 @@ from services.common.models import DEFAULT_SOURCE, resolve
 from services.common.packing import unpack_u32
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.encoders.mistral_plain import PlainEncoder
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.protocol import ChatRequest, packed_pair
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.data.loaded_tokenizers import tekken
 from tests.support.oracles.errors import raises_error
@@ -266,3 +266,8 @@ def test_hints_on_a_model_without_them_change_no_prompt() -> None:
         ChatRequest([USER], template_kwargs={"reasoning_effort": "high", "enable_thinking": True, "thinking": False})
     )
     assert found == expected_ids([USER])
+
+
+def test_pair_of_texts_is_refused_by_a_tokenizer_without_pairs() -> None:
+    with raises_error(match="does not encode pairs of texts", kind=ErrorKind.INVALID_ARGUMENT):
+        packed_pair(tekken(), "a", "b", None)
