@@ -59,5 +59,5 @@ async def test_the_example_runs_where_own_parsers_run(example: str) -> None:
 
 
 def test_every_built_in_parser_is_documented() -> None:
-    rows = set(re.findall(r"`(\w+)`", "".join(line for line in TEXT.splitlines() if line.startswith("| `"))))
+    rows = set(re.findall(r"`([\w-]+)`", "".join(line for line in TEXT.splitlines() if line.startswith("| `"))))
     assert {*TOOL_PARSERS, *REASONING_PARSERS} <= rows
