@@ -53,6 +53,9 @@ def make_config(settings: RouterSettings) -> RouterConfig:
         session_ttl_ms=int(settings.session_ttl_s * 1000),
         thresholds=Thresholds(settings.busy_kv_share, settings.busy_prefill_tokens, settings.busy_requests),
         wait_ms=settings.wait_ms,
+        wait_for_workers_ms=settings.wait_for_workers_ms,
+        queue_bytes=settings.queue_mb << 20,
+        models=frozenset(settings.models),
         queue_limit=settings.queue_limit,
         disagg=DisaggRules(
             settings.wait_for_prefill,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
@@ -10,6 +10,7 @@ from services.common.observability.instruments import Counter, Gauge, Histogram,
 from services.common.observability.label_bounds import Label
 
 if TYPE_CHECKING:
+    from services.router.scheduling.admission_queue import Reason
     from services.router.scheduling.decisions import Decision
     from services.router.sync.model_state import ModelState
 
@@ -33,7 +34,18 @@ STAGE_SECONDS = METRICS.histogram(
 WAITED_SECONDS = METRICS.histogram(
     "waited_seconds", "time in the admission queue", buckets=WAITED_BUCKETS_S, when="queries have waited (`--wait-ms`)"
 )
-WAITING = METRICS.gauge("waiting_queries", "queries in the admission queue because all workers are busy", MODEL)
+WAITING = METRICS.gauge(
+    "waiting_queries",
+    "queries in the admission queue",
+    MODEL,
+    Label("for", "what they wait for", ("capacity", "workers")),
+    when="queries wait (`--wait-ms`, `--wait-for-workers-ms`)",
+)
+TOKENIZING_FAILED = METRICS.counter(
+    "tokenizing_failed",
+    "queries routed by load alone because their prompt was not tokenized",
+    Label("why", "reason", ("tokenizing_late", "tokenizing_failed")),
+)
 RESERVATIONS = METRICS.counter("reservations", "reservations granted")
 PROMPT_BLOCKS = METRICS.counter("prompt_blocks", "blocks of the routed prompts")
 OVERLAP_BLOCKS = METRICS.counter("overlap_blocks", "blocks of the routed prompts that the chosen worker held")
@@ -99,6 +111,7 @@ class Metrics:
         self.delivered_tokens = Counter(DELIVERED_TOKENS)
         self.expired = Counter(EXPIRED)
         self.shed = Counter(SHED)
+        self.tokenizing_failed = Counter(TOKENIZING_FAILED)
         self.prefill_inferred = Counter(PREFILL_INFERRED)
         self.event_batches = Counter(EVENT_BATCHES)
         self.disconnected_workers = Counter(DISCONNECTED_WORKERS)
@@ -107,8 +120,15 @@ class Metrics:
         self.reloads = Counter(RELOADS)
         self.workers = Gauge(ATTACHED)
 
-    def watch_views(self, views: Callable[[], Iterable[ModelState]], waiting: Callable[[str], int]) -> None:
-        """Registers the gauges of each model: index size and age, predictions, reservations and waiting queries."""
+    def watch_queues(self, waiting: Callable[[], Mapping[tuple[str, Reason], int]]) -> None:
+        """Registers the gauge of waiting queries, by model and what they wait for."""
+        watch(
+            WAITING,
+            lambda: [(number, {"model": key[0], "for": key[1].value}) for key, number in list(waiting().items())],
+        )
+
+    def watch_views(self, views: Callable[[], Iterable[ModelState]]) -> None:
+        """Registers the gauges of each model: index size and age, predictions and reservations."""
 
         def gauge(declared: Declared, of: Callable[[ModelState], float]) -> None:
             watch(declared, lambda: [(of(view), {"model": view.model}) for view in list(views())])
@@ -117,7 +137,6 @@ class Metrics:
         gauge(INDEX_AGE, lambda view: view.age_ms / 1000)
         gauge(PREDICTIONS, lambda view: len(view.predictions))
         gauge(BOOKED, lambda view: sum(load.requests for load in list(view.loads.values())))
-        gauge(WAITING, lambda view: waiting(view.model))
 
     def delivered(self, decision: Decision) -> None:
         """Records predicted, best possible and delivered cached tokens of a completed decision."""

@@ -41,8 +41,10 @@ class PreprocessBodies:
             SluiceError: INVALID_ARGUMENT for a body without a prompt, UNAVAILABLE or DEADLINE_EXCEEDED if no replica
                 responds, or the error that preprocess returned.
         """
-        text = prompt.openai_body
-        body = read_body(text) if len(text) <= READ_INLINE else await asyncio.to_thread(read_body, text)
+        body = prompt.body
+        if body is None:
+            text = prompt.openai_body
+            body = read_body(text) if len(text) <= READ_INLINE else await asyncio.to_thread(read_body, text)
         block_size = next((worker.block_size for worker in workers if worker.block_size), 0)
         request = _request(body)
         request.model = model
@@ -54,6 +56,7 @@ class PreprocessBodies:
         return replace(
             prompt,
             openai_body=b"",
+            body=None,
             cache_salt=request.cache_salt,
             token_ids=response.token_ids,
             block_hashes=response.block_hashes,

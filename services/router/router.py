@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -16,8 +16,8 @@ from services.router.metrics import Metrics
 from services.router.registration.manager import WorkerManager
 from services.router.reservations.cost import NO_LOAD, Load
 from services.router.reservations.ids import unscoped
-from services.router.reservations.table import AllBusy, ReservedRank
-from services.router.scheduling.admission_queue import AdmissionQueues
+from services.router.reservations.table import NO_DEADLINE, AllBusy, ReservedRank, Standing
+from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, WaitTerms, no_workers
 from services.router.scheduling.decisions import Decision, Decisions
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
@@ -25,7 +25,7 @@ from services.router.scheduling.prompts import Bodies, NoBodies, in_blocks
 from services.router.scheduling.queries import Prompt, Query, RouteResult, check
 from services.router.scheduling.scheduler import Scheduler
 from services.router.scheduling.selection import SchedulingRequest, Selector, SelectorConfig, Thresholds
-from services.router.store.base import Store
+from services.router.store.base import Store, StoreUnavailable
 from services.router.store.session_affinity import SessionAffinity
 from services.router.store.store_health import StoreHealth
 from services.router.sync.load_reconciler import LoadReconciler, ReadReport, Reports, UsedBlocks
@@ -35,6 +35,9 @@ from services.router.sync.reservation_owners import Owners
 from services.router.sync.synchronizer import IndexSynchronizer
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank, with_adapter
+
+TOKENIZING_LATE, TOKENIZING_FAILED = "tokenizing_late", "tokenizing_failed"
+BYTES_PER_TOKEN = 4  # to estimate the length of a prompt that is not tokenized
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,10 @@ class RouterConfig:
     session_ttl_ms: int = 600_000
     thresholds: Thresholds = field(default_factory=Thresholds)
     wait_ms: int = 0
+    wait_for_workers_ms: int = 0
     queue_limit: int = 1_000
+    queue_bytes: int = 256 << 20
+    models: frozenset[str] = frozenset()
     disagg: DisaggRules = field(default_factory=DisaggRules)
 
 
@@ -96,8 +102,11 @@ class Router:
         )
         self.owners = Owners(store, self._health, self._synchronizer, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
-        self.queues: AdmissionQueues[RouteResult] = AdmissionQueues(self._tasks, self.config.queue_limit, self._abandon)
-        self.metrics.watch_views(lambda: self._synchronizer.views, self.queues.length)
+        self.queues: AdmissionQueues[RouteResult] = AdmissionQueues(
+            self._tasks, self.config.queue_limit, self._abandon, self.config.queue_bytes, self._announce
+        )
+        self.metrics.watch_views(lambda: self._synchronizer.views)
+        self.metrics.watch_queues(lambda: self.queues.waiting)
         self.lifecycle = RequestLifecycle(
             self._reservations, self._synchronizer, self.decisions, self.metrics, self.queues.ended
         )
@@ -162,25 +171,55 @@ class Router:
                 for an invalid prompt or policy, OVERLOADED if all workers stay busy.
         """
         check(query)
-        query = await self._with_tokens(query)
-        if query.candidates is None:
-            await self._disagg.wait_for_prefill(query.model)
+        pending = _PendingQuery(query, self._tokenize)
+        if self.registry.serving(query.model):
+            await pending.prepare()
+            if query.candidates is None:
+                await self._disagg.wait_for_prefill(query.model)
 
         async def attempt(*, place: bool = True) -> RouteResult:
             view, workers = self._serving(query.model)
-            return await self._scheduler.decide(query, view, with_adapter(workers, query.prompt.lora), place)
+            ready = await pending.ready()
+            return await self._scheduler.decide(ready, view, with_adapter(workers, query.prompt.lora), place)
 
-        max_wait_ms = query.max_wait_ms or self.config.wait_ms
-        scope = (query.candidates, query.prompt.prompt_tokens <= self.config.disagg.bypass_uncached_tokens)
         try:
-            route, waited_ms = await self.queues.admit(query.model, attempt, query.priority, max_wait_ms, scope)
+            route, waited_ms = await self.queues.admit(
+                query.model, attempt, self._wait_terms(pending.query), pending.prepare
+            )
         except AllBusy:
             self.metrics.shed.add(1)
             raise
-        if waited_ms:
-            route = replace(route, waited_ms=waited_ms)
-        self._record(query, route)
+        if waited_ms or pending.degraded:
+            route = replace(route, waited_ms=waited_ms, degraded=pending.degraded or route.degraded)
+        self._record(pending.query, route)
         return route
+
+    def _wait_terms(self, query: Query) -> WaitTerms:
+        return WaitTerms(
+            query.priority,
+            query.deadline_unix_ms or NO_DEADLINE,
+            query.fairness_id,
+            query.max_wait_ms or self.config.wait_ms,
+            query.max_wait_for_workers_ms or self.config.wait_for_workers_ms,
+            query.prompt.size,
+            (query.candidates, query.prompt.prompt_tokens <= self.config.disagg.bypass_uncached_tokens),
+        )
+
+    async def _tokenize(self, query: Query) -> tuple[Query, str]:
+        """Returns the query with a tokenized prompt, and why it has only the prompt's length (empty: it has tokens)."""
+        if not query.tokenize_ms:
+            return await self._with_tokens(query), ""
+        try:
+            async with asyncio.timeout(query.tokenize_ms / 1000):
+                return await self._with_tokens(query), ""
+        except TimeoutError:
+            degraded = TOKENIZING_LATE
+        except SluiceError:
+            degraded = TOKENIZING_FAILED
+        self.metrics.tokenizing_failed.add(1, {"why": degraded})
+        prompt = query.prompt
+        length = prompt.prompt_tokens or prompt.size // BYTES_PER_TOKEN
+        return replace(query, prompt=Prompt(prompt_tokens=length, lora=prompt.lora)), degraded
 
     async def tokenized(self, model: str, prompt: Prompt) -> Prompt:
         """Returns the prompt, tokenized if it is an OpenAI body.
@@ -188,12 +227,13 @@ class Router:
         Raises:
             SluiceError: INVALID_ARGUMENT if the prompt is given in more than one form.
         """
-        if bool(prompt.token_ids) + bool(prompt.block_hashes) + bool(prompt.openai_body) > 1:
+        body = bool(prompt.openai_body) or prompt.body is not None
+        if bool(prompt.token_ids) + bool(prompt.block_hashes) + body > 1:
             raise invalid(
                 "The prompt is given in more than one form; send only one of token_ids, block_hashes and openai_body.",
                 param="prompt",
             )
-        if not prompt.openai_body:
+        if not prompt.openai_body and prompt.body is None:
             return prompt
         _, workers = self._serving(model)
         return await self._bodies.tokenized(model, prompt, workers)
@@ -261,21 +301,24 @@ class Router:
         workers = self.registry.serving(model)
         if view is not None and workers:
             return view, workers
-        known = self._synchronizer.known | set(self.registry.models())
+        known = self._synchronizer.known | set(self.registry.models()) | self.config.models
         if model in known or not known:
-            raise self._no_workers(model)
+            raise no_workers(model)
         raise not_found(
             f"Model {quoted(model)} is not served here; use one of {', '.join(sorted(known))}.",
             param="model",
             code="model_not_found",
         )
 
-    def _no_workers(self, model: str) -> SluiceError:
-        return unavailable(
-            f"No worker serves model {quoted(model)} at the moment; retry later.",
-            code="no_workers",
-            retry_after_ms=1000,
-        )
+    async def _announce(self, model: str, standing: Standing | None) -> int:
+        """Publishes the first waiting request of a model; returns the number of other replicas with a queue."""
+        if not self._health.available:
+            return 0
+        try:
+            return await self._store.announce_queue(model, standing)
+        except StoreUnavailable as error:
+            self._health.mark_unavailable(error)
+            return 0
 
     async def _abandon(self, route: RouteResult) -> None:
         """Frees the reservation of a caller that has disconnected."""
@@ -294,6 +337,36 @@ class Router:
         if route.reservation_id and not route.repeated:
             self.metrics.reservations.add(1)
             self.decisions.add(_decision(query, route))
+
+
+class _PendingQuery:
+    """A query whose prompt is tokenized once, when its model has workers."""
+
+    def __init__(self, query: Query, tokenize: Callable[[Query], Awaitable[tuple[Query, str]]]) -> None:
+        self.query = query
+        self.degraded = ""
+        self._tokenize = tokenize
+        self._done = False
+        self._error: SluiceError | None = None
+
+    async def prepare(self) -> None:
+        """Tokenizes the prompt; an error is raised by `ready`."""
+        if self._done:
+            return
+        try:
+            self.query, self.degraded = await self._tokenize(self.query)
+        except NoWorkers:
+            return  # the last worker has just left
+        except SluiceError as error:
+            self._error = error.with_traceback(None)
+        self._done = True
+
+    async def ready(self) -> Query:
+        """Returns the query with tokens; raises SluiceError if its prompt cannot be tokenized."""
+        await self.prepare()
+        if self._error is not None:
+            raise self._error
+        return self.query
 
 
 def _decision(query: Query, route: RouteResult) -> Decision:

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 INBOX_LIMIT = 256  # messages of one worker received but not handled yet
 WRITE_TIMEOUT_S = 10.0
 DEFAULT_DECISIONS = 100
+QUEUES_EVERY_S = 0.25
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Q = TypeVar("Q", bound=Message)
@@ -167,6 +168,22 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def GetDecisions(self, request: router_pb2.GetDecisionsRequest) -> router_pb2.GetDecisionsResponse:
         found = self._router.decisions.latest(request.model, request.limit or DEFAULT_DECISIONS)
         return router_pb2.GetDecisionsResponse(decisions=[query_messages.decision_of(each) for each in found])
+
+    @_unary("queues")
+    async def GetQueues(self, request: router_pb2.GetQueuesRequest) -> router_pb2.GetQueuesResponse:
+        return query_messages.queues_of(self._router.queues.waiting, request.model)
+
+    async def WatchQueues(
+        self, request: router_pb2.GetQueuesRequest, context: Context
+    ) -> AsyncIterator[router_pb2.GetQueuesResponse]:
+        sent = None
+        while not self._stopped:
+            response = query_messages.queues_of(self._router.queues.waiting, request.model)
+            if response != sent:
+                yield response
+                sent = response
+            await asyncio.sleep(QUEUES_EVERY_S)
+        await abort(context, _stopping())
 
     @_unary("list")
     async def ListWorkers(self, request: router_pb2.ListWorkersRequest) -> router_pb2.ListWorkersResponse:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from services.common.redis.target import RedisLoginSettings
-from services.common.settings import AddressList, GrpcServiceSettings, settings_config
+from services.common.settings import AddressList, CommaList, GrpcServiceSettings, settings_config
 from services.router.reservations.cost import PREFILL_LOAD_SCALE
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
@@ -74,7 +74,17 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     wait_ms: int = Field(
         0, ge=0, description="longest wait in milliseconds while all workers are busy, for requests that set none"
     )
+    wait_for_workers_ms: int = Field(
+        0,
+        ge=0,
+        description="longest wait in milliseconds while a model has no worker, for requests that set none; for models "
+        "that scale from zero",
+    )
+    models: CommaList = Field(
+        [], description="models that are known even if none of their workers registered within an hour"
+    )
     queue_limit: int = Field(1_000, ge=1, description="maximum length of each model's admission queue")
+    queue_mb: int = Field(256, ge=1, description="maximum size of all waiting prompts, MiB")
     wait_for_prefill: bool = Field(
         False, description="requests wait for the first prefill worker while decode workers have none"
     )

@@ -109,6 +109,11 @@ class RouteQueryRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     MAX_WAIT_MS_FIELD_NUMBER: _builtins.int
     RETURN_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_FOR_WORKERS_MS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    FAIRNESS_ID_FIELD_NUMBER: _builtins.int
+    TOKENIZE_MS_FIELD_NUMBER: _builtins.int
+    FALLBACKS_FIELD_NUMBER: _builtins.int
     mode: Global___RouteQueryRequest.Mode.ValueType
     request_id: _builtins.str
     """required to reserve"""
@@ -147,6 +152,22 @@ class RouteQueryRequest(_message.Message):
     """Fill token_ids, block_hashes, hash_scheme and block_size of the response, so that a scheduler that has only the
     request body need not tokenize it again.
     """
+    max_wait_for_workers_ms: _builtins.int
+    """While the model has no worker: longest wait in the admission queue before the query fails with UNAVAILABLE.
+    0: the router's setting, by default no wait.
+    """
+    first_token_ms: _builtins.int
+    """When the first token is due, in milliseconds from now. In the admission queue, requests of equal priority are served
+    in the order of their deadlines, those without one last. 0: none.
+    """
+    fairness_id: _builtins.str
+    """Caller among whose requests the admission queue shares places evenly, among requests of equal priority and deadline."""
+    tokenize_ms: _builtins.int
+    """Select by load alone (`degraded` is tokenizing_late or tokenizing_failed) if tokenizing openai_body takes longer than
+    this or fails. 0: the query waits for it, and fails with it.
+    """
+    fallbacks: _builtins.int
+    """number of RouteQueryResponse.fallbacks"""
     @_builtins.property
     def prompt(self) -> Global___PromptRef: ...
     @_builtins.property
@@ -176,10 +197,15 @@ class RouteQueryRequest(_message.Message):
         owner: _builtins.str = ...,
         max_wait_ms: _builtins.int = ...,
         return_token_ids: _builtins.bool = ...,
+        max_wait_for_workers_ms: _builtins.int = ...,
+        first_token_ms: _builtins.int = ...,
+        fairness_id: _builtins.str = ...,
+        tokenize_ms: _builtins.int = ...,
+        fallbacks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cost", b"cost", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "lora", b"lora", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "fallbacks", b"fallbacks", "first_token_ms", b"first_token_ms", "lora", b"lora", "max_wait_for_workers_ms", b"max_wait_for_workers_ms", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "tokenize_ms", b"tokenize_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -373,6 +399,7 @@ class RouteQueryResponse(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    FALLBACKS_FIELD_NUMBER: _builtins.int
     tokens_to_compute: _builtins.int
     """prompt tokens not covered by the device overlap"""
     reservation_id: _builtins.str
@@ -422,6 +449,10 @@ class RouteQueryResponse(_message.Message):
     def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """for schedulers that route by header"""
 
+    @_builtins.property
+    def fallbacks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerTarget]:
+        """further workers that could generate the output, cheapest first"""
+
     def __init__(
         self,
         *,
@@ -443,10 +474,11 @@ class RouteQueryResponse(_message.Message):
         block_hashes: _builtins.bytes = ...,
         hash_scheme: _builtins.str = ...,
         block_size: _builtins.int = ...,
+        fallbacks: _abc.Iterable[Global___WorkerTarget] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "overlap", b"overlap", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "block_hashes", b"block_hashes", "block_size", b"block_size", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "hash_scheme", b"hash_scheme", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "scores", b"scores", "session_hit", b"session_hit", "token_ids", b"token_ids", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "block_hashes", b"block_hashes", "block_size", b"block_size", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "fallbacks", b"fallbacks", "hash_scheme", b"hash_scheme", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "scores", b"scores", "session_hit", b"session_hit", "token_ids", b"token_ids", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1000,6 +1032,94 @@ class FreeRequestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FreeRequestResponse: _TypeAlias = FreeRequestResponse  # noqa: Y015
+
+@_typing.final
+class GetQueuesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """empty: all models"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetQueuesRequest: _TypeAlias = GetQueuesRequest  # noqa: Y015
+
+@_typing.final
+class GetQueuesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___WaitingQueue]:
+        """only models with waiting requests"""
+
+    def __init__(
+        self,
+        *,
+        queues: _abc.Iterable[Global___WaitingQueue] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queues", b"queues"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetQueuesResponse: _TypeAlias = GetQueuesResponse  # noqa: Y015
+
+@_typing.final
+class WaitingQueue(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Reason:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[WaitingQueue._Reason.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        REASON_UNSPECIFIED: WaitingQueue._Reason.ValueType  # 0
+        """never sent"""
+        REASON_CAPACITY: WaitingQueue._Reason.ValueType  # 1
+        """all workers are busy"""
+        REASON_WORKERS: WaitingQueue._Reason.ValueType  # 2
+        """the model has no worker"""
+
+    class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
+    REASON_UNSPECIFIED: WaitingQueue.Reason.ValueType  # 0
+    """never sent"""
+    REASON_CAPACITY: WaitingQueue.Reason.ValueType  # 1
+    """all workers are busy"""
+    REASON_WORKERS: WaitingQueue.Reason.ValueType  # 2
+    """the model has no worker"""
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    reason: Global___WaitingQueue.Reason.ValueType
+    requests: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        reason: Global___WaitingQueue.Reason.ValueType = ...,
+        requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "reason", b"reason", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitingQueue: _TypeAlias = WaitingQueue  # noqa: Y015
 
 @_typing.final
 class ListWorkersRequest(_message.Message):

@@ -69,6 +69,16 @@ class RouterStub:
                 request_serializer=sluice_dot_v1_dot_router__pb2.GetDecisionsRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_router__pb2.GetDecisionsResponse.FromString,
                 _registered_method=True)
+        self.GetQueues = channel.unary_unary(
+                '/sluice.v1.Router/GetQueues',
+                request_serializer=sluice_dot_v1_dot_router__pb2.GetQueuesRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_router__pb2.GetQueuesResponse.FromString,
+                _registered_method=True)
+        self.WatchQueues = channel.unary_stream(
+                '/sluice.v1.Router/WatchQueues',
+                request_serializer=sluice_dot_v1_dot_router__pb2.GetQueuesRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_router__pb2.GetQueuesResponse.FromString,
+                _registered_method=True)
         self.ListWorkers = channel.unary_unary(
                 '/sluice.v1.Router/ListWorkers',
                 request_serializer=sluice_dot_v1_dot_router__pb2.ListWorkersRequest.SerializeToString,
@@ -155,6 +165,20 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetQueues(self, request, context):
+        """Returns the requests that wait at this replica, by model and what they wait for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchQueues(self, request, context):
+        """Streams GetQueues after every change, at most four times a second: a scaler learns which model needs workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListWorkers(self, request, context):
         """Returns the live workers.
         """
@@ -234,6 +258,16 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.GetDecisions,
                     request_deserializer=sluice_dot_v1_dot_router__pb2.GetDecisionsRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_router__pb2.GetDecisionsResponse.SerializeToString,
+            ),
+            'GetQueues': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetQueues,
+                    request_deserializer=sluice_dot_v1_dot_router__pb2.GetQueuesRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_router__pb2.GetQueuesResponse.SerializeToString,
+            ),
+            'WatchQueues': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchQueues,
+                    request_deserializer=sluice_dot_v1_dot_router__pb2.GetQueuesRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_router__pb2.GetQueuesResponse.SerializeToString,
             ),
             'ListWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListWorkers,
@@ -455,6 +489,60 @@ class Router:
             '/sluice.v1.Router/GetDecisions',
             sluice_dot_v1_dot_router__pb2.GetDecisionsRequest.SerializeToString,
             sluice_dot_v1_dot_router__pb2.GetDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetQueues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.Router/GetQueues',
+            sluice_dot_v1_dot_router__pb2.GetQueuesRequest.SerializeToString,
+            sluice_dot_v1_dot_router__pb2.GetQueuesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchQueues(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.v1.Router/WatchQueues',
+            sluice_dot_v1_dot_router__pb2.GetQueuesRequest.SerializeToString,
+            sluice_dot_v1_dot_router__pb2.GetQueuesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,10 @@ class RouterStub:
     """Updates the decode load of running requests by their output so far. Batched; unknown ids are counted, not an error."""
     GetDecisions: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetDecisionsRequest, _router_pb2.GetDecisionsResponse]
     """Returns this replica's latest decisions: predicted, best possible and actual cache hits."""
+    GetQueues: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetQueuesRequest, _router_pb2.GetQueuesResponse]
+    """Returns the requests that wait at this replica, by model and what they wait for."""
+    WatchQueues: _grpc.UnaryStreamMultiCallable[_router_pb2.GetQueuesRequest, _router_pb2.GetQueuesResponse]
+    """Streams GetQueues after every change, at most four times a second: a scaler learns which model needs workers."""
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
     """Returns the live workers."""
     WatchWorkers: _grpc.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WorkerChange]
@@ -83,6 +87,10 @@ class RouterAsyncStub(RouterStub):
     """Updates the decode load of running requests by their output so far. Batched; unknown ids are counted, not an error."""
     GetDecisions: _aio.UnaryUnaryMultiCallable[_router_pb2.GetDecisionsRequest, _router_pb2.GetDecisionsResponse]  # type: ignore[assignment]
     """Returns this replica's latest decisions: predicted, best possible and actual cache hits."""
+    GetQueues: _aio.UnaryUnaryMultiCallable[_router_pb2.GetQueuesRequest, _router_pb2.GetQueuesResponse]  # type: ignore[assignment]
+    """Returns the requests that wait at this replica, by model and what they wait for."""
+    WatchQueues: _aio.UnaryStreamMultiCallable[_router_pb2.GetQueuesRequest, _router_pb2.GetQueuesResponse]  # type: ignore[assignment]
+    """Streams GetQueues after every change, at most four times a second: a scaler learns which model needs workers."""
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """Returns the live workers."""
     WatchWorkers: _aio.UnaryStreamMultiCallable[_router_pb2.WatchWorkersRequest, _router_pb2.WorkerChange]  # type: ignore[assignment]
@@ -156,6 +164,22 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.GetDecisionsResponse, _abc.Awaitable[_router_pb2.GetDecisionsResponse]]:
         """Returns this replica's latest decisions: predicted, best possible and actual cache hits."""
+
+    @_abc_1.abstractmethod
+    def GetQueues(
+        self,
+        request: _router_pb2.GetQueuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.GetQueuesResponse, _abc.Awaitable[_router_pb2.GetQueuesResponse]]:
+        """Returns the requests that wait at this replica, by model and what they wait for."""
+
+    @_abc_1.abstractmethod
+    def WatchQueues(
+        self,
+        request: _router_pb2.GetQueuesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_router_pb2.GetQueuesResponse], _abc.AsyncIterator[_router_pb2.GetQueuesResponse]]:
+        """Streams GetQueues after every change, at most four times a second: a scaler learns which model needs workers."""
 
     @_abc_1.abstractmethod
     def ListWorkers(

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from services.common.errors import invalid
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import scoped
+from services.router.scheduling.admission_queue import Reason
 from services.router.scheduling.decisions import Decision, Outcome
 from services.router.scheduling.queries import Prompt, Query, RoutedPrompt, RouteResult
+from services.router.store.memory import unix_ms
 from services.router.workers.worker import WorkerRank
 from sluice.v1 import router_pb2
 
 NO_PROMPT = RoutedPrompt()
+MOST_FALLBACKS = 16
+_REASONS = {
+    Reason.CAPACITY: router_pb2.WaitingQueue.REASON_CAPACITY,
+    Reason.WORKERS: router_pb2.WaitingQueue.REASON_WORKERS,
+}
 _MODES = router_pb2.RouteQueryRequest.Mode.values()
 
 
@@ -59,6 +67,11 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: 
         request.max_wait_ms,
         request.return_token_ids,
         scope,
+        request.max_wait_for_workers_ms,
+        unix_ms() + request.first_token_ms if request.first_token_ms else 0,
+        request.fairness_id,
+        request.tokenize_ms,
+        min(request.fallbacks, MOST_FALLBACKS),
     )
 
 
@@ -123,6 +136,18 @@ def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
         block_hashes=prompt.block_hashes,
         hash_scheme=prompt.hash_scheme,
         block_size=prompt.block_size,
+        fallbacks=[_target(WorkerRank(worker.worker_id, 0), worker.address) for worker in route.fallbacks],
+    )
+
+
+def queues_of(waiting: Mapping[tuple[str, Reason], int], model: str) -> router_pb2.GetQueuesResponse:
+    """Returns the queues of one model, or of all models for an empty name."""
+    return router_pb2.GetQueuesResponse(
+        queues=[
+            router_pb2.WaitingQueue(model=name, reason=_REASONS[reason], requests=number)
+            for (name, reason), number in sorted(waiting.items(), key=lambda item: item[0][0])
+            if number and model in ("", name)
+        ]
     )
 
 

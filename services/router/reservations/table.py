@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from random import Random
 from typing import NamedTuple
 
@@ -20,16 +21,38 @@ class Owner(NamedTuple):
     lease_ms: int
 
 
-class AllBusy(SluiceError):
-    """Every offered rank is at its limits."""
+NO_DEADLINE = 1 << 53  # Unix milliseconds that are never reached; Lua counts in doubles
 
-    def __init__(self, retry_after_ms: int = 1000) -> None:
+
+class Standing(NamedTuple):
+    """What the requests of several queues are ordered by: priority, then deadline; lower is served first."""
+
+    priority: int = 0
+    deadline_unix_ms: int = NO_DEADLINE
+
+
+FIRST_COME = Standing()
+
+
+class BusyReason(Enum):
+    """Why a request was rejected while all workers were busy."""
+
+    SATURATED = "saturated"  # it could not wait, or the queue was full
+    EXPIRED = "expired"  # it waited as long as it could
+    DISPLACED = "displaced"  # the queue was full, and a request that precedes it arrived
+
+
+class AllBusy(SluiceError):
+    """Every offered rank is at its limits, or a request that precedes this one waits at another replica."""
+
+    def __init__(self, retry_after_ms: int = 1000, reason: BusyReason = BusyReason.SATURATED) -> None:
         super().__init__(
             ErrorKind.OVERLOADED,
             "Every worker that may run this request is over its busy thresholds; retry later.",
             code="overloaded",
             retry_after_ms=retry_after_ms,
         )
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +65,7 @@ class ReservationParams:
             another worker is replaced.
         output: share of the reserved decode load that stands for expected output, thousandths of a block.
         owner: whose lease keeps the reservation; None: it only expires.
+        standing: compared with the first requests of the queues of other replicas.
     """
 
     request_id: str
@@ -51,6 +75,7 @@ class ReservationParams:
     allowed: frozenset[str] | None = None
     output: int = 0
     owner: Owner | None = None
+    standing: Standing = FIRST_COME
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,100 @@
-"""Queues for requests that wait while every worker is busy, ordered by priority and then by arrival.
+"""Queues for requests that wait for a worker: while every worker is busy, or while the model has none.
 
-Each replica has one queue per model. A queue is retried when a request completes on this replica, and every POLL_S
-seconds, because reservations are shared and requests of other replicas complete too.
+Each replica has one queue per model, ordered by priority, then by deadline, then by fairness among the callers, then by
+arrival. A queue is retried when a request completes on this replica, and periodically, because reservations are shared
+and requests of other replicas complete too. The store compares the first request of each replica's queue: a request
+that another replica's first one precedes is not placed, so priorities and deadlines hold across replicas.
 """
 
 from __future__ import annotations
 
 import asyncio
 import bisect
+import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from services.common.errors import unavailable
+from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.tasks import TaskOwner
-from services.router.reservations.table import AllBusy
+from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, Standing
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+PREPARED_AT_ONCE = 32
+CONTENDED_POLL_S = 0.025  # while other replicas have queues: their workers become free without notice to this one
 LONGEST_WAIT_MS = 600_000
 SOONEST_MS, LATEST_MS, UNKNOWN_MS = 100, 30_000, 1_000
 
 T = TypeVar("T")
 
 
+class NoWorkers(SluiceError):
+    """A model has no worker that accepts requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitTerms:
+    """Rank of a request in the queue, and how long and with what it waits.
+
+    Attributes:
+        priority: lower is served first.
+        deadline_unix_ms: when the first token is due, Unix milliseconds; requests of equal priority are served in this
+            order, those without a deadline last.
+        fairness_id: caller among whose requests places are shared evenly.
+        max_wait_ms: longest wait while all workers are busy; 0: none.
+        max_wait_for_workers_ms: longest wait while the model has no worker; 0: none.
+        size: bytes that the request holds while it waits.
+        scope: requests of equal scope can run on the same workers; if one cannot be placed, the others cannot either.
+    """
+
+    priority: int = 0
+    deadline_unix_ms: int = NO_DEADLINE
+    fairness_id: str = ""
+    max_wait_ms: int = 0
+    max_wait_for_workers_ms: int = 0
+    size: int = 0
+    scope: Hashable = None
+
+    @property
+    def standing(self) -> Standing:
+        """What the queues of several replicas are compared by."""
+        return Standing(self.priority, self.deadline_unix_ms)
+
+
+DEFAULT_TERMS = WaitTerms()
+
+
 class SchedulingAttempt(Protocol[T]):  # type: ignore[misc]
-    """Tries to place a request; raises AllBusy if no worker accepts it.
+    """Tries to place a request; raises AllBusy if no worker accepts it, NoWorkers if the model has none.
 
     With `place` False, it succeeds only for a request that was placed before.
     """
 
     def __call__(self, *, place: bool = True) -> Awaitable[T]: ...
+
+
+Announce = Callable[[str, Standing | None], Awaitable[int]]
+"""Publishes the first request of a model's queue, or None for an empty one; returns how many others have a queue."""
+
+
+async def _alone(model: str, standing: Standing | None) -> int:
+    return 0
+
+
+async def _nothing() -> None:
+    return
+
+
+class Reason(Enum):
+    """What the requests of a queue wait for."""
+
+    CAPACITY = "capacity"
+    WORKERS = "workers"
 
 
 class ServiceRate:
@@ -63,37 +126,87 @@ class ServiceRate:
         return round(min(max(self._interval_s * 1000 * (ahead + 1), SOONEST_MS), LATEST_MS))
 
 
+class _Entry(NamedTuple, Generic[T]):
+    attempt: SchedulingAttempt[T]
+    prepare: Callable[[], Awaitable[None]]
+
+
 @dataclass(order=True, slots=True)
 class _Waiter(Generic[T]):
-    priority: int
+    standing: Standing
+    turn: int
     number: int
-    scope: Hashable = field(compare=False)
-    may_wait: bool = field(compare=False)
-    attempt: SchedulingAttempt[T] = field(compare=False)
+    terms: WaitTerms = field(compare=False)
+    entry: _Entry[T] = field(compare=False)
     result: asyncio.Future[T] = field(compare=False)
+
+    def may_wait(self, reason: Reason) -> bool:
+        terms = self.terms
+        return bool(terms.max_wait_ms if reason is Reason.CAPACITY else terms.max_wait_for_workers_ms)
 
 
 class _AdmissionQueue(Generic[T]):
-    def __init__(self) -> None:
+    """The waiting requests of a model, in order.
+
+    Of equal standing, those of different callers take turns: a caller's n-th waiting request has turn n, counted from
+    the turn that was served last.
+    """
+
+    def __init__(self, reason: Reason) -> None:
         self.waiters: list[_Waiter[T]] = []
         self.changed = asyncio.Event()
+        self.reason = reason
+        self.contended = False
+        self._turn = 0
+        self._turns: dict[str, int] = {}
+
+    def next_turn(self, fairness_id: str) -> int:
+        turn = self._turns[fairness_id] = max(self._turns.get(fairness_id, 0), self._turn) + 1
+        return turn
+
+    def served(self, waiter: _Waiter[T]) -> None:
+        """Records that a request was placed."""
+        self._turn = max(self._turn, waiter.turn)
+
+    def forget_callers(self) -> None:
+        """Drops the turns of callers without waiting requests."""
+        if len(self._turns) > 2 * len(self.waiters) + 64:
+            waiting = {waiter.terms.fairness_id for waiter in self.waiters}
+            self._turns = {name: turn for name, turn in self._turns.items() if name in waiting or turn > self._turn}
 
 
 class AdmissionQueues(Generic[T]):
-    """Admits requests, or queues them while all workers are busy.
+    """Admits requests, or queues them while no worker accepts them.
 
     Args:
-        most: maximum length of a queue; when it is full, a request with better priority displaces the last one.
+        most: maximum length of a queue; when it is full, a request that precedes the last one displaces it.
         abandon: undoes the placement of a request whose caller has disconnected.
+        most_bytes: maximum size of all waiting requests.
+        announce: publishes the first request of a queue to other replicas.
     """
 
-    def __init__(self, tasks: TaskOwner, most: int, abandon: Callable[[T], Coroutine[Any, Any, None]]) -> None:
+    def __init__(
+        self,
+        tasks: TaskOwner,
+        most: int,
+        abandon: Callable[[T], Coroutine[Any, Any, None]],
+        most_bytes: int = 1 << 30,
+        announce: Announce = _alone,
+    ) -> None:
         self._tasks = tasks
         self._most = most
+        self._most_bytes = most_bytes
         self._abandon = abandon
+        self._announce = announce
         self._queues: dict[str, _AdmissionQueue[T]] = {}
         self._rates: dict[str, ServiceRate] = {}
         self._numbers = count()
+        self._bytes = 0
+
+    @property
+    def waiting(self) -> dict[tuple[str, Reason], int]:
+        """Number of waiting requests by model and what they wait for; only models with a queue."""
+        return {(model, queue.reason): len(queue.waiters) for model, queue in self._queues.items()}
 
     def length(self, model: str) -> int:
         """Returns the number of waiting requests."""
@@ -107,39 +220,48 @@ class AdmissionQueues(Generic[T]):
             queue.changed.set()
 
     async def admit(
-        self, model: str, attempt: SchedulingAttempt[T], priority: int = 0, max_wait_ms: int = 0, scope: Hashable = None
+        self,
+        model: str,
+        attempt: SchedulingAttempt[T],
+        terms: WaitTerms = DEFAULT_TERMS,
+        prepare: Callable[[], Awaitable[None]] = _nothing,
     ) -> tuple[T, int]:
         """Places a request, immediately or after waiting in the queue.
 
         Args:
-            scope: requests of equal scope can run on the same workers; if one cannot be placed, the others cannot
-                either.
+            prepare: does the work that `attempt` needs and that requires workers, for many requests at a time; called
+                when the first workers of a model appear. `attempt` raises what it could not do.
 
         Returns:
             The result of `attempt`, and the time in the queue in milliseconds.
 
         Raises:
             AllBusy: no worker accepted it in time, or the queue is full; has the time to retry after.
+            NoWorkers: the model got no worker in time.
             SluiceError: as raised by `attempt`.
         """
         queue = self._queues.get(model)
+        reason = Reason.CAPACITY
         try:
             return await attempt(place=queue is None), 0
         except AllBusy:
-            if not max_wait_ms and queue is None and self._queues.get(model) is None:
+            if not terms.max_wait_ms and queue is None and self._queues.get(model) is None:
                 raise self._all_busy(model) from None
-        return await self._wait(model, attempt, priority, min(max_wait_ms, LONGEST_WAIT_MS), scope)
+        except NoWorkers:
+            reason = Reason.WORKERS
+            if not terms.max_wait_for_workers_ms:
+                raise
+        return await self._wait(model, _Entry(attempt, prepare), terms, reason)
 
-    async def _wait(
-        self, model: str, attempt: SchedulingAttempt[T], priority: int, max_wait_ms: int, scope: Hashable
-    ) -> tuple[T, int]:
+    async def _wait(self, model: str, entry: _Entry[T], terms: WaitTerms, reason: Reason) -> tuple[T, int]:
         started = time.monotonic()
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiter = _Waiter(priority, next(self._numbers), scope, bool(max_wait_ms), attempt, result)
-        queue = self._join(model, waiter)
+        queue = self._join(model, entry, terms, result, reason)
+        max_wait_ms = terms.max_wait_ms if reason is Reason.CAPACITY else terms.max_wait_for_workers_ms
+        self._bytes += terms.size
         try:
             # Requests that may not wait are resolved by the next round.
-            async with asyncio.timeout(max_wait_ms / 1000 if max_wait_ms else LONGEST_WAIT_MS / 1000):
+            async with asyncio.timeout(min(max_wait_ms or LONGEST_WAIT_MS, LONGEST_WAIT_MS) / 1000):
                 return await result, int((time.monotonic() - started) * 1000)
         except BaseException as error:
             if _placed(result):  # placed just as its caller gave up
@@ -147,68 +269,117 @@ class AdmissionQueues(Generic[T]):
             if not isinstance(error, TimeoutError):
                 raise
         finally:
-            if waiter in queue.waiters:
-                queue.waiters.remove(waiter)
-            del waiter, result  # break the reference cycle: the traceback references this frame
-        raise self._all_busy(model)  # outside the handler: the TimeoutError references this task
+            self._bytes -= terms.size
+            queue.waiters = [waiter for waiter in queue.waiters if waiter.result is not result]
+            del result  # break the reference cycle: the traceback references this frame
+        # Outside the handler: the TimeoutError references this task.
+        raise no_workers(model) if queue.reason is Reason.WORKERS else self._all_busy(model, BusyReason.EXPIRED)
 
-    def _join(self, model: str, waiter: _Waiter[T]) -> _AdmissionQueue[T]:
+    def _join(
+        self,
+        model: str,
+        entry: _Entry[T],
+        terms: WaitTerms,
+        result: asyncio.Future[T],
+        reason: Reason,
+    ) -> _AdmissionQueue[T]:
+        if self._bytes + terms.size > self._most_bytes:
+            raise self._all_busy(model)
         queue = self._queues.get(model)
         if queue is None:
-            queue = self._queues[model] = _AdmissionQueue()
+            queue = self._queues[model] = _AdmissionQueue(reason)
             self._tasks.spawn(self._serve(model, queue), f"admission-queue-{model}")
-        elif len(queue.waiters) >= self._most:
+        waiter = _Waiter(terms.standing, queue.next_turn(terms.fairness_id), next(self._numbers), terms, entry, result)
+        if len(queue.waiters) >= self._most:
             last = queue.waiters[-1]
             if last < waiter:
                 raise self._all_busy(model)
             queue.waiters.pop()
-            _fail(last, self._all_busy(model))
+            _fail(last, self._all_busy(model, BusyReason.DISPLACED))
         bisect.insort(queue.waiters, waiter)
         queue.changed.set()
         return queue
 
-    def _all_busy(self, model: str) -> AllBusy:
+    def _all_busy(self, model: str, reason: BusyReason = BusyReason.SATURATED) -> AllBusy:
         rate = self._rates.get(model)
-        return AllBusy(rate.wait_ms(self.length(model)) if rate else UNKNOWN_MS)
+        return AllBusy(rate.wait_ms(self.length(model)) if rate else UNKNOWN_MS, reason)
 
     async def _serve(self, model: str, queue: _AdmissionQueue[T]) -> None:
         """Retries a queue until it is empty."""
+        _log(model, queue)
         try:
             while queue.waiters:
                 queue.changed.clear()
+                reason = queue.reason
+                queue.contended = await self._announce(model, queue.waiters[0].standing) > 0
                 await self._round(model, queue)
+                if queue.reason is not reason:
+                    _log(model, queue)
                 if queue.waiters:
-                    await _wait_at_most(queue.changed.wait(), POLL_S)
+                    await _wait_at_most(queue.changed.wait(), CONTENDED_POLL_S if queue.contended else POLL_S)
         finally:
             del self._queues[model]
             for waiter in queue.waiters:  # only when this router stops
                 _fail(waiter, unavailable("This router replica is stopping; retry on another one.", code="stopping"))
+        await self._announce(model, None)
 
     async def _round(self, model: str, queue: _AdmissionQueue[T]) -> None:
         """Tries each waiting request once; of equal scopes, stops at the first failure."""
+        if queue.reason is Reason.WORKERS:
+            await _prepare(queue.waiters)
         blocked: set[Hashable] = set()
+        reason = Reason.CAPACITY
+        error: SluiceError = self._all_busy(model)
         for waiter in list(queue.waiters):
             if waiter.result.done():
                 continue
-            if waiter.scope not in blocked and not await self._try(waiter):
-                blocked.add(waiter.scope)
-            if waiter.scope in blocked and not waiter.may_wait:
-                _fail(waiter, self._all_busy(model))
+            if reason is Reason.CAPACITY and waiter.terms.scope not in blocked:
+                try:
+                    await self._try(queue, waiter)
+                except AllBusy:
+                    blocked.add(waiter.terms.scope)
+                except NoWorkers as missing:
+                    reason, error = Reason.WORKERS, missing.with_traceback(None)
+            if (reason is Reason.WORKERS or waiter.terms.scope in blocked) and not waiter.may_wait(reason):
+                _fail(waiter, error)
+        queue.reason = reason
         queue.waiters = [waiter for waiter in queue.waiters if not waiter.result.done()]
+        queue.forget_callers()
 
-    async def _try(self, waiter: _Waiter[T]) -> bool:
+    async def _try(self, queue: _AdmissionQueue[T], waiter: _Waiter[T]) -> None:
+        """Tries a waiting request; raises AllBusy or NoWorkers if it has to wait."""
         try:
-            placed = await waiter.attempt()
-        except AllBusy:
-            return False
+            placed = await waiter.entry.attempt()
+        except (AllBusy, NoWorkers):
+            raise
         except Exception as error:  # raised to the caller of this request
             _fail(waiter, error)
-            return True
+            return
+        queue.served(waiter)
         if waiter.result.done():
             await self._abandon(placed)
         else:
             waiter.result.set_result(placed)
-        return True
+
+
+async def _prepare(waiters: Sequence[_Waiter[Any]]) -> None:
+    for start in range(0, len(waiters), PREPARED_AT_ONCE):
+        some = waiters[start : start + PREPARED_AT_ONCE]
+        await asyncio.gather(*(waiter.entry.prepare() for waiter in some if not waiter.result.done()))
+
+
+def no_workers(model: str) -> NoWorkers:
+    """Returns the error for a model without workers that accept requests."""
+    return NoWorkers(
+        ErrorKind.UNAVAILABLE,
+        f"No worker serves model {quoted(model)} at the moment; retry later.",
+        code="no_workers",
+        retry_after_ms=1000,
+    )
+
+
+def _log(model: str, queue: _AdmissionQueue[Any]) -> None:
+    log.info("requests wait", extra={"model": model, "for": queue.reason.value, "number": len(queue.waiters)})
 
 
 def _fail(waiter: _Waiter[T], error: Exception) -> None:

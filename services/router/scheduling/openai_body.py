@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
+import orjson
+
 from services.common.errors import SluiceError, invalid
 from services.common.packing import pack_u32
 
@@ -30,6 +32,11 @@ class ChatBody:
     continue_final_message: bool = False
     cache_salt: str = ""
 
+    @property
+    def size(self) -> int:
+        """Bytes of its JSON."""
+        return sum(map(len, (self.messages_json, self.tools_json, self.template_kwargs_json, self.documents_json)))
+
 
 @dataclass(frozen=True, slots=True)
 class TextBody:
@@ -39,6 +46,11 @@ class TextBody:
     add_special_tokens: bool | None = None
     cache_salt: str = ""
 
+    @property
+    def size(self) -> int:
+        """Characters of the text."""
+        return len(self.text)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBody:
@@ -46,6 +58,11 @@ class TokenBody:
 
     token_ids: bytes
     cache_salt: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the token ids."""
+        return len(self.token_ids)
 
 
 Body = ChatBody | TextBody | TokenBody
@@ -57,23 +74,37 @@ def read_body(text: bytes) -> Body:
     Args:
         text: UTF-8 encoded JSON.
     """
-    try:
-        body = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise _wrong("is not valid JSON") from error
-    if not isinstance(body, dict):
-        raise _wrong("is not a JSON object")
+    body = parse_object(text)
     if "messages" in body:
-        return _chat(body)
+        return read_chat(body)
     if "prompt" in body:
-        return _completion(body)
-    raise _wrong("must have messages or prompt")
+        return read_completion(body)
+    raise wrong_body("must have messages or prompt")
 
 
-def _chat(body: Mapping[str, Any]) -> ChatBody:
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Returns a JSON object; raises SluiceError (INVALID_ARGUMENT) for anything else."""
+    try:
+        body = orjson.loads(text)
+    except orjson.JSONDecodeError:  # stricter than the parsers of engines, such as about lone surrogates
+        body = _parse_leniently(text)
+    if not isinstance(body, dict):
+        raise wrong_body("is not a JSON object")
+    return body
+
+
+def _parse_leniently(text: bytes) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise wrong_body("is not valid JSON") from error
+
+
+def read_chat(body: Mapping[str, Any]) -> ChatBody:
+    """Returns the prompt of a chat completion; raises SluiceError (INVALID_ARGUMENT) if a field is malformed."""
     messages = body["messages"]
     if not isinstance(messages, list) or not messages:
-        raise _wrong("must have a non-empty list of messages")
+        raise wrong_body("must have a non-empty list of messages")
     kwargs = dict(_field(body, "chat_template_kwargs", dict) or {})
     if (effort := _field(body, "reasoning_effort", str)) is not None:
         kwargs.setdefault("reasoning_effort", effort)
@@ -90,7 +121,8 @@ def _chat(body: Mapping[str, Any]) -> ChatBody:
     )
 
 
-def _completion(body: Mapping[str, Any]) -> TextBody | TokenBody:
+def read_completion(body: Mapping[str, Any]) -> TextBody | TokenBody:
+    """Returns the prompt of a completion; raises SluiceError (INVALID_ARGUMENT) if it is not a single one."""
     prompt, salt = body["prompt"], _field(body, "cache_salt", str) or ""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -98,13 +130,13 @@ def _completion(body: Mapping[str, Any]) -> TextBody | TokenBody:
         return TextBody(prompt, _field(body, "add_special_tokens", bool), salt)
     if isinstance(prompt, list) and prompt and all(map(_is_token_id, prompt)):
         return TokenBody(pack_u32(prompt), salt)
-    raise _wrong("must have one prompt: a string or a list of token ids")
+    raise wrong_body("must have one prompt: a string or a list of token ids")
 
 
 def _field(body: Mapping[str, Any], name: str, kind: type[T]) -> T | None:
     value = body.get(name)
     if value is not None and not isinstance(value, kind):
-        raise _wrong(f"has a {name} that is not a {kind.__name__}")
+        raise wrong_body(f"has a {name} that is not a {kind.__name__}")
     return value
 
 
@@ -113,12 +145,18 @@ def _is_token_id(value: Any) -> bool:
 
 
 def _dump(value: Any) -> bytes:
-    return b"" if value is None else json.dumps(value).encode()
+    if value is None:
+        return b""
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:  # lone surrogates, integers above 64 bits
+        return json.dumps(value).encode()
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not valid JSON")
 
 
-def _wrong(what: str) -> SluiceError:
+def wrong_body(what: str) -> SluiceError:
+    """Returns an error about a body."""
     return invalid(f"The openai_body {what}.", param=PARAM)

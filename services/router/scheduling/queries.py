@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import check_name, invalid
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
+from services.router.scheduling.openai_body import Body
 from services.router.workers.worker import Worker, WorkerRank
 
 MOST_TOKENS = 1 << 24
@@ -20,7 +21,7 @@ class Prompt:
     """A prompt as token ids (packed u32), block hashes (packed u64) or an OpenAI body (JSON).
 
     If all are empty, only the length is known. A body must be tokenized first; the prompt then has token ids and
-    hashes.
+    hashes. `body` is a body that has been read already.
     """
 
     token_ids: bytes = b""
@@ -31,6 +32,13 @@ class Prompt:
     lora: str = ""
     cache_salt: str = ""
     openai_body: bytes = b""
+    body: Body | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes that the prompt takes up, about."""
+        parsed = 0 if self.body is None else self.body.size
+        return len(self.token_ids) + len(self.block_hashes) + len(self.openai_body) + parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,12 @@ class Query:
     """Query for a worker to run a prompt. `request_id` is set to make a reservation; `candidates` None: any worker.
 
     `request_id` and `owner` are names within `scope`; see `reservations.ids.scoped`.
+
+    Attributes:
+        deadline_unix_ms: when the first token is due; orders the admission queue; 0: no deadline.
+        fairness_id: caller among whose requests the admission queue shares places evenly.
+        tokenize_ms: route by load alone if tokenizing takes longer or fails; 0: wait, and fail.
+        fallbacks: number of further workers to return, cheapest first.
     """
 
     model: str
@@ -56,6 +70,11 @@ class Query:
     max_wait_ms: int = 0
     return_token_ids: bool = False
     scope: str = ""
+    max_wait_for_workers_ms: int = 0
+    deadline_unix_ms: int = 0
+    fairness_id: str = ""
+    tokenize_ms: int = 0
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +114,7 @@ class RouteResult:
         repeated: the request had a reservation before.
         seconds: duration of the decision.
         prompt: set if the query requests it.
+        fallbacks: further workers for the part that generates the output, cheapest first.
     """
 
     worker: Worker
@@ -120,6 +140,7 @@ class RouteResult:
     seconds: float = 0.0
     stages: Mapping[str, float] = field(default_factory=dict)
     prompt: RoutedPrompt | None = None
+    fallbacks: Sequence[Worker] = ()
 
 
 def check_tokens(name: str, tokens: int) -> None:
@@ -133,10 +154,11 @@ def check(query: Query) -> None:
     check_tokens("prompt.prompt_tokens", query.prompt.prompt_tokens)
     check_tokens("expected_output_tokens", query.expected_output_tokens)
     times = {"ttl_ms": query.ttl_ms, "session_ttl_ms": query.session_ttl_ms, "max_wait_ms": query.max_wait_ms}
+    times["max_wait_for_workers_ms"] = query.max_wait_for_workers_ms
     for name, milliseconds in times.items():
         if milliseconds > MOST_MS:
             raise invalid(f"{name} is {milliseconds}; the maximum is one day, {MOST_MS}.", param=name)
-    names = {"request_id": query.request_id, "session_id": query.session_id}
+    names = {"request_id": query.request_id, "session_id": query.session_id, "fairness_id": query.fairness_id}
     for name, text in names.items():
         if len(text) > MOST_NAME:
             raise invalid(f"{name} has {len(text)} characters; the maximum is {MOST_NAME}.", param=name)

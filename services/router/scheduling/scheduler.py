@@ -137,6 +137,7 @@ class Scheduler:
             seconds=stopwatch.seconds,
             stages=stopwatch.laps,
             prompt=routed(query.prompt, blocks) if query.return_token_ids else None,
+            fallbacks=self._selector.fallbacks(request, decode) if query.fallbacks else (),
         )
 
     def _scores(

@@ -13,7 +13,7 @@ from services.common.errors import unavailable
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.reservations.ids import prefill_id
-from services.router.reservations.table import AllBusy, Owner, ReservationParams, ReservedRank
+from services.router.reservations.table import NO_DEADLINE, AllBusy, Owner, ReservationParams, ReservedRank, Standing
 from services.router.scheduling.policies import (
     Candidate,
     Demand,
@@ -177,6 +177,18 @@ class Selector:
             found.append(Score(offer.slot, cost, request.overlaps.get(offer.slot, NO_OVERLAP), load))
         return sorted(found, key=lambda score: score.cost)
 
+    def fallbacks(self, request: SchedulingRequest, selection: Selection) -> list[Worker]:
+        """Returns the workers of the next cheapest offers, by the loads last read; at most as many as queried."""
+        found: dict[str, Worker] = {selection.worker.worker_id: selection.worker}
+        loads, scale = request.view.loads, request.query.cost.prefill_load_scale
+        for offer in sorted(selection.offers, key=lambda offer: offer.cost(loads.get(offer.slot, NO_LOAD), scale)):
+            if len(found) > request.query.fallbacks:
+                break
+            worker = self._registry.get(request.query.model, offer.slot.worker_id)
+            if worker is not None and not worker.draining:
+                found.setdefault(worker.worker_id, worker)
+        return list(found.values())[1:]
+
     async def _book(
         self,
         request: SchedulingRequest,
@@ -276,6 +288,7 @@ class Selector:
             query.candidates,
             0 if part is Part.PREFILL else request.demand.output_blocks * MILLI,
             Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
+            Standing(query.priority, query.deadline_unix_ms or NO_DEADLINE),
         )
 
 

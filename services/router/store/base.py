@@ -20,10 +20,11 @@ from services.router.kv_index.events import Change, EventBatch, Snapshot
 from services.router.kv_index.index import BlockIndex
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Load, Offer
-from services.router.reservations.table import Reservation, ReservationParams, ReservedRank
+from services.router.reservations.table import Reservation, ReservationParams, ReservedRank, Standing
 from services.router.workers.claims import Claim, Hold
 from services.router.workers.worker import Worker, WorkerRank
 
+QUEUE_LEASE_MS = 1_000  # how long an announced queue counts; the queue announces itself more often
 KNOWN_FOR_S = 3600  # how long a model stays known after the last registration of a worker
 
 
@@ -210,6 +211,14 @@ class Store(ABC):
     @abstractmethod
     async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
         """Releases all load; returns the ids without reservations."""
+
+    async def announce_queue(self, model: str, standing: Standing | None) -> int:
+        """Publishes the standing of the first request that waits at this replica; None: its queue is empty.
+
+        Until it is withdrawn or QUEUE_LEASE_MS have passed, `select` under limits raises AllBusy for requests of other
+        replicas that it precedes. Returns the number of other replicas with a queue.
+        """
+        return 0
 
     @abstractmethod
     async def session(self, model: str, session_id: str) -> WorkerRank | None:

@@ -31,9 +31,10 @@ from services.router.kv_index.events import (
 )
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import MILLI, Limits, Load, Offer
-from services.router.reservations.table import AllBusy, Owner, Reservation, ReservationParams, ReservedRank
+from services.router.reservations.table import AllBusy, Owner, Reservation, ReservationParams, ReservedRank, Standing
 from services.router.store.base import (
     KNOWN_FOR_S,
+    QUEUE_LEASE_MS,
     Applied,
     FellBehind,
     Lease,
@@ -89,6 +90,7 @@ class RedisStore(Store):
         credentials: Credentials | None = None,
     ) -> None:
         self._prefix = prefix
+        self._replica = uuid.uuid4().hex
         self._random = random or Random()
         self._feed_limit = feed_limit
         self._model_registered_at: dict[str, float] = {}
@@ -253,6 +255,8 @@ class RedisStore(Store):
             terms.output,
             *_owner(terms.owner),
             "1" if (limited := any(offer.limits for offer in offers)) else "",
+            self._replica,
+            *terms.standing,
         ]
         numbers: list[float] = []
         for offer in offers:
@@ -299,6 +303,10 @@ class RedisStore(Store):
     async def renew_owners(self, model: str, owners: Sequence[str], lease_ms: int) -> None:
         for start in range(0, len(owners), MOST_IDS):
             await self._client.run("renew_owners", self._tag(model), lease_ms, *owners[start : start + MOST_IDS])
+
+    async def announce_queue(self, model: str, standing: Standing | None) -> int:
+        numbers = standing or ("", "")
+        return int(await self._client.run("announce_queue", self._tag(model), self._replica, *numbers, QUEUE_LEASE_MS))
 
     async def session(self, model: str, session_id: str) -> WorkerRank | None:
         field = await self._client.run("session", self._tag(model), session_id)

@@ -9,6 +9,7 @@ local REQUESTS = base .. ':requests'
 local RESERVATIONS = base .. ':reservations'
 local EXPIRIES = base .. ':expiries'
 local OWNERS = base .. ':owners'
+local QUEUES = base .. ':queues'
 local OP_HEADER = 6
 local CHUNK = 4000 -- Lua's stack limits the number of arguments of a call
 
@@ -24,6 +25,29 @@ local function owned_key(owner) return base .. ':owned:' .. owner end
 local function session_key(id) return base .. ':session:' .. id end
 local function blocks_key(id, epoch, rank, tier)
   return base .. ':blocks:' .. id .. ':' .. epoch .. ':' .. rank .. ':' .. tier
+end
+
+-- Returns the number of queues of other replicas, and whether the first request of any precedes this standing.
+local function count_queues(replica, priority, deadline)
+  local queues, now, count, precedes = redis.call('HGETALL', QUEUES), now_ms(), 0, false
+  for at = 1, #queues, 2 do
+    local until_ms, first, due = struct.unpack('<ddd', queues[at + 1])
+    if queues[at] ~= replica then
+      if until_ms < now then
+        redis.call('HDEL', QUEUES, queues[at])
+      else
+        count = count + 1
+        precedes = precedes or first < priority or (first == priority and due < deadline)
+      end
+    end
+  end
+  return count, precedes
+end
+
+local function is_preceded(replica, priority, deadline)
+  if redis.call('EXISTS', QUEUES) == 0 then return false end
+  local _, precedes = count_queues(replica, priority, deadline)
+  return precedes
 end
 
 -- Appends a change. n numbers changes consecutively, so that followers detect missed ones.

@@ -5,14 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from services.common.errors import SluiceError
 from services.common.tasks import TaskOwner
-from services.router.reservations.table import AllBusy
+from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, Standing
 from services.router.scheduling import admission_queue as line_module
-from services.router.scheduling.admission_queue import LATEST_MS, SOONEST_MS, UNKNOWN_MS, AdmissionQueues, ServiceRate
+from services.router.scheduling.admission_queue import (
+    LATEST_MS,
+    SOONEST_MS,
+    UNKNOWN_MS,
+    AdmissionQueues,
+    NoWorkers,
+    Reason,
+    ServiceRate,
+    WaitTerms,
+    no_workers,
+)
 from tests.support.oracles.circles import circles_of
 from tests.support.waiting import settle
 
@@ -71,7 +82,8 @@ def come(
     wait_ms: int = 60_000,
     scope: Hashable = None,
 ) -> asyncio.Task[tuple[str, int]]:
-    return asyncio.create_task(queues.admit(M, desk.attempt(name), priority, wait_ms, scope))  # type: ignore[arg-type]
+    terms = WaitTerms(priority, max_wait_ms=wait_ms, scope=scope)
+    return asyncio.create_task(queues.admit(M, desk.attempt(name), terms))  # type: ignore[arg-type]
 
 
 async def free(queues: AdmissionQueues[str], desk: Desk, places: int = 1) -> None:
@@ -133,7 +145,7 @@ async def test_request_of_another_scope_is_not_blocked(queues: AdmissionQueues[s
 
     waiting = come(queues, desk, "a", scope="x")
     await settle()
-    assert (await queues.admit(M, elsewhere, 0, 0, "y"))[0] == "elsewhere"
+    assert (await queues.admit(M, elsewhere, WaitTerms(scope="y")))[0] == "elsewhere"
     assert not waiting.done()
 
 
@@ -231,7 +243,7 @@ async def test_reservation_for_a_caller_that_leaves_at_the_grant_is_released(
         asyncio.get_running_loop().call_soon(leaver.cancel)  # before the leaver hears of its place
         return "a"
 
-    leaver = asyncio.create_task(queues.admit(M, attempt, 0, 60_000))
+    leaver = asyncio.create_task(queues.admit(M, attempt, WaitTerms(max_wait_ms=60_000)))
     await settle()
     await free(queues, desk)
     with pytest.raises(asyncio.CancelledError):
@@ -248,7 +260,7 @@ async def test_error_of_an_attempt_fails_only_its_request(queues: AdmissionQueue
     waiting = come(queues, desk, "a", scope="x")
     await settle()
     with pytest.raises(ValueError, match="broken"):
-        await queues.admit(M, broken, 0, 1000, "y")
+        await queues.admit(M, broken, WaitTerms(max_wait_ms=1000, scope="y"))
     await free(queues, desk)
     assert (await waiting)[0] == "a"
 
@@ -309,8 +321,125 @@ async def test_refused_after_a_wait_in_line() -> None:
 
     async def wait() -> None:
         with suppress(AllBusy):
-            await queues.admit("m", refuse, max_wait_ms=20)
+            await queues.admit("m", refuse, WaitTerms(max_wait_ms=20))
 
     found = await circles_of(wait, TIMES)
     assert found.total() < TIMES, found
+    await tasks.close()
+
+
+def wait(queues: AdmissionQueues[str], desk: Desk, name: str, terms: WaitTerms) -> asyncio.Task[tuple[str, int]]:
+    return asyncio.create_task(queues.admit(M, desk.attempt(name), terms))  # type: ignore[arg-type]
+
+
+async def test_equal_priority_with_deadlines_is_served_by_deadline(queues: AdmissionQueues[str], desk: Desk) -> None:
+    tasks = []
+    for name, due in (("none", NO_DEADLINE), ("late", 2_000), ("early", 1_000)):
+        tasks.append(wait(queues, desk, name, WaitTerms(deadline_unix_ms=due, max_wait_ms=60_000)))
+        await settle()
+    await free(queues, desk, 3)
+    await asyncio.gather(*tasks)
+    assert desk.served == ["early", "late", "none"]
+
+
+async def test_equal_deadlines_of_two_callers_take_turns(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "POLL_S", 3600)
+    tasks = TaskOwner()
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 100, desk.abandon)
+    waiting = []
+    for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
+        waiting.append(wait(queues, desk, name, WaitTerms(fairness_id=name[0], max_wait_ms=60_000)))
+        await settle()
+    await free(queues, desk, 2)
+    waiting.append(wait(queues, desk, "c1", WaitTerms(fairness_id="c", max_wait_ms=60_000)))
+    await settle()
+    await free(queues, desk, 5)
+    await asyncio.gather(*waiting)
+    assert desk.served == ["a1", "b1", "a2", "b2", "c1", "a3", "a4"]
+    await tasks.close()
+
+
+async def test_waiting_requests_over_the_size_limit_are_rejected(desk: Desk) -> None:
+    tasks = TaskOwner()
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 100, desk.abandon, most_bytes=100)
+    first = wait(queues, desk, "a", WaitTerms(size=80, max_wait_ms=60_000))
+    await settle()
+    with pytest.raises(AllBusy) as refused:
+        await wait(queues, desk, "b", WaitTerms(size=30, max_wait_ms=60_000))
+    assert refused.value.reason is BusyReason.SATURATED
+    await free(queues, desk)
+    await first
+    desk.free = 1
+    assert await wait(queues, desk, "c", WaitTerms(size=90, max_wait_ms=60_000)) == ("c", 0)
+    await tasks.close()
+
+
+async def test_request_that_waited_in_vain_has_the_reason(queues: AdmissionQueues[str], desk: Desk) -> None:
+    with pytest.raises(AllBusy) as refused:
+        await wait(queues, desk, "a", WaitTerms(max_wait_ms=10))
+    assert refused.value.reason is BusyReason.EXPIRED
+
+
+async def test_model_without_workers_makes_requests_wait_until_it_has_some(desk: Desk) -> None:
+    tasks = TaskOwner()
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 100, desk.abandon)
+    up = False
+    prepared = []
+
+    def attempt(name: str) -> Callable[..., object]:
+        async def try_it(*, place: bool = True) -> str:
+            if not up:
+                raise no_workers(M)
+            return await desk.attempt(name)(place=place)  # type: ignore[misc, no-any-return]
+
+        return try_it
+
+    async def admit(name: str, terms: WaitTerms) -> tuple[str, int]:
+        async def prepare() -> None:
+            if up:
+                prepared.append(name)
+
+        return await queues.admit(M, attempt(name), terms, prepare)  # type: ignore[arg-type]
+
+    patient = WaitTerms(max_wait_for_workers_ms=60_000, max_wait_ms=60_000)
+    waiting = [asyncio.create_task(admit("later", replace(patient, priority=1)))]
+    waiting.append(asyncio.create_task(admit("sooner", patient)))
+    await settle()
+    with pytest.raises(NoWorkers) as refused:
+        await admit("impatient", WaitTerms(max_wait_ms=60_000))
+    assert refused.value.code == "no_workers"
+    assert queues.waiting == {(M, Reason.WORKERS): 2}
+    with pytest.raises(NoWorkers):
+        await admit("short", WaitTerms(max_wait_for_workers_ms=10))
+    up, desk.free = True, 1
+    queues.ended(M, 0)
+    await settle()
+    assert sorted(prepared) == ["later", "sooner"]
+    assert desk.served == ["sooner"]
+    assert queues.waiting == {(M, Reason.CAPACITY): 1}
+    await free(queues, desk)
+    await asyncio.gather(*waiting)
+    assert desk.served == ["sooner", "later"]
+    await tasks.close()
+
+
+async def test_first_request_of_a_queue_is_announced_and_withdrawn(desk: Desk) -> None:
+    announced: list[Standing | None] = []
+
+    async def announce(model: str, standing: Standing | None) -> int:
+        announced.append(standing)
+        return 1
+
+    tasks = TaskOwner()
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 100, desk.abandon, announce=announce)
+    waiting = [wait(queues, desk, "a", WaitTerms(3, 5, max_wait_ms=60_000))]
+    await settle()
+    waiting.append(wait(queues, desk, "b", WaitTerms(2, 7, max_wait_ms=60_000)))
+    await settle()
+    await free(queues, desk, 2)
+    await asyncio.gather(*waiting)
+    await settle()
+    assert announced[0] == Standing(3, 5)
+    assert Standing(2, 7) in announced
+    assert announced[-1] is None
     await tasks.close()

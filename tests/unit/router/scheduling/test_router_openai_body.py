@@ -43,7 +43,7 @@ def test_a_chat_keeps_everything_the_template_sees() -> None:
 
 
 def test_absent_chat_fields_are_empty() -> None:
-    assert read_body(b'{"messages":[{"role":"user"}]}') == ChatBody(b'[{"role": "user"}]')
+    assert read_body(b'{"messages":[{"role":"user"}]}') == ChatBody(b'[{"role":"user"}]')
 
 
 @pytest.mark.parametrize(

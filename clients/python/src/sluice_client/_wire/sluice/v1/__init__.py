@@ -47,6 +47,8 @@ __all__ = (
     "GetLoadsResponse",
     "GetOverlapsRequest",
     "GetOverlapsResponse",
+    "GetQueuesRequest",
+    "GetQueuesResponse",
     "GetTokenizerRequest",
     "GuidedDecoding",
     "GuidedDecodingChoiceList",
@@ -102,6 +104,8 @@ __all__ = (
     "ToolCallDelta",
     "TraceContext",
     "Usage",
+    "WaitingQueue",
+    "WaitingQueueReason",
     "WatchWorkersRequest",
     "WorkerChange",
     "WorkerChangeKind",
@@ -468,6 +472,39 @@ class RouteQueryRequestMode(betterproto2.Enum):
             "MODE_UNSPECIFIED": 0,
             "MODE_QUERY_ONLY": 1,
             "MODE_SELECT_AND_RESERVE": 2,
+        }
+
+
+class WaitingQueueReason(betterproto2.Enum):
+    UNSPECIFIED = 0
+    """
+    never sent
+    """
+
+    CAPACITY = 1
+    """
+    all workers are busy
+    """
+
+    WORKERS = 2
+    """
+    the model has no worker
+    """
+
+    @classmethod
+    def betterproto_value_to_renamed_proto_names(cls) -> dict[int, str]:
+        return {
+            0: "REASON_UNSPECIFIED",
+            1: "REASON_CAPACITY",
+            2: "REASON_WORKERS",
+        }
+
+    @classmethod
+    def betterproto_renamed_proto_names_to_value(cls) -> dict[str, int]:
+        return {
+            "REASON_UNSPECIFIED": 0,
+            "REASON_CAPACITY": 1,
+            "REASON_WORKERS": 2,
         }
 
 
@@ -1507,6 +1544,32 @@ default_message_pool.register_message(
 
 
 @dataclass(eq=False, repr=False)
+class GetQueuesRequest(betterproto2.Message):
+    model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+    """
+    empty: all models
+    """
+
+
+default_message_pool.register_message("sluice.v1", "GetQueuesRequest", GetQueuesRequest)
+
+
+@dataclass(eq=False, repr=False)
+class GetQueuesResponse(betterproto2.Message):
+    queues: "list[WaitingQueue]" = betterproto2.field(
+        1, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    only models with waiting requests
+    """
+
+
+default_message_pool.register_message(
+    "sluice.v1", "GetQueuesResponse", GetQueuesResponse
+)
+
+
+@dataclass(eq=False, repr=False)
 class GetTokenizerRequest(betterproto2.Message):
     pass
 
@@ -2364,6 +2427,34 @@ class RouteQueryRequest(betterproto2.Message):
     request body need not tokenize it again.
     """
 
+    max_wait_for_workers_ms: "int" = betterproto2.field(19, betterproto2.TYPE_UINT32)
+    """
+    While the model has no worker: longest wait in the admission queue before the query fails with UNAVAILABLE.
+    0: the router's setting, by default no wait.
+    """
+
+    first_token_ms: "int" = betterproto2.field(20, betterproto2.TYPE_UINT32)
+    """
+    When the first token is due, in milliseconds from now. In the admission queue, requests of equal priority are served
+    in the order of their deadlines, those without one last. 0: none.
+    """
+
+    fairness_id: "str" = betterproto2.field(21, betterproto2.TYPE_STRING)
+    """
+    Caller among whose requests the admission queue shares places evenly, among requests of equal priority and deadline.
+    """
+
+    tokenize_ms: "int" = betterproto2.field(22, betterproto2.TYPE_UINT32)
+    """
+    Select by load alone (`degraded` is tokenizing_late or tokenizing_failed) if tokenizing openai_body takes longer than
+    this or fails. 0: the query waits for it, and fails with it.
+    """
+
+    fallbacks: "int" = betterproto2.field(23, betterproto2.TYPE_UINT32)
+    """
+    number of RouteQueryResponse.fallbacks
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "RouteQueryRequest", RouteQueryRequest
@@ -2477,6 +2568,13 @@ class RouteQueryResponse(betterproto2.Message):
     block_size: "int" = betterproto2.field(18, betterproto2.TYPE_UINT32)
     """
     tokens per block of block_hashes; 0: none
+    """
+
+    fallbacks: "list[WorkerTarget]" = betterproto2.field(
+        19, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    further workers that could generate the output, cheapest first
     """
 
 
@@ -3297,6 +3395,20 @@ class Usage(betterproto2.Message):
 
 
 default_message_pool.register_message("sluice.v1", "Usage", Usage)
+
+
+@dataclass(eq=False, repr=False)
+class WaitingQueue(betterproto2.Message):
+    model: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    reason: "WaitingQueueReason" = betterproto2.field(
+        2, betterproto2.TYPE_ENUM, default_factory=lambda: WaitingQueueReason(0)
+    )
+
+    requests: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
+
+
+default_message_pool.register_message("sluice.v1", "WaitingQueue", WaitingQueue)
 
 
 @dataclass(eq=False, repr=False)

@@ -1,0 +1,104 @@
+"""Waiting for workers and for capacity, over gRPC, with one replica and with two that share Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from sluice.v1 import router_pb2
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+
+RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
+
+
+def query(request_id: str, **fields: Any) -> router_pb2.RouteQueryRequest:
+    return router_pb2.RouteQueryRequest(
+        mode=RESERVE, request_id=request_id, model=MODEL, prompt=router_pb2.PromptRef(prompt_tokens=64), **fields
+    )
+
+
+def ask(router: RouterProcess, request_id: str, **fields: Any) -> asyncio.Task[router_pb2.RouteQueryResponse]:
+    async def call() -> router_pb2.RouteQueryResponse:
+        answer: router_pb2.RouteQueryResponse = await router.stub.RouteQuery(query(request_id, **fields), timeout=30)
+        return answer
+
+    return asyncio.create_task(call())
+
+
+async def waiting(router: RouterProcess, model: str = MODEL) -> dict[str, int]:
+    answer = await router.stub.GetQueues(router_pb2.GetQueuesRequest())
+    return {router_pb2.WaitingQueue.Reason.Name(each.reason): each.requests for each in answer.queues}
+
+
+async def free(router: RouterProcess, *reservations: str) -> None:
+    await router.stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=reservations))
+
+
+async def test_model_scaled_to_zero_makes_queries_wait_for_its_first_worker() -> None:
+    async with routers(models=[MODEL]) as [router]:
+        await router.ready()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.stub.RouteQuery(query("now"))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        asked = ask(router, "later", max_wait_for_workers_ms=20_000)
+
+        async def waits() -> bool:
+            return await waiting(router) == {"REASON_WORKERS": 1}
+
+        await until(waits)
+        worker = FakeWorker("w")
+        await worker.attach(router)
+        answer = await asked
+        assert (answer.decode.worker_id, answer.waited_ms > 0) == ("w", True)
+        assert await waiting(router) == {}
+        await worker.detach()
+
+
+async def test_wait_for_workers_ends_with_no_workers() -> None:
+    async with routers(models=[MODEL], wait_for_workers_ms=50) as [router]:
+        await router.ready()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await router.stub.RouteQuery(query("r"))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "No worker serves" in str(refused.value.details())
+
+
+async def test_priority_and_deadline_hold_across_replicas(redis: RedisServer) -> None:
+    """Every place that becomes free at one replica goes to the first of both queues."""
+    async with routers(2, redis_url=redis.url, busy_requests=1) as [one, two]:
+        await asyncio.gather(one.ready(), two.ready())
+        worker = FakeWorker("w")
+        await worker.attach(one)
+
+        async def listed() -> bool:
+            return len((await two.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers) == 1
+
+        await until(listed)
+        running = (await ask(one, "first")).reservation_id
+        patient = {"max_wait_ms": 20_000}
+        served: list[str] = []
+        asked = []
+        for name, router, fields in (
+            ("last", one, {"priority": 5}),
+            ("plain", two, {}),
+            ("due", one, {"first_token_ms": 60_000}),
+            ("urgent", two, {"priority": -1}),
+        ):
+            asked.append(ask(router, name, **patient, **fields))
+            asked[-1].add_done_callback(lambda _, name=name: served.append(name))
+
+        async def queued() -> bool:
+            return sum([*(await waiting(one)).values(), *(await waiting(two)).values()]) == 4
+
+        await until(queued)
+        for count in range(4):
+            await free(one, running)  # at a replica that may not be the one with the first request
+            await until(lambda count=count: len(served) > count)
+            running = f"{MODEL}:{served[-1]}"
+        assert served == ["urgent", "due", "plain", "last"]
+        await asyncio.gather(*asked)
+        await worker.detach()
