@@ -26,6 +26,7 @@ NAMES = (
     "batch_tokens",
     "health_watches",
     "template_processes",
+    "picker_bodies",
 )
 """Every budget; the values of the metric's label."""
 

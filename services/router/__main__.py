@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 from services.common.rpc.server import GrpcServer
 from services.common.runner import run
 from services.common.security.tls import channel_credentials
-from services.common.tasks import Stop
+from services.common.tasks import Stop, TaskOwner
 from services.router.kv_index.predictions import Lifetimes
 from services.router.messages.workers import read_report, used_blocks
 from services.router.preprocess_client import PreprocessBodies
@@ -21,6 +22,9 @@ from services.router.settings import RouterSettings
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore
 from sluice.v1 import router_pb2, router_pb2_grpc
+
+if TYPE_CHECKING:
+    from services.router.picker.bootstrap import PickerServers
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +77,15 @@ def make_bodies(settings: RouterSettings) -> PreprocessBodies | None:
     return PreprocessBodies(settings.preprocess, channel_credentials(settings), settings.preprocess_timeout_s)
 
 
+def make_picker(settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner) -> PickerServers | None:
+    """Returns the endpoint picker, or None if the settings have none."""
+    if not settings.picker_listen:
+        return None
+    from services.router.picker.bootstrap import PickerServers
+
+    return PickerServers(settings, router, cost, tasks)
+
+
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
     """Serves until `stop` is set; `on_listening` receives the port."""
     bodies = make_bodies(settings)
@@ -93,11 +106,15 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         settings.predicted_credit,
     )
     service = RouterService(router, cost, settings.session_pause_s)
+    tasks = TaskOwner(stop.fail)
+    picker = make_picker(settings, router, cost, tasks)
     server = GrpcServer(settings, router_pb2.DESCRIPTOR)
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
     if bodies is not None:
         await bodies.start()
     await server.start()
+    if picker is not None:
+        await picker.start()
     router.start()
     if on_listening is not None:
         on_listening.set_result(server.port)
@@ -107,11 +124,17 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         wait.cancel()
     if not stop.is_set():
         await server.set_serving(True)
+        if picker is not None:
+            await picker.serve()
         log.info("router is ready", extra={"store": "redis" if settings.redis_url.get_secret_value() else "memory"})
     await stop.wait()
     await server.set_serving(False)
     service.stop()
-    await server.stop(settings.drain_s)
+    drains = [server.stop(settings.drain_s)]
+    if picker is not None:
+        drains.append(picker.stop(settings.drain_s))
+    await asyncio.gather(*drains)
+    await tasks.close()
     await router.close()
     if bodies is not None:
         await bodies.close()

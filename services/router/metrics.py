@@ -67,6 +67,24 @@ SHED = METRICS.counter("shed", "queries rejected because all workers were busy")
 PREFILL_INFERRED = METRICS.counter(
     "prefill_inferred", "prompts found computed from the reports of workers before their owner marked them"
 )
+PICKER_REQUESTS = METRICS.counter(
+    "picker_requests",
+    "HTTP requests of the endpoint picker",
+    Label("outcome", "completed, picked (the response did not pass), disconnected, shed or an error code", most=40),
+    when="Envoy uses the endpoint picker (`--picker-listen`)",
+)
+PICKER_SECONDS = METRICS.histogram(
+    "picker_seconds",
+    "time from a request's complete body to its endpoint, including the admission queue",
+    buckets=WAITED_BUCKETS_S,
+    when="Envoy uses the endpoint picker (`--picker-listen`)",
+)
+PICKER_MOVED = METRICS.counter(
+    "picker_moved",
+    "bookings moved because another endpoint served the request",
+    when="Envoy uses a fall-back of the endpoint picker",
+)
+PICKER_STREAMS = METRICS.gauge("picker_streams", "HTTP requests in progress at the endpoint picker")
 EVENT_BATCHES = METRICS.counter(
     "event_batches",
     "KV event batches of workers; batches after a gap are buffered until a snapshot arrives",
@@ -113,6 +131,10 @@ class Metrics:
         self.shed = Counter(SHED)
         self.tokenizing_failed = Counter(TOKENIZING_FAILED)
         self.prefill_inferred = Counter(PREFILL_INFERRED)
+        self.picker_requests = Counter(PICKER_REQUESTS)
+        self.picker_seconds = Histogram(PICKER_SECONDS)
+        self.picker_moved = Counter(PICKER_MOVED)
+        self.picker_streams = Gauge(PICKER_STREAMS)
         self.event_batches = Counter(EVENT_BATCHES)
         self.disconnected_workers = Counter(DISCONNECTED_WORKERS)
         self.refused = Counter(REFUSED)

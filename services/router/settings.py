@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, SecretStr
 
 from services.common.redis.target import RedisLoginSettings
-from services.common.settings import AddressList, CommaList, GrpcServiceSettings, settings_config
+from services.common.settings import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
 from services.router.reservations.cost import PREFILL_LOAD_SCALE
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
@@ -97,6 +97,41 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         [], description="host:port of preprocess; names resolve to all addresses; empty: reject OpenAI bodies"
     )
     preprocess_timeout_s: float = Field(15.0, gt=0, description="timeout of calls to preprocess in seconds")
+    picker_listen: Address = Field(
+        "", description="host:port of the endpoint picker for Envoy (ext_proc), such as 0.0.0.0:9002; empty: none"
+    )
+    picker_health_listen: Address = Field(
+        "", description="host:port of a gRPC health server for the picker alone, such as 0.0.0.0:9003; empty: none"
+    )
+    picker_gateways: AddressList = Field(
+        [],
+        description="host:port of the gateways (routing direct) that picked requests go to; names resolve to all "
+        "addresses; empty: requests go to the HTTP servers of the workers",
+    )
+    picker_fallbacks: int = Field(
+        2,
+        ge=0,
+        le=16,
+        description="number of further endpoints after the chosen one, for retries; 0 for clusters of type ORIGINAL_DST",
+    )
+    picker_tokenize_ms: int = Field(
+        2_000, ge=1, description="the picker selects by load alone if tokenizing takes this many milliseconds"
+    )
+    picker_body_mb: int = Field(16, ge=1, description="longest request body of the picker, MiB")
+    picker_bodies_mb: int = Field(512, ge=1, description="maximum size of all request bodies in the picker, MiB")
+    picker_body_s: float = Field(60.0, gt=0, description="longest time in seconds for a request body to arrive")
+    picker_streams: int = Field(10_000, ge=1, description="maximum number of requests in progress at the picker")
+    picker_close_after_choice: bool = Field(
+        False,
+        description="the picker ends its stream once an endpoint is chosen: cheaper, but bookings end by the load reports "
+        "of workers or by --reservation-ttl-s",
+    )
+    picker_objectives: CommaList = Field(
+        [], description="names of inference objectives with their priorities, such as chat=10,batch=-5; higher is first"
+    )
+    picker_conformance: bool = Field(
+        False, description="obey the header test-epp-endpoint-selection of the Gateway API's conformance tests"
+    )
     lease_ms: int = Field(
         6_000, ge=300, description="lease of a worker in milliseconds; without a heartbeat for this long it is removed"
     )

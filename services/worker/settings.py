@@ -25,6 +25,11 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     worker_id: str = Field(
         "", description="unique name of this worker; empty: the host or container name, followed by the port"
     )
+    http_address: Address = Field(
+        "",
+        description="host:port of the engine's own HTTP server, to which an endpoint picker may send requests; empty: "
+        "none",
+    )
     advertise: Address = Field(
         "", description="host:port at which gateways reach this worker; empty: determined automatically"
     )

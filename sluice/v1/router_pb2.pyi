@@ -1178,6 +1178,7 @@ class WorkerInfo(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     epoch: _builtins.int
@@ -1186,6 +1187,8 @@ class WorkerInfo(_message.Message):
     draining: _builtins.bool
     """completes its requests, accepts no new ones"""
     engine_version: _builtins.str
+    http_address: _builtins.str
+    """as registered"""
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
     @_builtins.property
@@ -1204,10 +1207,11 @@ class WorkerInfo(_message.Message):
         engine: _builtins.str = ...,
         draining: _builtins.bool = ...,
         engine_version: _builtins.str = ...,
+        http_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "load", b"load", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "load", b"load", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1550,6 +1554,7 @@ class Registration(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     LEASE_KEY_FIELD_NUMBER: _builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique among the workers of all models. While one process holds the lease, another one is rejected with
     `worker_id_taken` and the time left; only a caller whose identity names this very worker can take over the id, with
@@ -1569,6 +1574,8 @@ class Registration(_message.Message):
     a registration comes from the same process, which may then continue while its old stream is still open.
     Unset: the id becomes free only with the end of the stream or of the lease.
     """
+    http_address: _builtins.str
+    """host:port of the engine's own HTTP server, if it has one, to which an endpoint picker may send requests; empty: none."""
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
     def __init__(
@@ -1582,10 +1589,11 @@ class Registration(_message.Message):
         engine: _builtins.str = ...,
         engine_version: _builtins.str = ...,
         lease_key: _builtins.bytes = ...,
+        http_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "lease_key", b"lease_key", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "lease_key", b"lease_key", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

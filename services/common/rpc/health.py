@@ -25,6 +25,9 @@ SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 LIVE = "live"
 """A service name whose status is SERVING as long as the process responds, even while it loads or drains."""
+_ALIVE = (LIVE, "liveness")
+READINESS = "readiness"
+"""The entire server, under the name that endpoint pickers have for it; theirs for LIVE is ``liveness``."""
 VERSION_KEY, CLOCK_KEY = "sluice-version", "sluice-unix-ms"
 """Trailing metadata of every Check: the server's version and clock."""
 
@@ -38,7 +41,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
 
     def __init__(self, watches: BudgetPool) -> None:
         self._watches = watches
-        self._statuses: dict[str, int] = {LIVE: SERVING}
+        self._statuses: dict[str, int] = dict.fromkeys(_ALIVE, SERVING)
         self._changed = asyncio.Event()
         self._closed = False
 
@@ -50,7 +53,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
     def close(self) -> None:
         """Reports NOT_SERVING to all watchers and ends their calls."""
         self._closed = True
-        self._statuses = {name: SERVING if name == LIVE else NOT_SERVING for name in self._statuses}
+        self._statuses = {name: SERVING if name in _ALIVE else NOT_SERVING for name in self._statuses}
         self._notify()
 
     def _notify(self) -> None:

@@ -16,7 +16,7 @@ from services.common.net.addresses import host_port, join, listens_on_loopback
 from services.common.observability import scrape_server as scraping
 from services.common.rpc.auth_interceptor import access_interceptors
 from services.common.rpc.channels import KEEPALIVE_TIMEOUT_MS
-from services.common.rpc.health import Health
+from services.common.rpc.health import READINESS, Health
 from services.common.security.tls import server_credentials
 from services.common.settings import GrpcServiceSettings
 
@@ -28,6 +28,9 @@ class GrpcServer:
 
     Register servicers on `server`, then call `start`. Health reports NOT_SERVING until `set_serving(True)` and once
     `stop` begins; for the name "live" it always reports SERVING.
+
+    Args:
+        health_names: further names that health reports for, such as services that another server has.
     """
 
     def __init__(
@@ -35,9 +38,11 @@ class GrpcServer:
         settings: GrpcServiceSettings,
         descriptor: FileDescriptor,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        health_names: Sequence[str] = (),
     ) -> None:
         self._settings = settings
         self._services = [service.full_name for service in descriptor.services_by_name.values()]
+        self._health_names = ("", READINESS, *self._services, *health_names)
         limit = settings.max_message_mb << 20
         options: list[tuple[str, int]] = [
             ("grpc.max_receive_message_length", limit),
@@ -87,7 +92,7 @@ class GrpcServer:
     async def set_serving(self, serving: bool) -> None:
         """Sets whether the health service reports that requests are accepted."""
         scraping.serving = serving
-        for name in ("", *self._services):
+        for name in self._health_names:
             self._health.set(name, serving)
 
     async def stop(self, grace_s: float) -> None:

@@ -45,7 +45,9 @@ _MAY = {
     },
     "Preprocess": {"gateway": _all_but(), "scheduler": _all_but(), "router": _only("Tokenize")},
     "Postprocess": {"gateway": _all_but(), "scheduler": _all_but()},
+    "ExternalProcessor": {"scheduler": _all_but()},
 }
+_PACKAGES = ("sluice.v1", "envoy.service.ext_proc.v3")
 
 
 def may_call(caller: str, method: str) -> bool:
@@ -55,6 +57,6 @@ def may_call(caller: str, method: str) -> bool:
     """
     service, _, rpc = method.lstrip("/").partition("/")
     package, _, name = service.rpartition(".")
-    if caller == OPERATOR or package != "sluice.v1" or name not in _MAY:
+    if caller == OPERATOR or package not in _PACKAGES or name not in _MAY:
         return True
     return rpc in _MAY[name].get(caller, _only())

@@ -12,6 +12,7 @@ from services.router.reservations.ids import scoped
 from services.router.scheduling.admission_queue import Reason
 from services.router.scheduling.decisions import Decision, Outcome
 from services.router.scheduling.queries import Prompt, Query, RoutedPrompt, RouteResult
+from services.router.scheduling.route_headers import headers_of
 from services.router.store.memory import unix_ms
 from services.router.workers.worker import WorkerRank
 from sluice.v1 import router_pb2
@@ -182,27 +183,3 @@ def decision_of(decision: Decision) -> router_pb2.Decision:
         degraded=decision.degraded,
         session_hit=decision.session_hit,
     )
-
-
-def headers_of(route: RouteResult) -> dict[str, str]:
-    """Returns the headers that these schedulers set for a route; those of a prefill worker only if it has one."""
-    worker, rank = route.worker, str(route.rank)
-    headers = {
-        "x-gateway-destination-endpoint": worker.address,
-        "x-dynamo-worker-instance-id": worker.worker_id,
-        "x-dynamo-dp-rank": rank,
-        "x-worker-instance-id": worker.worker_id,
-        "x-dp-rank": rank,
-    }
-    if worker.ranks > 1:
-        headers["x-data-parallel-host-port"] = worker.address
-    if (prefill := route.prefill_worker) is not None:
-        prefill_rank = str(route.prefill_rank)
-        headers |= {
-            "x-prefiller-host-port": prefill.address,
-            "x-dynamo-prefill-instance-id": prefill.worker_id,
-            "x-dynamo-prefill-dp-rank": prefill_rank,
-            "x-prefill-instance-id": prefill.worker_id,
-            "x-prefill-dp-rank": prefill_rank,
-        }
-    return headers

@@ -11,8 +11,9 @@ from hashlib import sha256
 from google.protobuf.message import DecodeError
 
 from services.common.discovery.worker_checks import check_worker
-from services.common.errors import check_name, invalid, quoted
+from services.common.errors import LONGEST_ADDRESS, check_name, invalid, quoted
 from services.common.hashing import HASH_SCHEME
+from services.common.net.addresses import is_reachable
 from services.common.packing import pack_u64
 from services.common.security.identity import ANONYMOUS, Caller
 from services.router.kv_index.events import HASH_BYTES, BlockOp, CacheOperation, EventBatch, Tier
@@ -67,6 +68,12 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         if not value:
             raise invalid(f"Missing {name}; a registration requires it.", param=f"registration.{name}")
     check_worker(registration.worker_id, registration.address, card)
+    if registration.http_address:
+        check_name(registration.http_address, "registration.http_address", LONGEST_ADDRESS)
+        if not is_reachable(registration.http_address):
+            raise invalid(
+                f"http_address {quoted(registration.http_address)} is not host:port.", param="registration.http_address"
+            )
     check_name(registration.engine, "registration.engine")
     check_name(registration.engine_version, "registration.engine_version")
     _check_epoch(registration.epoch)
@@ -92,6 +99,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         role=registration.role or common_pb2.WORKER_ROLE_AGGREGATED,
         engine=registration.engine,
         engine_version=registration.engine_version,
+        http_address=registration.http_address,
     )
     try:
         role = Role(info.role)
@@ -112,6 +120,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         adapters=tuple(card.adapters),
         caller=caller.name,
         lease_digest=sha256(key).hexdigest() if key else "",
+        http_address=registration.http_address,
     )
 
 

@@ -51,6 +51,7 @@ class Worker:
         document: opaque description of the worker for the transport.
         capabilities: of the engine, from the model card.
         adapters: LoRA adapters loaded now.
+        http_address: host:port of the engine's own HTTP server; empty: none.
         caller: identifies the process together with `lease_digest`, as in Claim.
     """
 
@@ -69,6 +70,7 @@ class Worker:
     adapters: tuple[str, ...] = ()
     caller: str = ""
     lease_digest: str = ""
+    http_address: str = ""
 
     @property
     def holder(self) -> str:

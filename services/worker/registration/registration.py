@@ -39,6 +39,7 @@ class Registration:
         worker: already started; its epoch and card are registered.
         address: host:port at which gateways reach the worker.
         routers: replicas to choose from; started and closed by the caller.
+        http_address: host:port of the engine's own HTTP server; empty: none.
 
     Attributes:
         trouble: error code while another process holds the worker's id; otherwise empty.
@@ -50,8 +51,10 @@ class Registration:
         worker: Worker,
         address: str,
         routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub],
+        http_address: str = "",
     ) -> None:
         self._worker = worker
+        self._http_address = http_address
         self._address = address
         self._routers = routers
         self._logs = [KvEventLog(source.rank) for source in worker.engine.kv_event_sources()]
@@ -229,4 +232,5 @@ class Registration:
             engine=config.engine,
             engine_version=config.engine_version,
             lease_key=self._lease_key,
+            http_address=self._http_address,
         )

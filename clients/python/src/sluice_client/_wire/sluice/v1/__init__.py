@@ -2162,6 +2162,11 @@ class Registration(betterproto2.Message):
     Unset: the id becomes free only with the end of the stream or of the lease.
     """
 
+    http_address: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
+    """
+    host:port of the engine's own HTTP server, if it has one, to which an endpoint picker may send requests; empty: none.
+    """
+
 
 default_message_pool.register_message("sluice.v1", "Registration", Registration)
 
@@ -3479,6 +3484,11 @@ class WorkerInfo(betterproto2.Message):
     """
 
     engine_version: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
+
+    http_address: "str" = betterproto2.field(10, betterproto2.TYPE_STRING)
+    """
+    as registered
+    """
 
 
 default_message_pool.register_message("sluice.v1", "WorkerInfo", WorkerInfo)

@@ -1,0 +1,105 @@
+"""Starts and stops the endpoint picker within a router process."""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import AsyncExitStack
+
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
+from grpc_health.v1 import health_pb2
+
+from services.common.budgets import BudgetPool
+from services.common.errors import ErrorKind, SluiceError
+from services.common.rpc.server import GrpcServer
+from services.common.tasks import TaskOwner
+from services.router.picker.gateways import Gateways
+from services.router.picker.picker import Picker, PickerConfig
+from services.router.picker.server import PickerLimits, PickerService
+from services.router.reservations.cost import CostModel
+from services.router.router import Router
+from services.router.settings import RouterSettings
+
+FLUSH_S = 2.0
+NAME = ext_proc.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
+
+
+def read_objectives(texts: list[str]) -> dict[str, int]:
+    """Returns priorities by the names of objectives; raises SluiceError (INVALID_ARGUMENT) for an invalid text."""
+    found = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        try:
+            found[name.strip()] = int(number)
+        except ValueError:
+            raise SluiceError(
+                ErrorKind.INVALID_ARGUMENT,
+                f"--picker-objectives: {text!r} is not a name and a priority, such as chat=10.",
+            ) from None
+    return found
+
+
+class PickerServers:
+    """The picker of a router process: its gRPC servers, its tasks and the lease of its bookings."""
+
+    def __init__(self, settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner) -> None:
+        self._settings = settings
+        self._router = router
+        self._tasks = tasks
+        self._gateways = Gateways(settings.picker_gateways) if settings.picker_gateways else None
+        config = PickerConfig(
+            settings.picker_tokenize_ms,
+            settings.picker_fallbacks,
+            objectives=read_objectives(settings.picker_objectives),
+            conformance=settings.picker_conformance,
+        )
+        self._owner = f"picker/{uuid.uuid4().hex}"
+        self._picker = Picker(router, config, cost, self._owner, self._gateways)
+        limits = PickerLimits(
+            settings.picker_body_mb << 20,
+            settings.picker_body_s,
+            settings.picker_streams,
+            settings.picker_close_after_choice,
+        )
+        bodies = BudgetPool("picker_bodies", settings.picker_bodies_mb << 20, "--picker-bodies-mb")
+        self._service = PickerService(self._picker, limits, bodies, router.metrics)
+        self._servers: list[GrpcServer] = []
+        self._lease = AsyncExitStack()
+
+    @property
+    def ports(self) -> list[int]:
+        """Ports of the picker and, if it has one, of its health server."""
+        return [server.port for server in self._servers]
+
+    async def start(self) -> None:
+        """Starts listening; raises SluiceError if an address cannot be bound."""
+        settings = self._settings
+        server = GrpcServer(settings.model_copy(update={"listen": settings.picker_listen}), ext_proc.DESCRIPTOR)
+        ext_proc_grpc.add_ExternalProcessorServicer_to_server(self._service, server.server)
+        self._servers.append(server)
+        if settings.picker_health_listen:
+            changed = {"listen": settings.picker_health_listen}
+            health = GrpcServer(settings.model_copy(update=changed), health_pb2.DESCRIPTOR, health_names=(NAME,))
+            self._servers.append(health)
+        if self._gateways is not None:
+            await self._gateways.resolve()
+            self._tasks.spawn(self._gateways.resolve_forever(), "picker-gateways")
+        self._tasks.spawn(self._picker.releases.run(), "picker-releases")
+        for each in self._servers:
+            await each.start()
+
+    async def serve(self) -> None:
+        """Reports readiness; call it once the router is ready."""
+        await self._lease.enter_async_context(self._router.owners.stream(self._owner))
+        for each in self._servers:
+            await each.set_serving(True)
+
+    async def stop(self, grace_s: float) -> None:
+        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the bookings of all others."""
+        for each in self._servers:
+            await each.set_serving(False)
+        await self._servers[0].stop(grace_s)
+        await self._picker.releases.flush(FLUSH_S)
+        await self._lease.aclose()
+        for each in self._servers[1:]:
+            await each.stop(0)

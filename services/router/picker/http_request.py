@@ -1,0 +1,101 @@
+"""The HTTP request that Envoy asks about: its headers and the endpoints it may go to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.router.scheduling.agent_bodies import Api, api_of
+
+MOST_HEADER = 512  # characters of a header that becomes a name
+MOST_MS = 86_400_000
+
+REQUEST_ID = "x-request-id"
+SESSION = "x-session-id"
+# Each with its older name.
+OBJECTIVE = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+FAIRNESS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
+FIRST_TOKEN_MS = ("x-llm-d-slo-ttft-ms", "x-gateway-slo-ttft-ms")
+TOKEN_MS = ("x-llm-d-slo-tpot-ms", "x-gateway-slo-tpot-ms")
+TEST_ENDPOINTS = "test-epp-endpoint-selection"  # of the extension's conformance suite
+
+SUBSET_NAMESPACE, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
+SERVED_NAMESPACE, SERVED_KEY = "envoy.lb", "x-gateway-destination-endpoint-served"
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """Head of a request.
+
+    Attributes:
+        model: that the request is rewritten to; empty: the one in its body.
+        objective: name of the InferenceObjective, which sets the priority.
+        first_token_ms: when the first token is due, milliseconds after the request; 0: no deadline.
+        token_ms: objective for the time between tokens, milliseconds; 0: none.
+        subset: the only endpoints that may be chosen, as ``ip`` or ``ip:port``; None: all.
+        test_endpoints: endpoints that a conformance test wants chosen.
+    """
+
+    method: str = "POST"
+    path: str = ""
+    request_id: str = ""
+    model: str = ""
+    objective: str = ""
+    fairness_id: str = ""
+    session_id: str = ""
+    first_token_ms: int = 0
+    token_ms: int = 0
+    subset: tuple[str, ...] | None = None
+    test_endpoints: tuple[str, ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def api(self) -> Api | None:
+        """The API that its path belongs to."""
+        return api_of(self.path)
+
+    def allows(self, endpoint: str) -> bool:
+        """Returns whether an endpoint, ``ip:port``, is in the subset."""
+        if self.subset is None:
+            return True
+        return endpoint in self.subset or endpoint.rpartition(":")[0].strip("[]") in self.subset
+
+
+def read_head(headers: Mapping[str, str]) -> HttpRequest:
+    """Returns the head of a request from its headers, with lower-case names; ignores objectives that are not numbers."""
+
+    def first(names: Sequence[str]) -> str:
+        return next((value[:MOST_HEADER] for name in names if (value := headers.get(name, ""))), "")
+
+    return HttpRequest(
+        headers.get(":method", "POST"),
+        headers.get(":path", ""),
+        first((REQUEST_ID,)),
+        first(REWRITE),
+        first(OBJECTIVE),
+        first(FAIRNESS),
+        first((SESSION,)),
+        _milliseconds(first(FIRST_TOKEN_MS)),
+        _milliseconds(first(TOKEN_MS)),
+        test_endpoints=endpoints_of(headers.get(TEST_ENDPOINTS)) or (),
+        headers=headers,
+    )
+
+
+def endpoints_of(value: Any) -> tuple[str, ...] | None:
+    """Returns the endpoints in a string with commas, or in a list of such strings; None for None."""
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else value
+    parts = (part.strip() for text in texts for part in str(text).split(","))
+    return tuple(part for part in parts if part)
+
+
+def _milliseconds(text: str) -> int:
+    try:
+        number = float(text)
+    except ValueError:
+        return 0
+    return int(number) if 0 < number <= MOST_MS else 0

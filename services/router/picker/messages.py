@@ -1,0 +1,190 @@
+"""Converts between the messages of `envoy.service.ext_proc.v3` and the picker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+from envoy.config.core.v3 import base_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from envoy.type.v3 import http_status_pb2
+from google.protobuf import struct_pb2
+
+from services.common.errors import ErrorKind, SluiceError
+from services.router.picker.http_request import (
+    SERVED_KEY,
+    SERVED_NAMESPACE,
+    SUBSET_KEY,
+    SUBSET_NAMESPACE,
+    HttpRequest,
+    endpoints_of,
+)
+from services.router.picker.picker import Pick, stale_headers
+from services.router.reservations.table import AllBusy, BusyReason
+from services.router.scheduling.agent_bodies import Api
+from services.router.scheduling.route_headers import DESTINATION
+
+CHUNK = 62_000
+"""Most bytes of one streamed body response; Envoy splits at 64 KiB, and the reference picker sends this many."""
+
+DROPPED = "x-llm-d-request-dropped-reason"
+DEGRADED = "x-sluice-degraded"
+FULL_DUPLEX = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
+_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_DROPPED = {
+    BusyReason.SATURATED: "rejected-saturated",
+    BusyReason.EXPIRED: "rejected-ttl-expired",
+    BusyReason.DISPLACED: "evicted-queue-pressure",
+}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+NOTHING = ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
+
+
+def headers_of(message: Any) -> dict[str, str]:
+    """Returns the headers of an HttpHeaders message by lower-case name; of repeated ones, the last."""
+    return {
+        each.key.lower(): each.raw_value.decode("latin-1") if each.raw_value else each.value
+        for each in message.headers.headers
+    }
+
+
+def subset_of(message: Any) -> tuple[str, ...] | None:
+    """Returns the endpoints that a request may go to, from the metadata of any of its messages; None: not restricted."""
+    return endpoints_of(_metadata(message, SUBSET_NAMESPACE).get(SUBSET_KEY))
+
+
+def served_endpoint(message: Any) -> str:
+    """Returns the endpoint that serves the request, from the metadata or attributes of its response; empty: unknown."""
+    served = _metadata(message, SERVED_NAMESPACE).get(SERVED_KEY)
+    if isinstance(served, str) and served:
+        return served
+    for attributes in message.attributes.values():
+        if (
+            address := attributes.fields["upstream.address"].string_value
+            if "upstream.address" in attributes.fields
+            else ""
+        ):
+            return str(address)
+    return ""
+
+
+def _metadata(message: Any, namespace: str) -> dict[str, Any]:
+    found = message.metadata_context.filter_metadata
+    return {key: _plain(value) for key, value in found[namespace].fields.items()} if namespace in found else {}
+
+
+def _plain(value: Any) -> Any:
+    kind = value.WhichOneof("kind")
+    if kind == "list_value":
+        return [each.string_value for each in value.list_value.values]
+    return value.string_value if kind == "string_value" else ""
+
+
+def picked(pick: Pick) -> Iterator[Any]:
+    """Yields the responses that send a request to its endpoint: headers, then its body."""
+    headers = {**pick.headers, "content-length": str(len(pick.body))} if pick.body else pick.headers
+    destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=pick.headers[DESTINATION])})
+    yield ext_proc.ProcessingResponse(
+        request_headers=ext_proc.HeadersResponse(
+            response=ext_proc.CommonResponse(
+                clear_route_cache=True,
+                header_mutation=ext_proc.HeaderMutation(set_headers=_set(headers), remove_headers=stale_headers(pick)),
+            )
+        ),
+        dynamic_metadata=struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)}),
+    )
+    if pick.body:
+        for part in streamed(pick.body, True):
+            yield ext_proc.ProcessingResponse(request_body=part)
+
+
+def response_headers(pick: Pick) -> Any:
+    """Returns the response to the headers of a response, which marks a degraded choice."""
+    if not pick.degraded:
+        return ext_proc.ProcessingResponse(response_headers=NOTHING)
+    mutation = ext_proc.HeaderMutation(set_headers=_set({DEGRADED: pick.degraded}))
+    return ext_proc.ProcessingResponse(
+        response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse(header_mutation=mutation))
+    )
+
+
+def response_body(body: bytes, end: bool) -> Iterator[Any]:
+    """Yields the responses that pass on a chunk of a response."""
+    for part in streamed(body, end):
+        yield ext_proc.ProcessingResponse(response_body=part)
+
+
+def streamed(body: bytes, end: bool) -> Iterator[Any]:
+    """Yields a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`."""
+    last = max((len(body) - 1) // CHUNK, 0)
+    for number in range(last + 1):
+        part = ext_proc.StreamedBodyResponse(
+            body=body[number * CHUNK : (number + 1) * CHUNK], end_of_stream=end and number == last
+        )
+        yield ext_proc.BodyResponse(
+            response=ext_proc.CommonResponse(body_mutation=ext_proc.BodyMutation(streamed_response=part))
+        )
+
+
+REQUEST_TRAILERS = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
+RESPONSE_TRAILERS = ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse())
+
+
+def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
+    """Returns the response that ends a request with an error, in the form of its API."""
+    status, headers = _status(error)
+    if error.retry_after_ms:
+        headers["retry-after"] = str(max(-(-error.retry_after_ms // 1000), 1))
+    if request is not None and request.request_id:
+        headers["x-request-id"] = request.request_id
+    headers["content-type"] = "application/json"
+    return ext_proc.ProcessingResponse(
+        immediate_response=ext_proc.ImmediateResponse(
+            status=http_status_pb2.HttpStatus(code=status),
+            headers=ext_proc.HeaderMutation(set_headers=_set(headers)),
+            body=orjson.dumps(_error_body(error, status, request)),
+            details=f"sluice_{error.code or error.kind.name.lower()}",
+        )
+    )
+
+
+def _status(error: SluiceError) -> tuple[int, dict[str, str]]:
+    if isinstance(error, AllBusy):
+        return 429, {DROPPED: _DROPPED[error.reason]}
+    if error.code == "stopping":
+        return 503, {DROPPED: "rejected-shutting-down"}
+    if error.kind is ErrorKind.UNAVAILABLE or error.code == "no_candidates":
+        return 503, {DROPPED: "rejected-no-endpoints"}
+    return error.http_status, {}
+
+
+def _error_body(error: SluiceError, status: int, request: HttpRequest | None) -> Mapping[str, Any]:
+    if request is not None and request.api is Api.MESSAGES:
+        kind = _ANTHROPIC_TYPES.get(status, "overloaded_error" if status == 503 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+    kind = "invalid_request_error" if 400 <= status < 500 and status != 429 else "server_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": "rate_limit_error" if status == 429 else kind,
+            "param": error.param or None,
+            "code": error.code or None,
+        }
+    }
+
+
+def _set(headers: Mapping[str, str]) -> list[Any]:
+    return [
+        base_pb2.HeaderValueOption(
+            header=base_pb2.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
+            append_action=_OVERWRITE,
+        )
+        for name, value in headers.items()
+    ]

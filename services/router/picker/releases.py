@@ -1,0 +1,68 @@
+"""Reports the progress of picked requests to the reservations, many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.router.scheduling.decisions import Outcome
+from services.router.scheduling.lifecycle import RequestLifecycle
+
+FREE_AGAIN_S = 2.0  # exceeds the time limit of the store's commands
+COLLECT_S = 0.005  # how long reports collect: one call of the store for all requests that progress meanwhile
+
+
+class Releases:
+    """Collects the reports of requests; run `run` as a task.
+
+    A request that has ended supersedes the report that its prompt is computed.
+    """
+
+    def __init__(self, lifecycle: RequestLifecycle) -> None:
+        self._lifecycle = lifecycle
+        self._computed: dict[str, None] = {}
+        self._ended: dict[str, Outcome | None] = {}
+        self._pending = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def prefill_complete(self, reservation: str) -> None:
+        """Reports, with the next batch, that a prompt is computed."""
+        self._computed[reservation] = None
+        self._wake()
+
+    def free(self, reservation: str, outcome: Outcome | None = None) -> None:
+        """Reports, with the next batch, that a request has ended."""
+        self._computed.pop(reservation, None)
+        self._ended[reservation] = outcome
+        self._wake()
+
+    def abandon(self, reservation: str) -> None:
+        """Releases a booking whose query was cancelled: now, and again once the store must have run the query."""
+        self.free(reservation)
+        asyncio.get_running_loop().call_later(FREE_AGAIN_S, self.free, reservation)
+
+    def _wake(self) -> None:
+        self._idle.clear()
+        self._pending.set()
+
+    async def run(self) -> None:
+        """Sends reports until cancelled."""
+        while True:
+            await self._pending.wait()
+            await asyncio.sleep(COLLECT_S)
+            self._pending.clear()
+            computed, self._computed = self._computed, {}
+            ended, self._ended = self._ended, {}
+            if computed:
+                await self._lifecycle.mark_prefill_complete(list(computed))
+            if ended:
+                await self._lifecycle.free(list(ended), [each for each in ended.values() if each is not None])
+            if not self._pending.is_set():
+                self._idle.set()
+
+    async def flush(self, timeout_s: float) -> None:
+        """Waits until all reports have been sent, at most `timeout_s` seconds."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return

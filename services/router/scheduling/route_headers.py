@@ -1,0 +1,58 @@
+"""Headers in which schedulers pass a routing decision on: Sluice's own, Dynamo's, llm-d's and the Gateway API's."""
+
+from __future__ import annotations
+
+from services.router.scheduling.queries import RouteResult
+
+DESTINATION = "x-gateway-destination-endpoint"
+_ALL = (
+    DESTINATION,
+    "x-sluice-worker",
+    "x-sluice-dp-rank",
+    "x-sluice-prefill-worker",
+    "x-sluice-prefill-dp-rank",
+    "x-dynamo-worker-instance-id",
+    "x-dynamo-dp-rank",
+    "x-dynamo-prefill-instance-id",
+    "x-dynamo-prefill-dp-rank",
+    "x-worker-instance-id",
+    "x-dp-rank",
+    "x-prefill-instance-id",
+    "x-prefill-dp-rank",
+    "x-prefiller-host-port",
+    "x-data-parallel-host-port",
+    "x-data-parallel-rank",
+)
+
+
+def all_route_headers() -> tuple[str, ...]:
+    """Returns the names of all headers that engines and gateways take as a routing decision."""
+    return _ALL
+
+
+def headers_of(route: RouteResult) -> dict[str, str]:
+    """Returns the headers that these schedulers set for a route; those of a prefill worker only if it has one."""
+    worker, rank = route.worker, str(route.rank)
+    headers = {
+        DESTINATION: worker.address,
+        "x-sluice-worker": worker.worker_id,
+        "x-sluice-dp-rank": rank,
+        "x-dynamo-worker-instance-id": worker.worker_id,
+        "x-dynamo-dp-rank": rank,
+        "x-worker-instance-id": worker.worker_id,
+        "x-dp-rank": rank,
+    }
+    if worker.ranks > 1:
+        headers["x-data-parallel-host-port"] = worker.http_address or worker.address
+    if (prefill := route.prefill_worker) is not None:
+        prefill_rank = str(route.prefill_rank)
+        headers |= {
+            "x-sluice-prefill-worker": prefill.worker_id,
+            "x-sluice-prefill-dp-rank": prefill_rank,
+            "x-prefiller-host-port": prefill.http_address or prefill.address,
+            "x-dynamo-prefill-instance-id": prefill.worker_id,
+            "x-dynamo-prefill-dp-rank": prefill_rank,
+            "x-prefill-instance-id": prefill.worker_id,
+            "x-prefill-dp-rank": prefill_rank,
+        }
+    return headers
