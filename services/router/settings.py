@@ -112,7 +112,7 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         2,
         ge=0,
         le=16,
-        description="number of further endpoints after the chosen one, for retries; 0 for clusters of type ORIGINAL_DST",
+        description="number of endpoints to try after the chosen one; 0 for clusters of type ORIGINAL_DST",
     )
     picker_tokenize_ms: int = Field(
         2_000, ge=1, description="the picker selects by load alone if tokenizing takes this many milliseconds"
@@ -123,8 +123,8 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     picker_streams: int = Field(10_000, ge=1, description="maximum number of requests in progress at the picker")
     picker_close_after_choice: bool = Field(
         False,
-        description="the picker ends its stream once an endpoint is chosen: cheaper, but bookings end by the load reports "
-        "of workers or by --reservation-ttl-s",
+        description="the picker ends its stream once an endpoint is chosen: cheaper, but bookings end by the load "
+        "reports of workers or by --reservation-ttl-s",
     )
     picker_objectives: CommaList = Field(
         [], description="names of inference objectives with their priorities, such as chat=10,batch=-5; higher is first"

@@ -95,7 +95,7 @@ class PickerServers:
             await each.set_serving(True)
 
     async def stop(self, grace_s: float) -> None:
-        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the bookings of all others."""
+        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the others' bookings."""
         for each in self._servers:
             await each.set_serving(False)
         await self._servers[0].stop(grace_s)

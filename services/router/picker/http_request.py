@@ -64,7 +64,7 @@ class HttpRequest:
 
 
 def read_head(headers: Mapping[str, str]) -> HttpRequest:
-    """Returns the head of a request from its headers, with lower-case names; ignores objectives that are not numbers."""
+    """Returns the head of a request from its headers, with lower-case names; ignores malformed objectives."""
 
     def first(names: Sequence[str]) -> str:
         return next((value[:MOST_HEADER] for name in names if (value := headers.get(name, ""))), "")

@@ -56,7 +56,7 @@ def headers_of(message: Any) -> dict[str, str]:
 
 
 def subset_of(message: Any) -> tuple[str, ...] | None:
-    """Returns the endpoints that a request may go to, from the metadata of any of its messages; None: not restricted."""
+    """Returns the endpoints that a request may go to, from a message's metadata; None: not restricted."""
     return endpoints_of(_metadata(message, SUBSET_NAMESPACE).get(SUBSET_KEY))
 
 

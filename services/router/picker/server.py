@@ -207,9 +207,10 @@ class _Exchange:
         await self._context.write(messages.response_headers(pick))
         if message.response_headers.end_of_stream:
             self._end(pick)
-        elif (endpoint := messages.served_endpoint(message)) and endpoint != pick.endpoints[0]:
-            if await self._picker.served(pick, endpoint):
-                self._metrics.picker_moved.add(1)
+            return
+        endpoint = messages.served_endpoint(message)
+        if endpoint and endpoint != pick.endpoints[0] and await self._picker.served(pick, endpoint):
+            self._metrics.picker_moved.add(1)
 
     async def _pass_on(self, pick: Pick, body: Any) -> None:
         for part in messages.response_body(body.body, body.end_of_stream):
