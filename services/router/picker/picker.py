@@ -97,7 +97,14 @@ class Picker:
         self._router.check_ready()
         if not body or request.method != "POST":
             return self._any(request, body)
-        document = parse_object(body)
+        try:
+            document = parse_object(body)
+        except SluiceError:
+            if request.api is not None:
+                raise
+            return self._any(request, body)  # of an API that the picker does not read
+        if request.api is None and "model" not in document:
+            return self._any(request, body)
         model, adapter = self._model(request, document)
         prompt = read_prompt(document, request.api)
         if request.model and request.model != document.get("model"):

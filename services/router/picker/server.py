@@ -100,6 +100,7 @@ class _Exchange:
         self._pick: Pick | None = None
         self._usage = UsageReader()
         self._failed = False
+        self._first_response: Any = None
         self.outcome = "disconnected"
 
     def close(self) -> None:
@@ -118,7 +119,7 @@ class _Exchange:
             async with asyncio.timeout(self._limits.body_s) as deadline:
                 request, body = await self._receive()
                 if request is None:
-                    return False
+                    return self._first_response is not None
                 deadline.reschedule(None)  # the router's waits have limits of their own
                 started = time.perf_counter()
                 self._pick = await self._picker.pick(request, body)
@@ -156,8 +157,11 @@ class _Exchange:
                 self._hold(len(message.request_body.body))
                 chunks.append(message.request_body.body)
                 done = message.request_body.end_of_stream
-            else:
-                done = kind == "request_trailers"
+            elif kind == "request_trailers":
+                done = True
+            else:  # a response whose request did not pass through the picker
+                self._first_response = message
+                return None, b""
             if done and request is not None:
                 request.subset = subset
                 return request, b"".join(chunks)
@@ -186,9 +190,9 @@ class _Exchange:
 
     async def run_response(self) -> None:
         """Passes the response on, and follows its progress."""
-        pick = self._pick
-        assert pick is not None
-        while (message := await self._context.read()) is not grpc.aio.EOF:
+        pick = self._pick or Pick((), {}, b"")
+        message = self._first_response or await self._context.read()
+        while message is not grpc.aio.EOF:
             kind = message.WhichOneof("request")
             if kind == "response_body":
                 await self._pass_on(pick, message.response_body)
@@ -200,6 +204,7 @@ class _Exchange:
             elif kind == "request_trailers":
                 await self._context.write(messages.REQUEST_TRAILERS)
             # Further request bodies repeat the end of the stream that has been answered.
+            message = await self._context.read()
 
     async def _answer_headers(self, pick: Pick, message: Any) -> None:
         headers = messages.headers_of(message.response_headers)
@@ -209,7 +214,12 @@ class _Exchange:
             self._end(pick)
             return
         endpoint = messages.served_endpoint(message)
-        if endpoint and endpoint != pick.endpoints[0] and await self._picker.served(pick, endpoint):
+        if (
+            pick.reservation
+            and endpoint
+            and endpoint != pick.endpoints[0]
+            and await self._picker.served(pick, endpoint)
+        ):
             self._metrics.picker_moved.add(1)
 
     async def _pass_on(self, pick: Pick, body: Any) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +14,10 @@ from services.common.errors import ErrorKind
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u32, pack_u64
 from services.common.rpc.errors import from_rpc_error
-from services.common.rpc.server import GrpcServer
-from services.preprocess.service import PreprocessService
-from services.preprocess.settings import PreprocessSettings
-from services.preprocess.thread_pool import ComputePool
-from services.preprocess.tokenizers.registry import ModelRegistry
-from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc, router_pb2
+from sluice.v1 import common_pb2, router_pb2
 from tests.support.clients.callers import RESERVE, prompt, query, refused
 from tests.support.data.loaded_tokenizers import tekken
+from tests.support.servers.preprocess_server import preprocess
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
@@ -210,23 +204,6 @@ async def test_candidates_scores_costs_and_policies_work_together() -> None:
         one = router_pb2.CandidateSet(worker_ids=["c"])
         direct = await router.stub.RouteQuery(query(ref, "r", candidates=one, policy="direct", session_id="s"))
         assert direct.decode.worker_id == "c"
-
-
-@asynccontextmanager
-async def preprocess() -> AsyncIterator[str]:
-    settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", f"{MODEL}=mistral-common:tekken_240911"])
-    registry = ModelRegistry(settings.served, lambda spec: tekken())
-    pool = ComputePool(2, max_waiting=8, inline_bytes=8192, limit_s=30)
-    server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
-    preprocess_pb2_grpc.add_PreprocessServicer_to_server(PreprocessService(registry, pool, 1 << 20), server.server)
-    await server.start()
-    await server.set_serving(True)
-    try:
-        yield f"127.0.0.1:{server.port}"
-    finally:
-        await server.stop(0)
-        await registry.close()
-        pool.close()
 
 
 def body(**fields: Any) -> router_pb2.PromptRef:
