@@ -72,6 +72,17 @@ class RouterChild:
         self._process.send_signal(signal.SIGCONT)
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has been started and not been ended."""
+        return self._process is not None
+
+    @property
     def cpu_s(self) -> float:
         """Processor seconds it has used: what its start would take on a machine with nothing else to do."""
         assert self._process is not None
