@@ -2,8 +2,8 @@
 
     python benchmarks/picker.py [--loads 200x500,10000x50,100000x10] [--seconds 15] [--pickers 1] [--limit 0] [--kill]
 
-Open-loop load of streamed chats: TOKENSxRATE is the length of the prompts and requests a second; nine in ten tokens of a
-prompt are a prefix that it shares with others. Envoy (scripts/envoy.sh), the pickers, preprocess, Redis, the endpoints
+Open-loop load of streamed chats: TOKENSxRATE is the length of the prompts and requests a second; nine in ten tokens of
+a prompt are a prefix that it shares with others. Envoy (scripts/envoy.sh), the pickers, preprocess, Redis, the endpoints
 and the client are processes of their own on one machine. The same load runs through an Envoy without the picker first;
 the difference is what the picker adds. With --limit, endpoints may have that many requests at a time, and the endpoints
 count how many they have: the exit code is 1 if one has more, or if bookings are left. --naive gives every picker a
@@ -142,6 +142,14 @@ class House:
         """Returns the requests booked at all pickers."""
         loads = [(await each.stub.GetLoads(router_pb2.GetLoadsRequest())).loads for each in self.pickers if each.alive]
         return sum(load.requests for each in loads for load in each)
+
+    async def left(self) -> int:
+        """Returns the requests that stay booked."""
+        for _ in range(100):
+            if not (booked := await self.bookings()):
+                return 0
+            await asyncio.sleep(0.2)
+        return booked
 
     async def most(self) -> list[int]:
         """Returns the most requests that each endpoint had at a time."""
@@ -318,9 +326,7 @@ async def _main(
             console.print(f"{load[0]:,} tokens × {load[1]:g}/s …")
             rows.append(await measure(found, load, seconds, "kill" in flags))
         show(rows, console)
-        deadline = time.monotonic() + 20
-        while (left := await found.bookings()) and time.monotonic() < deadline:
-            await asyncio.sleep(0.2)
+        left = await found.left()
         most = await found.most()
         console.print(f"most requests at a time by endpoint: {most}, limit {limit or 'none'}; bookings left: {left}")
         overbooked = bool(limit) and max(most) > limit

@@ -217,6 +217,12 @@ def _response(
     tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, packed: bytes
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     size = request.block_size
+    tokens = len(packed) // 4
+    if request.hashes_only and size:
+        hashes = block_hashes(packed, size, request.lora, request.cache_salt)
+        return preprocess_pb2.TokenizeResponse(
+            block_hashes=pack_u64(hashes), hash_scheme=HASH_SCHEME, prompt_tokens=tokens
+        ), tokens
     facts = tokenizer.facts
     reply = preprocess_pb2.TokenizeResponse(
         token_ids=packed,
@@ -230,8 +236,9 @@ def _response(
         default_sampling=_default_sampling(facts.defaults),
         default_max_tokens=facts.defaults.max_tokens,
         without_effect=_without_effect(facts.without_effect, request.chat),
+        prompt_tokens=tokens,
     )
-    return reply, len(packed) // 4
+    return reply, tokens
 
 
 def _detokenize(

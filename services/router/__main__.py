@@ -74,7 +74,9 @@ def make_bodies(settings: RouterSettings) -> PreprocessBodies | None:
     """Returns the client of the configured preprocess service, or None."""
     if not settings.preprocess:
         return None
-    return PreprocessBodies(settings.preprocess, channel_credentials(settings), settings.preprocess_timeout_s)
+    return PreprocessBodies(
+        settings.preprocess, channel_credentials(settings), settings.preprocess_timeout_s, settings.session_pause_s
+    )
 
 
 def make_picker(settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner) -> PickerServers | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import grpc
 
+from services.common.rpc.multiplexed_call import MultiplexedCall
 from services.common.rpc.replicas import ReplicaSet
 from services.router.scheduling.openai_body import Body, ChatBody, TextBody, read_body
 from services.router.scheduling.queries import Prompt
@@ -18,11 +21,25 @@ READ_INLINE = 32 << 10  # bytes of JSON parsed on the event loop; parsing more w
 
 
 class PreprocessBodies:
-    """Implements Bodies with the preprocess service. Call `start` before and `close` after use."""
+    """Implements Bodies with the preprocess service. Call `start` before and `close` after use.
 
-    def __init__(self, targets: Sequence[str], credentials: grpc.ChannelCredentials | None, timeout_s: float) -> None:
+    Args:
+        max_pause_s: longest pause between two messages of a session under load.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        credentials: grpc.ChannelCredentials | None,
+        timeout_s: float,
+        max_pause_s: float = 0.0,
+    ) -> None:
         self._replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
-            "preprocess", targets, preprocess_pb2_grpc.PreprocessStub, credentials
+            "preprocess",
+            targets,
+            partial(_stub, max_pause_s=max_pause_s),
+            credentials,
+            shared=lambda stub: cast(Any, stub.Tokenize),
         )
         self._timeout_s = timeout_s
 
@@ -34,8 +51,11 @@ class PreprocessBodies:
         """Closes all channels."""
         await self._replicas.close()
 
-    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
+    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool = True) -> Prompt:
         """Returns the prompt as token ids and, if the model has blocks, block hashes.
+
+        Args:
+            ids: whether the token ids are needed although there are hashes.
 
         Raises:
             SluiceError: INVALID_ARGUMENT for a body without a prompt, UNAVAILABLE or DEADLINE_EXCEEDED if no replica
@@ -49,6 +69,7 @@ class PreprocessBodies:
         request = _request(body)
         request.model = model
         request.block_size = block_size
+        request.hashes_only = not ids
         request.lora = prompt.lora
         request.cache_salt = prompt.cache_salt or body.cache_salt
         response = await self._replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s)
@@ -62,7 +83,7 @@ class PreprocessBodies:
             block_hashes=response.block_hashes,
             hash_scheme=response.hash_scheme if hashed else "",
             block_size=block_size if hashed else 0,
-            prompt_tokens=len(response.token_ids) // 4,
+            prompt_tokens=response.prompt_tokens or len(response.token_ids) // 4,
         )
 
 
@@ -85,3 +106,12 @@ def _request(body: Body) -> preprocess_pb2.TokenizeRequest:
             text=preprocess_pb2.TextInput(text=body.text, add_special_tokens=body.add_special_tokens)
         )
     return preprocess_pb2.TokenizeRequest(tokens=preprocess_pb2.TokenInput(token_ids=body.token_ids))
+
+
+def _stub(channel: grpc.aio.Channel, max_pause_s: float) -> preprocess_pb2_grpc.PreprocessAsyncStub:
+    """Returns a stub that multiplexes its calls of Tokenize over one stream."""
+    stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
+    calls = preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls
+    stub.Tokenize = MultiplexedCall("preprocess", stub.Tokenize, stub.Session, *calls, max_pause_s)
+    typed: preprocess_pb2_grpc.PreprocessAsyncStub = stub
+    return typed

@@ -221,8 +221,11 @@ class Router:
         length = prompt.prompt_tokens or prompt.size // BYTES_PER_TOKEN
         return replace(query, prompt=Prompt(prompt_tokens=length, lora=prompt.lora)), degraded
 
-    async def tokenized(self, model: str, prompt: Prompt) -> Prompt:
+    async def tokenized(self, model: str, prompt: Prompt, ids: bool = False) -> Prompt:
         """Returns the prompt, tokenized if it is an OpenAI body.
+
+        Args:
+            ids: whether the token ids are needed, not only what identifies its blocks.
 
         Raises:
             SluiceError: INVALID_ARGUMENT if the prompt is given in more than one form.
@@ -236,7 +239,7 @@ class Router:
         if not prompt.openai_body and prompt.body is None:
             return prompt
         _, workers = self._serving(model)
-        return await self._bodies.tokenized(model, prompt, workers)
+        return await self._bodies.tokenized(model, prompt, workers, ids)
 
     async def add(self, slot: WorkerRank, query: Query) -> tuple[ReservedRank, Overlap]:
         """Reserves load on a rank chosen by the caller; SluiceError (NOT_FOUND) if it does not serve the model."""
@@ -257,7 +260,7 @@ class Router:
         return choice, overlap
 
     async def _with_tokens(self, query: Query) -> Query:
-        prompt = await self.tokenized(query.model, query.prompt)
+        prompt = await self.tokenized(query.model, query.prompt, query.return_token_ids)
         return query if prompt is query.prompt else replace(query, prompt=prompt)
 
     def report(self, worker: Worker) -> bytes:

@@ -137,6 +137,7 @@ class TokenizeRequest(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    HASHES_ONLY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name"""
     block_size: _builtins.int
@@ -145,6 +146,8 @@ class TokenizeRequest(_message.Message):
     """adapter name; part of the block hashes"""
     cache_salt: _builtins.str
     """separates tenants' caches; part of the block hashes"""
+    hashes_only: _builtins.bool
+    """Return block_hashes and prompt_tokens only, for callers that route: a long prompt's ids are larger than its text."""
     @_builtins.property
     def chat(self) -> Global___ChatInput: ...
     @_builtins.property
@@ -161,10 +164,11 @@ class TokenizeRequest(_message.Message):
         block_size: _builtins.int = ...,
         lora: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        hashes_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "lora", b"lora", "model", b"model", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_salt", b"cache_salt", "chat", b"chat", "hashes_only", b"hashes_only", "input", b"input", "lora", b"lora", "model", b"model", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["chat", "text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -187,6 +191,7 @@ class TokenizeResponse(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     WITHOUT_EFFECT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32"""
@@ -206,6 +211,8 @@ class TokenizeResponse(_message.Message):
     """fingerprint of the tokenizer that produced these ids"""
     default_max_tokens: _builtins.int
     """default output length from the files (max_new_tokens); unset: none"""
+    prompt_tokens: _builtins.int
+    """length of the prompt"""
     second_text_at: _builtins.int
     """of a pair of texts: index of the first token of the second one; 0: none"""
     @_builtins.property
@@ -232,11 +239,12 @@ class TokenizeResponse(_message.Message):
         default_sampling: _common_pb2.SamplingOptions | None = ...,
         default_max_tokens: _builtins.int | None = ...,
         without_effect: _abc.Iterable[_builtins.str] | None = ...,
+        prompt_tokens: _builtins.int = ...,
         second_text_at: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "second_text_at", b"second_text_at", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "prompt_tokens", b"prompt_tokens", "second_text_at", b"second_text_at", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_max_tokens: _TypeAlias = _typing.Literal["default_max_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_max_tokens: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens"]  # noqa: Y015

@@ -43,7 +43,7 @@ _MAY = {
         "preprocess": _TOKENIZERS,
         "postprocess": _TOKENIZERS,
     },
-    "Preprocess": {"gateway": _all_but(), "scheduler": _all_but(), "router": _only("Tokenize")},
+    "Preprocess": {"gateway": _all_but(), "scheduler": _all_but(), "router": _only("Tokenize", "Session")},
     "Postprocess": {"gateway": _all_but(), "scheduler": _all_but()},
     "ExternalProcessor": {"scheduler": _all_but()},
 }

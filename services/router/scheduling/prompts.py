@@ -90,15 +90,19 @@ def _given(prompt: Prompt, card: Worker | None) -> array[int]:
 class Bodies(Protocol):
     """Tokenizes OpenAI bodies."""
 
-    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
-        """Returns the prompt as token ids, with block hashes if the model's workers have blocks."""
+    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool = True) -> Prompt:
+        """Returns the prompt as block hashes if the model's workers have blocks, and as token ids.
+
+        Args:
+            ids: whether the token ids are needed although there are hashes.
+        """
         ...
 
 
 class NoBodies:
     """Rejects OpenAI bodies; used without a preprocess service."""
 
-    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker]) -> Prompt:
+    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool = True) -> Prompt:
         """Raises SluiceError (FAILED_PRECONDITION)."""
         raise SluiceError(
             ErrorKind.FAILED_PRECONDITION,

@@ -167,6 +167,10 @@ async def test_a_pair_is_told_in_the_headers_of_three_schedulers() -> None:
         rank = str(answer.prefill.data_parallel_rank)
         assert dict(answer.headers) == {
             "x-gateway-destination-endpoint": "d.test:50051",
+            "x-sluice-worker": "d",
+            "x-sluice-dp-rank": "0",
+            "x-sluice-prefill-worker": "p",
+            "x-sluice-prefill-dp-rank": rank,
             "x-dynamo-worker-instance-id": "d",
             "x-dynamo-dp-rank": "0",
             "x-worker-instance-id": "d",
