@@ -16,6 +16,8 @@ from services.router.preprocess_client import PreprocessBodies
 from services.router.reservations.cost import CostModel
 from services.router.router import Router, RouterConfig
 from services.router.scheduling.disaggregation import DisaggRules
+from services.router.scheduling.policies.config import NO_POLICIES, read_policies
+from services.router.scheduling.policies.registry import ComposedPolicies
 from services.router.scheduling.selection import Thresholds
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
@@ -77,6 +79,12 @@ def make_bodies(settings: RouterSettings) -> PreprocessBodies | None:
     return PreprocessBodies(settings.preprocess, channel_credentials(settings), settings.preprocess_timeout_s)
 
 
+def make_policies(settings: RouterSettings, stop: Stop) -> ComposedPolicies:
+    """Returns the policies of the policy file; raises SluiceError for the first mistake in it."""
+    file = NO_POLICIES if settings.policies is None else read_policies(settings.policies)
+    return ComposedPolicies(file, settings.policy_timeout_ms / 1000, settings.policy_memory_mb, stop.fail)
+
+
 def make_picker(settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner) -> PickerServers | None:
     """Returns the endpoint picker, or None if the settings have none."""
     if not settings.picker_listen:
@@ -89,6 +97,8 @@ def make_picker(settings: RouterSettings, router: Router, cost: CostModel, tasks
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
     """Serves until `stop` is set; `on_listening` receives the port."""
     bodies = make_bodies(settings)
+    policies = make_policies(settings, stop)
+    await policies.start()
     router = Router(
         make_store(settings),
         make_config(settings),
@@ -96,6 +106,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         used_blocks=used_blocks,
         read_report=read_report,
         bodies=bodies,
+        policies=policies,
     )
     cost = CostModel(
         settings.prefill_load_scale,
@@ -136,6 +147,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     await asyncio.gather(*drains)
     await tasks.close()
     await router.close()
+    await policies.close()
     if bodies is not None:
         await bodies.close()
 

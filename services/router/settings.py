@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr
@@ -32,6 +33,15 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         1.0, gt=0, description="timeout of Redis commands in seconds; after it Redis counts as unavailable"
     )
     policy: PolicyName = Field("kv", description="routing policy of requests that do not specify one")
+    policies: Path | None = Field(
+        None, description="YAML file of composed policies, and of the policy of each model; unset: none"
+    )
+    policy_timeout_ms: int = Field(
+        100, ge=1, le=10_000, description="longest ranking by stages of policies that are not built in, milliseconds"
+    )
+    policy_memory_mb: int = Field(
+        512, ge=16, description="memory that the process of stages that are not built in can allocate, MiB"
+    )
     prefill_load_scale: float = Field(
         PREFILL_LOAD_SCALE, ge=0, description="weight of prefill load relative to decode load"
     )
