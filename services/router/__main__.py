@@ -10,6 +10,7 @@ from services.common.rpc.server import GrpcServer
 from services.common.runner import run
 from services.common.security.tls import channel_credentials
 from services.common.tasks import Stop, TaskOwner
+from services.router.http_api.server import http_server
 from services.router.kv_index.predictions import Lifetimes
 from services.router.messages.workers import read_report, used_blocks
 from services.router.preprocess_client import PreprocessBodies
@@ -119,6 +120,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     service = RouterService(router, cost, settings.session_pause_s)
     tasks = TaskOwner(stop.fail)
     picker = make_picker(settings, router, cost, tasks)
+    http = http_server(settings, router, service, stop.fail)
     server = GrpcServer(settings, router_pb2.DESCRIPTOR)
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
     if bodies is not None:
@@ -127,6 +129,8 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     if picker is not None:
         await picker.start()
     router.start()
+    if http is not None:
+        http.start()
     if on_listening is not None:
         on_listening.set_result(server.port)
     waits = {asyncio.ensure_future(router.ready.wait()), asyncio.ensure_future(stop.wait())}
@@ -141,6 +145,8 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     await stop.wait()
     await server.set_serving(False)
     service.stop()
+    if http is not None:
+        await http.stop()
     drains = [server.stop(settings.drain_s)]
     if picker is not None:
         drains.append(picker.stop(settings.drain_s))
