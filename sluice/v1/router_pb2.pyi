@@ -1241,6 +1241,26 @@ class WorkerInfo(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -1251,6 +1271,7 @@ class WorkerInfo(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     epoch: _builtins.int
@@ -1267,6 +1288,10 @@ class WorkerInfo(_message.Message):
     def load(self) -> _common_pb2.WorkerLoad:
         """as last reported"""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """as registered"""
+
     def __init__(
         self,
         *,
@@ -1280,10 +1305,11 @@ class WorkerInfo(_message.Message):
         draining: _builtins.bool = ...,
         engine_version: _builtins.str = ...,
         http_address: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "load", b"load", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "labels", b"labels", "load", b"load", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1618,6 +1644,26 @@ Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 class Registration(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -1627,6 +1673,7 @@ class Registration(_message.Message):
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     LEASE_KEY_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique among the workers of all models. While one process holds the lease, another one is rejected with
     `worker_id_taken` and the time left; only a caller whose identity names this very worker can take over the id, with
@@ -1650,6 +1697,12 @@ class Registration(_message.Message):
     """host:port of the engine's own HTTP server, if it has one, to which an endpoint picker may send requests; empty: none."""
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Properties given by the operator, such as zone or gpu, for composed policies; at most 32, names and values of at most
+        63 printable characters.
+        """
+
     def __init__(
         self,
         *,
@@ -1662,10 +1715,11 @@ class Registration(_message.Message):
         engine_version: _builtins.str = ...,
         lease_key: _builtins.bytes = ...,
         http_address: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "lease_key", b"lease_key", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "labels", b"labels", "lease_key", b"lease_key", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

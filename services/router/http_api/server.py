@@ -151,7 +151,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class HttpServer:
+class HttpApiServer:
     """Listens and serves an application; raises SluiceError if it cannot listen.
 
     Args:
@@ -209,7 +209,7 @@ def http_server(
     router: Router,
     service: RouterService,
     on_death: Callable[[str, BaseException], None] | None = None,
-) -> HttpServer | None:
+) -> HttpApiServer | None:
     """Returns the server of the HTTP API; None if it is off.
 
     Raises:
@@ -226,7 +226,7 @@ def http_server(
     api = HttpApi(service, caller_check(settings), limits, router.ready.is_set, settings.open_health)
     tls = server_context(settings)
     bounds = (settings.http_max_connections, settings.http_timeout_s, settings.drain_s)
-    return HttpServer(api.app(), settings.http_listen, tls, *bounds, on_death)
+    return HttpApiServer(api.app(), settings.http_listen, tls, *bounds, on_death)
 
 
 def _bind(listen: str) -> socket.socket:

@@ -130,6 +130,7 @@ def _candidates(
                 requests,
                 scale * max(prefill + offer.uncached, 0.0) + decode + offer.added,
                 slot == request.pinned,
+                dict(worker.labels),
             )
         )
     return found

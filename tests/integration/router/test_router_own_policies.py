@@ -111,7 +111,7 @@ async def test_installed_picker_keeps_sessions_together_on_every_replica(redis: 
         (
             ("name: tenant_pool", "name: tenant_pol"),
             4,
-            "unknown filter 'tenant_pol'; use one of capability, free_blocks,",
+            "unknown filter 'tenant_pol'; use one of capability, free_blocks, label,",
         ),
         (("header: x-tenant", "header: X-Tenant"), 6, "header must be a name in lower case, not 'X-Tenant'"),
         (("shared: common", "share: common"), 5, "the parameters of tenant_pool are: header, shared"),
@@ -136,3 +136,45 @@ def test_router_with_a_mistake_in_its_policy_file_exits_and_names_the_line(
     assert f"policies.yaml, line {line}: policies." in done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_label_filter_keeps_requests_in_their_zone_on_every_replica(
+    tmp_path: Path, store: dict[str, Any]
+) -> None:
+    path = tmp_path / "policies.yaml"
+    path.write_text(
+        "policies:\n  zones:\n    filters:\n      - {name: label, parameters: {name: zone, header: x-zone}}\n"
+        "default: zones\n"
+    )
+    replicas = 2 if store else 1
+    async with routers(replicas, policies=path, drain_s=5, **store) as made:
+        for number, zone in enumerate(("east", "west", "")):
+            worker = FakeWorker(f"w{number}")
+            worker.registration.labels.update({"zone": zone} if zone else {})
+            await worker.attach(made[0])
+            worker.keep_beating()
+        for replica in made:
+
+            async def knows(stub: Any = replica.stub) -> bool:
+                return len((await stub.ListWorkers(router_pb2.ListWorkersRequest())).workers) == 3
+
+            await replica.ready()
+            await until(knows)
+            listed = (await replica.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
+            assert [dict(worker.labels) for worker in listed] == [{"zone": "east"}, {"zone": "west"}, {}]
+            for zone, expected in (("east", "w0"), ("west", "w1")):
+                answers = [await replica.stub.RouteQuery(query(prompt(n), headers={"x-zone": zone})) for n in range(4)]
+                assert {answer.decode.worker_id for answer in answers} == {expected}
+            error = await refused(replica.stub.RouteQuery(query(prompt(1), headers={"x-zone": "north"})))
+            assert error.code == "no_workers"
+
+
+@pytest.mark.parametrize("labels", [{"": "x"}, {"a": "x" * 64}, {"a\n": "x"}, {f"n{n}": "x" for n in range(33)}])
+async def test_registration_with_wrong_labels_is_rejected(labels: dict[str, str]) -> None:
+    async with routers(drain_s=2) as (router,):
+        await router.ready()
+        worker = FakeWorker("w")
+        worker.registration.labels.update(labels)
+        call = router.stub.Attach()
+        await call.write(router_pb2.AttachRequest(registration=worker.registration))
+        assert (await refused(call.read())).param == "registration.labels"

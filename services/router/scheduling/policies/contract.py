@@ -64,6 +64,7 @@ class Candidate:
         role: "aggregated", "prefill" or "decode".
         capabilities: of the engine, from the worker's model card.
         adapters: LoRA adapters loaded now.
+        labels: names and values that the worker's operator gave it (`--worker-labels`).
         total_blocks: KV blocks of the rank.
         cached_blocks: KV blocks that the rank holds for any prompt.
         device_blocks, host_blocks, disk_blocks: leading blocks of the prompt that the rank holds, by tier.
@@ -92,6 +93,7 @@ class Candidate:
     requests: int = 0
     cost: float = 0.0
     in_session: bool = False
+    labels: Mapping[str, str] = field(default_factory=lambda: NO_TEXTS)
 
     @property
     def overlap_blocks(self) -> int:

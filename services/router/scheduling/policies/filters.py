@@ -23,6 +23,28 @@ class CapabilityFilter(Filter):
         return [candidate for candidate in candidates if self._has in candidate.capabilities]
 
 
+class LabelFilter(Filter):
+    """Keeps the workers with a label of a value, which may come from a header of the request.
+
+    Args:
+        name: of the label.
+        value: of the label.
+        header: name of a header with the value; requests without it use `value`, or keep all workers without one.
+    """
+
+    def __init__(self, *, name: str, value: str = "", header: str = "") -> None:
+        if not value and not header:
+            raise ValueError("value or header must be set")
+        self._name = text("name", name)
+        self._value = text("value", value) if value != "" else ""
+        self._header = text("header", header).lower() if header != "" else ""
+
+    def keep(self, request: PolicyRequest, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Returns the candidates with the label."""
+        value = (self._header and request.headers.get(self._header)) or self._value
+        return [each for each in candidates if each.labels.get(self._name) == value] if value else candidates
+
+
 class WorkerFilter(Filter):
     """Keeps the workers whose id begins with a text, which may come from a header of the request.
 

@@ -26,6 +26,7 @@ KINDS: Mapping[str, type[Stage]] = {"filter": Filter, "scorer": Scorer, "picker"
 BUILT_IN_STAGES: Mapping[str, Mapping[str, type[Stage]]] = {
     "filter": {
         "capability": filters.CapabilityFilter,
+        "label": filters.LabelFilter,
         "worker": filters.WorkerFilter,
         "prefix_cache": filters.PrefixCacheFilter,
         "requests": filters.RequestsFilter,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from services.router.scheduling.policies.composition import Composition, Ranking, StageConfig
@@ -51,12 +52,17 @@ def pack_call(policy: str, request: PolicyRequest, candidates: Sequence[Candidat
 def unpack_call(message: bytes) -> RankCall:
     """Reverses `pack_call`."""
     policy, request, candidates = json.loads(message)
-    return RankCall(policy, PolicyRequest(*request), [_candidate(fields) for fields in candidates])
+    return RankCall(policy, PolicyRequest(*map(_immutable, request)), [_candidate(values) for values in candidates])
 
 
 def _candidate(values: list[Any]) -> Candidate:
-    fields: list[Any] = [tuple(value) if isinstance(value, list) else value for value in values]
-    return Candidate(*fields)
+    return Candidate(*map(_immutable, values))
+
+
+def _immutable(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return MappingProxyType(value) if isinstance(value, dict) else value
 
 
 def pack_ranking(ranking: Ranking) -> bytes:

@@ -16,7 +16,17 @@ from services.router.scheduling.policies.pickers import WeightedRandom
 from services.router.workers.worker import WorkerRank
 
 REQUEST = PolicyRequest("m", prompt_tokens=160, prompt_blocks=10, headers={"x-pool": "b"})
-A = Candidate("a", 0, device_blocks=8, prefill_blocks=4, decode_blocks=10, requests=4, cost=50, capabilities=("lora",))
+A = Candidate(
+    "a",
+    0,
+    device_blocks=8,
+    prefill_blocks=4,
+    decode_blocks=10,
+    requests=4,
+    cost=50,
+    capabilities=("lora",),
+    labels={"pool": "b"},
+)
 B = Candidate("b", 0, device_blocks=2, predicted_blocks=3, decode_blocks=10, requests=1, cost=20, in_session=True)
 C = Candidate("c", 1, cost=100, requests=2)
 ALL = [A, B, C]
@@ -44,8 +54,8 @@ def scores(name: str, **parameters: Any) -> list[float]:
     return ranking(scorers={name: (1, parameters)})[1]
 
 
-def kept(name: str, **parameters: Any) -> list[str]:
-    return ranking(filters={name: (1, parameters)})[0]
+def kept(filter_: str, **parameters: Any) -> list[str]:
+    return ranking(filters={filter_: (1, parameters)})[0]
 
 
 def test_scorers_of_known_candidates_return_known_scores() -> None:
@@ -63,6 +73,10 @@ def test_filters_of_known_candidates_keep_known_ones() -> None:
     assert kept("worker", prefix="c") == ["c"]
     assert kept("worker", prefix="c", header="X-Pool") == ["b"]
     assert kept("worker", prefix="c", header="x-other") == ["c"]
+    assert kept("label", name="pool", value="b") == ["a"]
+    assert kept("label", name="pool", value="c") == []
+    assert kept("label", name="pool", value="c", header="x-pool") == ["a"]
+    assert kept("label", name="pool", header="x-other") == ["a", "b", "c"]
     assert kept("prefix_cache", least=0.5) == ["a", "b"]
     assert kept("prefix_cache", least=0.9) == ["a", "b", "c"]
     assert kept("prefix_cache", least=0.9, strict=True) == []

@@ -2199,6 +2199,18 @@ class Registration(betterproto2.Message):
     host:port of the engine's own HTTP server, if it has one, to which an endpoint picker may send requests; empty: none.
     """
 
+    labels: "dict[str, str]" = betterproto2.field(
+        10,
+        betterproto2.TYPE_MAP,
+        map_meta=betterproto2.map_meta(
+            betterproto2.TYPE_STRING, betterproto2.TYPE_STRING
+        ),
+    )
+    """
+    Properties given by the operator, such as zone or gpu, for composed policies; at most 32, names and values of at most
+    63 printable characters.
+    """
+
 
 default_message_pool.register_message("sluice.v1", "Registration", Registration)
 
@@ -3537,6 +3549,17 @@ class WorkerInfo(betterproto2.Message):
     engine_version: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
 
     http_address: "str" = betterproto2.field(10, betterproto2.TYPE_STRING)
+    """
+    as registered
+    """
+
+    labels: "dict[str, str]" = betterproto2.field(
+        11,
+        betterproto2.TYPE_MAP,
+        map_meta=betterproto2.map_meta(
+            betterproto2.TYPE_STRING, betterproto2.TYPE_STRING
+        ),
+    )
     """
     as registered
     """
