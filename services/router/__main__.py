@@ -10,12 +10,15 @@ from services.common.rpc.server import GrpcServer
 from services.common.runner import run
 from services.common.security.tls import channel_credentials
 from services.common.tasks import Stop, TaskOwner
+from services.router.http_api.server import http_server
 from services.router.kv_index.predictions import Lifetimes
 from services.router.messages.workers import read_report, used_blocks
 from services.router.preprocess_client import PreprocessBodies
 from services.router.reservations.cost import CostModel
 from services.router.router import Router, RouterConfig
 from services.router.scheduling.disaggregation import DisaggRules
+from services.router.scheduling.policies.config import NO_POLICIES, read_policies
+from services.router.scheduling.policies.registry import ComposedPolicies
 from services.router.scheduling.selection import Thresholds
 from services.router.service import RouterService
 from services.router.settings import RouterSettings
@@ -79,6 +82,12 @@ def make_bodies(settings: RouterSettings) -> PreprocessBodies | None:
     )
 
 
+def make_policies(settings: RouterSettings, stop: Stop) -> ComposedPolicies:
+    """Returns the policies of the policy file; raises SluiceError for the first mistake in it."""
+    file = NO_POLICIES if settings.policies is None else read_policies(settings.policies)
+    return ComposedPolicies(file, settings.policy_timeout_ms / 1000, settings.policy_memory_mb, stop.fail)
+
+
 def make_picker(settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner) -> PickerServers | None:
     """Returns the endpoint picker, or None if the settings have none."""
     if not settings.picker_listen:
@@ -91,6 +100,8 @@ def make_picker(settings: RouterSettings, router: Router, cost: CostModel, tasks
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
     """Serves until `stop` is set; `on_listening` receives the port."""
     bodies = make_bodies(settings)
+    policies = make_policies(settings, stop)
+    await policies.start()
     router = Router(
         make_store(settings),
         make_config(settings),
@@ -98,6 +109,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         used_blocks=used_blocks,
         read_report=read_report,
         bodies=bodies,
+        policies=policies,
     )
     cost = CostModel(
         settings.prefill_load_scale,
@@ -110,6 +122,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     service = RouterService(router, cost, settings.session_pause_s)
     tasks = TaskOwner(stop.fail)
     picker = make_picker(settings, router, cost, tasks)
+    http = http_server(settings, router, service, stop.fail)
     server = GrpcServer(settings, router_pb2.DESCRIPTOR)
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
     if bodies is not None:
@@ -118,6 +131,8 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     if picker is not None:
         await picker.start()
     router.start()
+    if http is not None:
+        http.start()
     if on_listening is not None:
         on_listening.set_result(server.port)
     waits = {asyncio.ensure_future(router.ready.wait()), asyncio.ensure_future(stop.wait())}
@@ -132,12 +147,15 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     await stop.wait()
     await server.set_serving(False)
     service.stop()
+    if http is not None:
+        await http.stop()
     drains = [server.stop(settings.drain_s)]
     if picker is not None:
         drains.append(picker.stop(settings.drain_s))
     await asyncio.gather(*drains)
     await tasks.close()
     await router.close()
+    await policies.close()
     if bodies is not None:
         await bodies.close()
 

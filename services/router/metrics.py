@@ -64,6 +64,12 @@ EXPIRED = METRICS.counter(
     Label("why", "reason of the release", ("owner_gone", "not_on_worker")),
 )
 SHED = METRICS.counter("shed", "queries rejected because all workers were busy")
+POLICY_FAILURES = METRICS.counter(
+    "policy_failures",
+    "rankings by composed policies that failed; policy kv routed these requests instead",
+    Label("policy", "composed policy", most=20, rare=True),
+    Label("why", "reason of the failure", ("raised", "slow", "died", "busy", "down")),
+)
 PREFILL_INFERRED = METRICS.counter(
     "prefill_inferred", "prompts found computed from the reports of workers before their owner marked them"
 )
@@ -130,6 +136,7 @@ class Metrics:
         self.expired = Counter(EXPIRED)
         self.shed = Counter(SHED)
         self.tokenizing_failed = Counter(TOKENIZING_FAILED)
+        self.policy_failures = Counter(POLICY_FAILURES)
         self.prefill_inferred = Counter(PREFILL_INFERRED)
         self.picker_requests = Counter(PICKER_REQUESTS)
         self.picker_seconds = Histogram(PICKER_SECONDS)

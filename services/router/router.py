@@ -21,10 +21,12 @@ from services.router.scheduling.admission_queue import AdmissionQueues, NoWorker
 from services.router.scheduling.decisions import Decision, Decisions
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
+from services.router.scheduling.policies.registry import ComposedPolicies
 from services.router.scheduling.prompts import Bodies, NoBodies, in_blocks
 from services.router.scheduling.queries import Prompt, Query, RouteResult, check
+from services.router.scheduling.requests import SchedulingRequest
 from services.router.scheduling.scheduler import Scheduler
-from services.router.scheduling.selection import SchedulingRequest, Selector, SelectorConfig, Thresholds
+from services.router.scheduling.selection import Selector, SelectorConfig, Thresholds
 from services.router.store.base import Store, StoreUnavailable
 from services.router.store.session_affinity import SessionAffinity
 from services.router.store.store_health import StoreHealth
@@ -68,6 +70,7 @@ class Router:
         used_blocks: parses worker reports; without it, only reservations make a worker busy.
         read_report: parses worker reports; without it, reservations are not reconciled with them.
         bodies: tokenizes OpenAI bodies; without it, they are rejected.
+        policies: policies of a policy file, started by the caller.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Router:
         used_blocks: UsedBlocks = lambda report: (),
         read_report: ReadReport = lambda report: (),
         bodies: Bodies | None = None,
+        policies: ComposedPolicies | None = None,
     ) -> None:
         self.config = config or RouterConfig()
         self.registry = Registry()
@@ -123,11 +127,11 @@ class Router:
                 self.config.thresholds,
             ),
             self._random,
+            self.metrics,
+            policies or ComposedPolicies(),
         )
         sessions = SessionAffinity(store, self._health, self.config.session_ttl_ms)
-        self._scheduler = Scheduler(
-            store, self._synchronizer, self._selector, sessions, self._disagg, self.config.policy
-        )
+        self._scheduler = Scheduler(store, self._synchronizer, self._selector, sessions, self._disagg)
         self._bodies = bodies or NoBodies()
         self.worker_manager = WorkerManager(
             store, self._health, self._synchronizer, self._reservations, self._tasks, self.metrics, self.config.lease_ms

@@ -66,6 +66,7 @@ def _unary(
             with telemetry.stage(f"router.{verb}", parent=telemetry.carrier_of_metadata(context.invocation_metadata())):
                 return await answer(context, MethodType(handle, self), request)
 
+        call.__wrapped__ = handle  # type: ignore[attr-defined]
         return call
 
     return decorate
@@ -91,6 +92,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._router.stop()
         for open_stream in self._open_streams:
             open_stream.inbox.end(_stopping())
+
+    def unary(self, name: str) -> Callable[[Message], Awaitable[Message]]:
+        """Returns the handler of a unary RPC without gRPC's context, for other transports; it raises typed errors."""
+        handler: Callable[[Message], Awaitable[Message]] = MethodType(getattr(type(self), name).__wrapped__, self)
+        return handler
 
     @_unary("query")
     async def RouteQuery(self, request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:

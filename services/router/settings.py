@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, SecretStr
@@ -32,6 +33,15 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         1.0, gt=0, description="timeout of Redis commands in seconds; after it Redis counts as unavailable"
     )
     policy: PolicyName = Field("kv", description="routing policy of requests that do not specify one")
+    policies: Path | None = Field(
+        None, description="YAML file of composed policies, and of the policy of each model; unset: none"
+    )
+    policy_timeout_ms: int = Field(
+        100, ge=1, le=10_000, description="longest ranking by stages of policies that are not built in, milliseconds"
+    )
+    policy_memory_mb: int = Field(
+        512, ge=16, description="memory that the process of stages that are not built in can allocate, MiB"
+    )
     prefill_load_scale: float = Field(
         PREFILL_LOAD_SCALE, ge=0, description="weight of prefill load relative to decode load"
     )
@@ -97,6 +107,15 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         [], description="host:port of preprocess; names resolve to all addresses; empty: reject OpenAI bodies"
     )
     preprocess_timeout_s: float = Field(15.0, gt=0, description="timeout of calls to preprocess in seconds")
+    http_listen: Address = Field("", description="host:port of the HTTP/JSON API; empty: off")
+    http_max_body_mb: int = Field(4, ge=1, le=256, description="maximum size of a request body of the HTTP API, MiB")
+    http_max_body_memory_mb: int = Field(
+        64, ge=1, description="memory for all request bodies of the HTTP API together, MiB"
+    )
+    http_max_connections: int = Field(1_024, ge=1, description="maximum number of open connections of the HTTP API")
+    http_timeout_s: float = Field(
+        10.0, gt=0, description="longest time in which the headers, and then the body, of an HTTP request arrive"
+    )
     picker_listen: Address = Field(
         "", description="host:port of the endpoint picker for Envoy (ext_proc), such as 0.0.0.0:9002; empty: none"
     )

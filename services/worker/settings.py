@@ -30,6 +30,9 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         description="host:port of the engine's own HTTP server, to which an endpoint picker may send requests; empty: "
         "none",
     )
+    worker_labels: CommaList = Field(
+        [], description="NAME=VALUE, such as zone=eu-1, for composed policies of the router; repeatable"
+    )
     advertise: Address = Field(
         "", description="host:port at which gateways reach this worker; empty: determined automatically"
     )
@@ -144,6 +147,21 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     def _model_is_a_spec(cls, value: str) -> str:
         ModelSpec.parse(value)
         return value
+
+    @field_validator("worker_labels")
+    @classmethod
+    def _labels_have_values(cls, labels: list[str]) -> list[str]:
+        for label in labels:
+            name, _, value = label.partition("=")
+            if not name.strip() or not value.strip():
+                raise ValueError(f"{label!r} is not NAME=VALUE, such as zone=eu-1")
+        return labels
+
+    @property
+    def label_values(self) -> dict[str, str]:
+        """The values of the labels by name."""
+        pairs = (label.partition("=") for label in self.worker_labels)
+        return {name.strip(): value.strip() for name, _, value in pairs}
 
     @property
     def processing_options(self) -> ProcessingOptions:

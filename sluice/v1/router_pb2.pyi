@@ -91,6 +91,26 @@ class RouteQueryRequest(_message.Message):
     MODE_SELECT_AND_RESERVE: RouteQueryRequest.Mode.ValueType  # 2
     """returns a selection and reserves it"""
 
+    @_typing.final
+    class HeadersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -114,6 +134,7 @@ class RouteQueryRequest(_message.Message):
     FAIRNESS_ID_FIELD_NUMBER: _builtins.int
     TOKENIZE_MS_FIELD_NUMBER: _builtins.int
     FALLBACKS_FIELD_NUMBER: _builtins.int
+    HEADERS_FIELD_NUMBER: _builtins.int
     mode: Global___RouteQueryRequest.Mode.ValueType
     request_id: _builtins.str
     """required to reserve"""
@@ -130,7 +151,7 @@ class RouteQueryRequest(_message.Message):
     explain: _builtins.bool
     """fill RouteQueryResponse.scores"""
     policy: _builtins.str
-    """"kv", "round_robin", …; empty: the router's setting"""
+    """"kv", "round_robin", … or a composed one; empty: the router's setting"""
     ttl_ms: _builtins.int
     """lifetime of the reservation; 0: the router's setting"""
     session_id: _builtins.str
@@ -176,6 +197,10 @@ class RouteQueryRequest(_message.Message):
 
     @_builtins.property
     def cost(self) -> Global___CostOverrides: ...
+    @_builtins.property
+    def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Headers of the client's request for composed policies, which may read them; names in lower case, at most 64."""
+
     def __init__(
         self,
         *,
@@ -202,10 +227,11 @@ class RouteQueryRequest(_message.Message):
         fairness_id: _builtins.str = ...,
         tokenize_ms: _builtins.int = ...,
         fallbacks: _builtins.int = ...,
+        headers: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cost", b"cost", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "fallbacks", b"fallbacks", "first_token_ms", b"first_token_ms", "lora", b"lora", "max_wait_for_workers_ms", b"max_wait_for_workers_ms", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "tokenize_ms", b"tokenize_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "fallbacks", b"fallbacks", "first_token_ms", b"first_token_ms", "headers", b"headers", "lora", b"lora", "max_wait_for_workers_ms", b"max_wait_for_workers_ms", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "tokenize_ms", b"tokenize_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,6 +426,7 @@ class RouteQueryResponse(_message.Message):
     HASH_SCHEME_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     FALLBACKS_FIELD_NUMBER: _builtins.int
+    ROUTER_HINT_FIELD_NUMBER: _builtins.int
     tokens_to_compute: _builtins.int
     """prompt tokens not covered by the device overlap"""
     reservation_id: _builtins.str
@@ -443,7 +470,7 @@ class RouteQueryResponse(_message.Message):
 
     @_builtins.property
     def scores(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateScore]:
-        """with explain, cheapest first"""
+        """with explain, most preferred first"""
 
     @_builtins.property
     def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -452,6 +479,12 @@ class RouteQueryResponse(_message.Message):
     @_builtins.property
     def fallbacks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerTarget]:
         """further workers that could generate the output, cheapest first"""
+
+    @_builtins.property
+    def router_hint(self) -> Global___PeerHint:
+        """A worker that holds at least one block more of the prompt than the worker that computes it, from which an engine that
+        can do so may pull them; of several, the one with the fewest requests. Unset: there is none.
+        """
 
     def __init__(
         self,
@@ -475,14 +508,47 @@ class RouteQueryResponse(_message.Message):
         hash_scheme: _builtins.str = ...,
         block_size: _builtins.int = ...,
         fallbacks: _abc.Iterable[Global___WorkerTarget] | None = ...,
+        router_hint: Global___PeerHint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "overlap", b"overlap", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "overlap", b"overlap", "prefill", b"prefill", "router_hint", b"router_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "block_hashes", b"block_hashes", "block_size", b"block_size", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "fallbacks", b"fallbacks", "hash_scheme", b"hash_scheme", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "scores", b"scores", "session_hit", b"session_hit", "token_ids", b"token_ids", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "block_hashes", b"block_hashes", "block_size", b"block_size", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "fallbacks", b"fallbacks", "hash_scheme", b"hash_scheme", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "router_hint", b"router_hint", "scores", b"scores", "session_hit", b"session_hit", "token_ids", b"token_ids", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteQueryResponse: _TypeAlias = RouteQueryResponse  # noqa: Y015
+
+@_typing.final
+class PeerHint(_message.Message):
+    """A worker that holds a longer prefix of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    """host:port of its gRPC server"""
+    data_parallel_rank: _builtins.int
+    blocks: _builtins.int
+    """leading blocks of the prompt that it holds, on any tier"""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        data_parallel_rank: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "data_parallel_rank", b"data_parallel_rank", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerHint: _TypeAlias = PeerHint  # noqa: Y015
 
 @_typing.final
 class CandidateScore(_message.Message):
@@ -494,6 +560,7 @@ class CandidateScore(_message.Message):
     OVERLAP_FIELD_NUMBER: _builtins.int
     PREFILL_BLOCKS_FIELD_NUMBER: _builtins.int
     DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
+    POLICY_SCORE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     data_parallel_rank: _builtins.int
     cost: _builtins.float
@@ -502,6 +569,8 @@ class CandidateScore(_message.Message):
     """reserved prefill not computed yet"""
     decode_blocks: _builtins.float
     """blocks reserved for decoding"""
+    policy_score: _builtins.float
+    """of a composed policy, 0 to 1; highest is best"""
     @_builtins.property
     def overlap(self) -> Global___Overlap: ...
     def __init__(
@@ -513,12 +582,15 @@ class CandidateScore(_message.Message):
         overlap: Global___Overlap | None = ...,
         prefill_blocks: _builtins.float = ...,
         decode_blocks: _builtins.float = ...,
+        policy_score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["overlap", b"overlap"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_score", b"_policy_score", "overlap", b"overlap", "policy_score", b"policy_score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "data_parallel_rank", b"data_parallel_rank", "decode_blocks", b"decode_blocks", "overlap", b"overlap", "prefill_blocks", b"prefill_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_score", b"_policy_score", "cost", b"cost", "data_parallel_rank", b"data_parallel_rank", "decode_blocks", b"decode_blocks", "overlap", b"overlap", "policy_score", b"policy_score", "prefill_blocks", b"prefill_blocks", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__policy_score: _TypeAlias = _typing.Literal["policy_score"]  # noqa: Y015
+    _WhichOneofArgType__policy_score: _TypeAlias = _typing.Literal["_policy_score", b"_policy_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_score) -> _WhichOneofReturnType__policy_score | None: ...
 
 Global___CandidateScore: _TypeAlias = CandidateScore  # noqa: Y015
 
@@ -1169,6 +1241,26 @@ class WorkerInfo(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -1179,6 +1271,7 @@ class WorkerInfo(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     epoch: _builtins.int
@@ -1195,6 +1288,10 @@ class WorkerInfo(_message.Message):
     def load(self) -> _common_pb2.WorkerLoad:
         """as last reported"""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """as registered"""
+
     def __init__(
         self,
         *,
@@ -1208,10 +1305,11 @@ class WorkerInfo(_message.Message):
         draining: _builtins.bool = ...,
         engine_version: _builtins.str = ...,
         http_address: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "load", b"load", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "labels", b"labels", "load", b"load", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1546,6 +1644,26 @@ Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 class Registration(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -1555,6 +1673,7 @@ class Registration(_message.Message):
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     LEASE_KEY_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique among the workers of all models. While one process holds the lease, another one is rejected with
     `worker_id_taken` and the time left; only a caller whose identity names this very worker can take over the id, with
@@ -1578,6 +1697,12 @@ class Registration(_message.Message):
     """host:port of the engine's own HTTP server, if it has one, to which an endpoint picker may send requests; empty: none."""
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Properties given by the operator, such as zone or gpu, for composed policies; at most 32, names and values of at most
+        63 printable characters.
+        """
+
     def __init__(
         self,
         *,
@@ -1590,10 +1715,11 @@ class Registration(_message.Message):
         engine_version: _builtins.str = ...,
         lease_key: _builtins.bytes = ...,
         http_address: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "lease_key", b"lease_key", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "labels", b"labels", "lease_key", b"lease_key", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

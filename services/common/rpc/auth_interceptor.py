@@ -31,21 +31,60 @@ _URIS = "peer_uri"  # gRPC's key for the certificate's URI alternative names
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
-class AccessInterceptor(grpc.aio.ServerInterceptor):
-    """Rejects unknown callers (UNAUTHENTICATED) and calls their caller may not make (PERMISSION_DENIED).
+class CallerCheck:
+    """Authenticates a caller and checks that it may call an RPC, over whatever transport.
 
-    Other calls are served with `identity.current` set. A caller with a token and a certificate needs both to allow the
-    call.
+    A caller with a token and a certificate needs both to allow the call.
 
     Args:
         tokens: the accepted tokens; None accepts calls without a token.
         trust_domain: of the names in verified client certificates; empty ignores certificates.
+    """
+
+    def __init__(self, tokens: AcceptedTokens | None, trust_domain: str) -> None:
+        self._tokens = tokens
+        self._trust_domain = trust_domain
+
+    def admit(self, method: str, headers: Sequence[str | bytes], uris: Sequence[str]) -> Caller:
+        """Returns the caller of `method`.
+
+        Args:
+            headers: values of the authorization header.
+            uris: URI alternative names of the verified client certificate.
+
+        Raises:
+            SluiceError: UNAUTHENTICATED (`token_missing`, `invalid_token`) or PERMISSION_DENIED (`caller_unnamed`,
+                `caller_not_allowed`).
+        """
+        callers = []
+        if self._tokens is not None:
+            callers.append(_by_token(self._tokens(), headers))
+        if self._trust_domain:
+            callers.append(_by_certificate(uris, self._trust_domain))
+        for caller in callers:
+            if not may_call(caller.service, method):
+                raise _not_allowed(caller, method)
+        if len(callers) < 2:
+            return callers[0]
+        token, certificate = callers
+        proven = identity.both(token, certificate)
+        if proven is None:
+            raise _not_allowed(token, method)
+        return proven
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):
+    """Rejects unknown callers (UNAUTHENTICATED) and calls their caller may not make (PERMISSION_DENIED).
+
+    Other calls are served with `identity.current` set.
+
+    Args:
+        tokens, trust_domain: see CallerCheck.
         open_health: whether health and reflection are served to every caller.
     """
 
     def __init__(self, tokens: AcceptedTokens | None, trust_domain: str, open_health: bool) -> None:
-        self._tokens = tokens
-        self._trust_domain = trust_domain
+        self._check = CallerCheck(tokens, trust_domain)
         self._open = OPEN_SERVICES if open_health else ()
 
     async def intercept_service(
@@ -61,53 +100,16 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         return _guarded(handler, lambda context: self.admit(method, headers, context))
 
     def admit(self, method: str, headers: Sequence[str | bytes], context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-        """Returns the caller of `method`.
+        """Returns the caller of `method`; arguments and errors as for CallerCheck.admit."""
+        names = () if context is None else context.auth_context().get(_URIS, ())
+        return self._check.admit(method, headers, [uri.decode("utf-8", "replace") for uri in names])
 
-        Args:
-            headers: values of the authorization header.
 
-        Raises:
-            SluiceError: UNAUTHENTICATED (`token_missing`, `invalid_token`) or PERMISSION_DENIED (`caller_unnamed`,
-                `caller_not_allowed`).
-        """
-        callers = []
-        if self._tokens is not None:
-            callers.append(self._by_token(self._tokens(), headers))
-        if self._trust_domain:
-            callers.append(self._by_certificate(context))
-        for caller in callers:
-            if not may_call(caller.service, method):
-                raise _not_allowed(caller, method)
-        if len(callers) < 2:
-            return callers[0]
-        token, certificate = callers
-        proven = identity.both(token, certificate)
-        if proven is None:
-            raise _not_allowed(token, method)
-        return proven
-
-    def _by_token(self, tokens: Sequence[AcceptedToken], headers: Sequence[str | bytes]) -> Caller:
-        if not headers:
-            raise _unauthenticated('Missing token; send it as "authorization: Bearer TOKEN".', "token_missing")
-        text = headers[0].decode("ascii", "replace") if isinstance(headers[0], bytes) else headers[0]
-        digest = sha256(text[len(SCHEME) :].encode()).digest()
-        # Compare with every token in constant time, so that timing reveals nothing.
-        matches = [token.caller for token in tokens if hmac.compare_digest(digest, token.digest)]
-        if len(headers) > 1 or text[: len(SCHEME)].lower() != SCHEME.lower() or not matches:
-            raise _unauthenticated("Invalid token; send one that this service accepts.", "invalid_token")
-        return matches[0]
-
-    def _by_certificate(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-        uris = [uri.decode("utf-8", "replace") for uri in context.auth_context().get(_URIS, ())]
-        caller = identity.of_certificate(uris, self._trust_domain)
-        if caller is None:
-            raise SluiceError(
-                ErrorKind.PERMISSION_DENIED,
-                "The certificate does not name a caller; issue one with exactly one URI alternative name "
-                f"spiffe://{self._trust_domain}/SERVICE or spiffe://{self._trust_domain}/worker/ID.",
-                code="caller_unnamed",
-            )
-        return caller
+def caller_check(settings: GrpcServiceSettings) -> CallerCheck | None:
+    """Returns the check of callers; None where every caller is served. Raises SluiceError, see accepted_tokens."""
+    tokens = accepted_tokens(settings.token, settings.tokens_file)
+    trust_domain = settings.tls_trust_domain if settings.tls_require_client_cert else ""
+    return None if tokens is None and not trust_domain else CallerCheck(tokens, trust_domain)
 
 
 def access_interceptors(settings: GrpcServiceSettings) -> list[grpc.aio.ServerInterceptor]:
@@ -125,6 +127,30 @@ def access_interceptors(settings: GrpcServiceSettings) -> list[grpc.aio.ServerIn
             "--token is shared by all callers and meant for development; use --tokens-file for one token per caller"
         )
     return [AccessInterceptor(tokens, trust_domain, settings.open_health)]
+
+
+def _by_token(tokens: Sequence[AcceptedToken], headers: Sequence[str | bytes]) -> Caller:
+    if not headers:
+        raise _unauthenticated('Missing token; send it as "authorization: Bearer TOKEN".', "token_missing")
+    text = headers[0].decode("ascii", "replace") if isinstance(headers[0], bytes) else headers[0]
+    digest = sha256(text[len(SCHEME) :].encode()).digest()
+    # Compare with every token in constant time, so that timing reveals nothing.
+    matches = [token.caller for token in tokens if hmac.compare_digest(digest, token.digest)]
+    if len(headers) > 1 or text[: len(SCHEME)].lower() != SCHEME.lower() or not matches:
+        raise _unauthenticated("Invalid token; send one that this service accepts.", "invalid_token")
+    return matches[0]
+
+
+def _by_certificate(uris: Sequence[str], trust_domain: str) -> Caller:
+    caller = identity.of_certificate([*uris], trust_domain)
+    if caller is None:
+        raise SluiceError(
+            ErrorKind.PERMISSION_DENIED,
+            "The certificate does not name a caller; issue one with exactly one URI alternative name "
+            f"spiffe://{trust_domain}/SERVICE or spiffe://{trust_domain}/worker/ID.",
+            code="caller_unnamed",
+        )
+    return caller
 
 
 def _unauthenticated(message: str, code: str) -> SluiceError:

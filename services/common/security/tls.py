@@ -186,10 +186,16 @@ def https_context(settings: HttpsSettings) -> ssl.SSLContext | None:
 
 def metrics_context(settings: TlsSettings) -> ssl.SSLContext:
     """Returns the metrics endpoint's context, as strict as gRPC's; raises SluiceError without a certificate."""
-    identity = _server_identity(settings)
-    if identity is None:
+    context = server_context(settings)
+    if context is None:
         raise _invalid("metrics-tls requires tls-cert and tls-key; set both.", "metrics-tls")
-    return _renewing(identity, settings.tls_require_client_cert)
+    return context
+
+
+def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
+    """Returns the context of a server other than gRPC's, as strict as that; None for plain text."""
+    identity = _server_identity(settings)
+    return None if identity is None else _renewing(identity, settings.tls_require_client_cert)
 
 
 def _renewing(identity: Identity, require_client_cert: bool) -> ssl.SSLContext:

@@ -11,7 +11,7 @@ from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import scoped
 from services.router.scheduling.admission_queue import Reason
 from services.router.scheduling.decisions import Decision, Outcome
-from services.router.scheduling.queries import Prompt, Query, RoutedPrompt, RouteResult
+from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RoutedPrompt, RouteResult
 from services.router.scheduling.route_headers import headers_of
 from services.router.store.memory import unix_ms
 from services.router.workers.worker import WorkerRank
@@ -73,6 +73,7 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: 
         request.fairness_id,
         request.tokenize_ms,
         min(request.fallbacks, MOST_FALLBACKS),
+        {name.lower(): value for name, value in request.headers.items()},
     )
 
 
@@ -125,6 +126,7 @@ def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
                 overlap=overlap_of(score.overlap),
                 prefill_blocks=score.load.prefill,
                 decode_blocks=score.load.decode,
+                policy_score=score.policy_score,
             )
             for score in route.scores
         ],
@@ -138,6 +140,14 @@ def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
         hash_scheme=prompt.hash_scheme,
         block_size=prompt.block_size,
         fallbacks=[_target(WorkerRank(worker.worker_id, 0), worker.address) for worker in route.fallbacks],
+        router_hint=None if route.peer is None else _hint(route.peer),
+    )
+
+
+def _hint(peer: PrefixPeer) -> router_pb2.PeerHint:
+    worker = peer.worker
+    return router_pb2.PeerHint(
+        worker_id=worker.worker_id, address=worker.address, data_parallel_rank=peer.rank, blocks=peer.blocks
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 
@@ -28,6 +28,8 @@ from sluice.v1 import common_pb2, router_pb2
 log = logging.getLogger(__name__)
 
 MOST_RANKS = 1_024
+MOST_LABELS = 32
+LONGEST_LABEL = 63
 DUMP_AT_ONCE = 65_536  # hashes per message
 EPOCH_AHEAD_US = 24 * 3600 * 1_000_000
 LEASE_KEY_BYTES = (16, 64)
@@ -74,6 +76,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
             raise invalid(
                 f"http_address {quoted(registration.http_address)} is not host:port.", param="registration.http_address"
             )
+    _check_labels(registration.labels)
     check_name(registration.engine, "registration.engine")
     check_name(registration.engine_version, "registration.engine_version")
     _check_epoch(registration.epoch)
@@ -100,6 +103,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         engine=registration.engine,
         engine_version=registration.engine_version,
         http_address=registration.http_address,
+        labels=registration.labels,
     )
     try:
         role = Role(info.role)
@@ -121,7 +125,18 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         caller=caller.name,
         lease_digest=sha256(key).hexdigest() if key else "",
         http_address=registration.http_address,
+        labels=tuple(sorted(registration.labels.items())),
     )
+
+
+def _check_labels(labels: Mapping[str, str]) -> None:
+    if len(labels) > MOST_LABELS:
+        raise invalid(f"labels has {len(labels)} entries; send at most {MOST_LABELS}.", param="registration.labels")
+    for name, value in labels.items():
+        if not name:
+            raise invalid("A label must have a name.", param="registration.labels")
+        check_name(name, "registration.labels", LONGEST_LABEL)
+        check_name(value, "registration.labels", LONGEST_LABEL)
 
 
 def _check_epoch(epoch: int) -> None:

@@ -27,6 +27,7 @@ class LoadSnapshot:
     def __init__(self) -> None:
         self._read: Mapping[WorkerRank, Load] | None = None
         self._booked: dict[WorkerRank, tuple[float, float]] = {}
+        self._added: dict[WorkerRank, int] = {}
 
     def booked(self, loads: Mapping[WorkerRank, Load]) -> Mapping[WorkerRank, tuple[float, float]]:
         """Returns (prefill, decode) in blocks by rank; omitted ranks have no load.
@@ -37,13 +38,19 @@ class LoadSnapshot:
         if self._read is not loads:
             self._read = loads
             self._booked = {slot: (load.prefill, load.decode) for slot, load in loads.items()}
+            self._added = {}
         return self._booked
+
+    def added_requests(self, slot: WorkerRank) -> int:
+        """Returns the number of requests reserved on a rank since the loads were read."""
+        return self._added.get(slot, 0)
 
     def add(self, offers: Iterable[Offer]) -> None:
         """Adds the load of reserved offers."""
         for offer in offers:
             prefill, decode = self._booked.get(offer.slot, _NO_LOAD)
             self._booked[offer.slot] = prefill + offer.book_prefill / MILLI, decode + offer.book_decode / MILLI
+            self._added[offer.slot] = self._added.get(offer.slot, 0) + 1
 
 
 def preselect(

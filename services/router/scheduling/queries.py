@@ -13,6 +13,8 @@ from services.router.workers.worker import Worker, WorkerRank
 
 MOST_TOKENS = 1 << 24
 MOST_MS = 24 * 3600 * 1000
+MOST_HEADERS = 64
+MOST_HEADER = 4096  # characters of a header's name and value
 MOST_NAME = 512  # characters of a name chosen by the caller; names become keys
 
 
@@ -75,16 +77,18 @@ class Query:
     fairness_id: str = ""
     tokenize_ms: int = 0
     fallbacks: int = 0
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Cost, overlap and load of a candidate, for explanations."""
+    """Cost, overlap and load of a candidate, for explanations; `policy_score` is that of a composed policy."""
 
     slot: WorkerRank
     cost: float
     overlap: Overlap
     load: Load
+    policy_score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,15 @@ class RoutedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixPeer:
+    """A rank that holds more of a prompt than the worker that computes it."""
+
+    worker: Worker
+    rank: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class RouteResult:
     """Result of a query. `reservation_id` is empty and `expires_unix_ms` 0 without a reservation.
 
@@ -115,6 +128,7 @@ class RouteResult:
         seconds: duration of the decision.
         prompt: set if the query requests it.
         fallbacks: further workers for the part that generates the output, cheapest first.
+        peer: set if another rank holds at least one block more of the prompt than the worker that runs it.
     """
 
     worker: Worker
@@ -141,6 +155,7 @@ class RouteResult:
     stages: Mapping[str, float] = field(default_factory=dict)
     prompt: RoutedPrompt | None = None
     fallbacks: Sequence[Worker] = ()
+    peer: PrefixPeer | None = None
 
 
 def check_tokens(name: str, tokens: int) -> None:
@@ -163,6 +178,18 @@ def check(query: Query) -> None:
         if len(text) > MOST_NAME:
             raise invalid(f"{name} has {len(text)} characters; the maximum is {MOST_NAME}.", param=name)
     check_owner(query.owner)
+    _check_headers(query.headers)
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    if len(headers) > MOST_HEADERS:
+        raise invalid(f"headers has {len(headers)} entries; the maximum is {MOST_HEADERS}.", param="headers")
+    for name, value in headers.items():
+        if len(name) + len(value) > MOST_HEADER:
+            raise invalid(
+                f"A header of headers has {len(name) + len(value)} characters; the maximum is {MOST_HEADER}.",
+                param="headers",
+            )
 
 
 def check_owner(owner: str) -> None:

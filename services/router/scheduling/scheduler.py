@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from services.router.reservations.cost import Load
+from services.router.reservations.cost import NO_LOAD, Load
 from services.router.reservations.ids import reservation_id
 from services.router.reservations.table import AllBusy
 from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWorkers
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
 from services.router.scheduling.prompts import in_blocks, routed
-from services.router.scheduling.queries import Query, RouteResult, Score
-from services.router.scheduling.selection import Part, SchedulingRequest, Selection, Selector
+from services.router.scheduling.queries import PrefixPeer, Query, RouteResult, Score
+from services.router.scheduling.requests import Part, SchedulingRequest
+from services.router.scheduling.selection import Selection, Selector
 from services.router.store.base import Store
 from services.router.store.session_affinity import SessionAffinity
 from services.router.sync.model_state import ModelState
@@ -24,11 +25,8 @@ PAIR_BUSY = "pair_busy"
 
 
 class Scheduler:
-    """Makes decisions; waits only for the store and, briefly, for decisions about the same new prefix.
-
-    Args:
-        policy: default for queries without a policy.
-    """
+    """Makes decisions; waits only for the store, stages of policies in their process, and, briefly, for decisions about
+    the same new prefix."""
 
     def __init__(
         self,
@@ -37,14 +35,12 @@ class Scheduler:
         selector: Selector,
         sessions: SessionAffinity,
         disagg: DisaggPlanner,
-        policy: str,
     ) -> None:
         self._store = store
         self._synchronizer = synchronizer
         self._selector = selector
         self._sessions = sessions
         self._disagg = disagg
-        self._policy = policy
         self._single_flight = PrefixSingleFlight()
 
     async def decide(
@@ -111,7 +107,7 @@ class Scheduler:
     ) -> RouteResult:
         query, blocks = request.query, request.blocks
         runs_prompt = prefill or decode
-        policy = query.policy or self._policy
+        policy = self._selector.policy_of(query)
         blind = BLIND if blocks.blind and policy == "kv" else ""
         booked = bool(decode.choice.expires_unix_ms)
         return RouteResult(
@@ -138,7 +134,23 @@ class Scheduler:
             stages=stopwatch.laps,
             prompt=routed(query.prompt, blocks) if query.return_token_ids else None,
             fallbacks=self._selector.fallbacks(request, decode) if query.fallbacks else (),
+            peer=self._peer(request, decode, prefill),
         )
+
+    def _peer(self, request: SchedulingRequest, decode: Selection, prefill: Selection | None) -> PrefixPeer | None:
+        """Returns the least loaded of the ranks that hold the most of the prompt, if the chosen worker holds less."""
+        runs_prompt = prefill or decode
+        most = max(decode.best_blocks, runs_prompt.best_blocks)
+        if most <= runs_prompt.overlap.blocks:
+            return None
+        loads, peers = request.view.loads, []
+        for slot, overlap in request.overlaps.items():
+            if overlap.blocks == most and (worker := request.view.find(slot.worker_id)) is not None:
+                peers.append((loads.get(slot, NO_LOAD).requests, slot, worker))
+        if not peers:
+            return None
+        _, slot, worker = min(peers, key=lambda peer: peer[:2])
+        return PrefixPeer(worker, slot.rank, most)
 
     def _scores(
         self, request: SchedulingRequest, booked: dict[WorkerRank, Load], decode: Selection, prefill: Selection | None
@@ -146,8 +158,8 @@ class Scheduler:
         """Returns the scores of decode candidates, then of prefill candidates."""
         if not request.query.explain:
             return []
-        found = self._selector.scores(request, decode.offers, booked)
-        return found + self._selector.scores(request, prefill.offers, booked) if prefill else found
+        found = self._selector.scores(request, decode, booked)
+        return found + self._selector.scores(request, prefill, booked) if prefill else found
 
 
 class Stopwatch:

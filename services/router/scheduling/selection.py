@@ -3,74 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from functools import partial
 from operator import lt
 from random import Random
 
 from services.common.errors import unavailable
 from services.router.kv_index.index import NO_OVERLAP, Overlap
+from services.router.metrics import Metrics
 from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.reservations.ids import prefill_id
 from services.router.reservations.table import NO_DEADLINE, AllBusy, Owner, ReservationParams, ReservedRank, Standing
-from services.router.scheduling.policies import (
-    Candidate,
-    Demand,
-    Policy,
-    PolicyRegistry,
-    direct,
-    least_loaded,
-    shortlist,
-)
+from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker, RankedOffers
+from services.router.scheduling.policies.built_in import OfferPolicy, direct, kv, least_loaded
+from services.router.scheduling.policies.composition import Composition
+from services.router.scheduling.policies.offers import RankCandidate, shortlist
+from services.router.scheduling.policies.registry import ComposedPolicies, PolicyRegistry
 from services.router.scheduling.preselect import INDEPENDENT, MOST, LoadSnapshot, distinct_overlaps, preselect
-from services.router.scheduling.prompts import NOMINAL_BLOCK, Blocks
+from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.scheduling.queries import Query, Score
+from services.router.scheduling.requests import Part, SchedulingRequest
 from services.router.store.base import Store
 from services.router.sync.load_reconciler import Reports
-from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
 
 CLOSED = Limits(0, 0, 0)  # every load reaches these limits, so the rank accepts no requests
 
+MOST_SCALE = 1024.0  # with a composed policy: no load may outweigh the order of its candidates
+
 ATTEMPTS = 2  # the request may have a reservation on a worker that was removed since
-
-
-class Part(Enum):
-    """Part of the request that the chosen worker runs."""
-
-    STANDALONE = "standalone"
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulingRequest:
-    """A query with the blocks and overlaps of its prompt.
-
-    Attributes:
-        place: False: succeed only if the request has a reservation.
-        pinned: rank of the session's last request.
-    """
-
-    query: Query
-    view: ModelState
-    blocks: Blocks
-    overlaps: Mapping[WorkerRank, Overlap]
-    place: bool = True
-    pinned: WorkerRank | None = None
-
-    @property
-    def demand(self) -> Demand:
-        """Blocks that the request needs."""
-        return Demand(self.blocks.count, -(-self.query.expected_output_tokens // self.blocks.size))
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The chosen rank; `best_blocks` is the largest overlap of any candidate."""
+    """The chosen rank.
+
+    Attributes:
+        best_blocks: the largest overlap of any candidate.
+        ranked: set if a composed policy ordered the candidates.
+    """
 
     worker: Worker
     choice: ReservedRank
@@ -78,10 +52,22 @@ class Selection:
     best_blocks: int
     degraded: str
     offers: list[Offer]
+    ranked: RankedOffers | None = None
 
     @property
     def slot(self) -> WorkerRank:
         return self.choice.slot
+
+    def by_preference(self, loads: Mapping[WorkerRank, Load], scale: float) -> list[Offer]:
+        """Returns the offers, most preferred first; those that a composed policy filtered out are omitted."""
+        if self.ranked is None:
+            return sorted(self.offers, key=lambda offer: offer.cost(loads.get(offer.slot, NO_LOAD), scale))
+        groups, scores = self.ranked.groups, self.ranked.scores
+        offers = [offer for offer in self.offers if offer.slot in scores]
+        return sorted(
+            offers,
+            key=lambda offer: (groups.get(offer.slot, len(offers)), offer.cost(loads.get(offer.slot, NO_LOAD), scale)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +91,8 @@ class Selector:
         reports: Reports,
         config: SelectorConfig,
         random: Random,
+        metrics: Metrics,
+        composed: ComposedPolicies,
     ) -> None:
         self._store = store
         self._reservations = reservations
@@ -112,9 +100,15 @@ class Selector:
         self._reports = reports
         self._config = config
         self._random = random
-        self._policies = PolicyRegistry(random)
+        self._policies = PolicyRegistry(random, [*composed.file.compositions])
+        self._composed = composed
+        self._ranker = ComposedRanker(composed, metrics)
         self._load_snapshots: dict[str, LoadSnapshot] = {}
         self._slots: tuple[Sequence[Worker], list[WorkerRank]] = ((), [])
+
+    def policy_of(self, query: Query) -> str:
+        """Returns the name of the policy that applies to a query."""
+        return query.policy or self._composed.file.policy_of(query.model) or self._config.policy
 
     async def select(self, request: SchedulingRequest, part: Part, workers: Sequence[Worker]) -> Selection:
         """Chooses among the ranks of at least one worker.
@@ -123,8 +117,39 @@ class Selector:
             AllBusy: all ranks are over the busy thresholds.
             SluiceError: INVALID_ARGUMENT for an unknown policy, UNAVAILABLE if the chosen worker was removed.
         """
+        name = self.policy_of(request.query)
+        composition = self._composed.find(name)
+        if composition is not None and request.place:
+            return await self._select_composed(composition, request, part, workers)
+        if composition is not None:
+            name = "kv"  # finds the request's reservation, if any, whatever the order
+        return await self._select_built_in(name, request, part, workers)
+
+    async def _select_composed(
+        self, composition: Composition, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
+    ) -> Selection:
+        given, request = request, _ordered(request)
         slots = self._slots_of(workers)
-        name = request.query.policy or self._config.policy
+        policy = kv if composition.cost == "kv" else least_loaded
+        offers = _of_part(policy(_candidates(request, slots), request.demand, request.query.cost), part)
+        snapshot = self._load_snapshot(request)
+        ranked = await self._ranker.rank(composition, request, part.value, workers, offers, snapshot)
+        if ranked is None:
+            selection = await self._select_built_in("kv", given, part, workers)
+            return replace(selection, degraded=selection.degraded or POLICY_FAILED)
+        limits = self._limits(request, workers)
+        rounds = partial(self._composed_rounds, request, ranked, limits)
+        worker, choice, degraded = await self._reserve(request, part, rounds)
+        if choice.expires_unix_ms and not choice.repeated:
+            snapshot.add(offer for offer in offers if offer.slot == choice.slot)
+        overlap = request.overlaps.get(choice.slot, NO_OVERLAP)
+        best = max(each.blocks for each in distinct_overlaps(slots, request.overlaps))
+        return Selection(worker, choice, overlap, best, degraded, offers, ranked)
+
+    async def _select_built_in(
+        self, name: str, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
+    ) -> Selection:
+        slots = self._slots_of(workers)
         policy = self._policies.get(name, request.query.model, part.value)
         limits = self._limits(request, workers)
         overlaps = distinct_overlaps(slots, request.overlaps)
@@ -137,21 +162,30 @@ class Selector:
         ):
             some = self._preselect(request, part, policy, slots, overlaps, limits)
         offers = _of_part(policy(_candidates(request, some), request.demand, request.query.cost), part)
-        for _ in range(ATTEMPTS):
-            choice, degraded = await self._book(request, part, slots, offers, limits)
-            worker = self._registry.get(request.query.model, choice.slot.worker_id)
-            if worker is not None:
-                break
-            await self._reservations.free(request.query.model, [_request_id(request, part)])
-        else:
-            raise unavailable(
-                f"The worker chosen for model {request.query.model!r} was removed; retry.", code="no_workers"
-            )
+        rounds = partial(self._rounds, request, part, slots, offers, limits)
+        worker, choice, degraded = await self._reserve(request, part, rounds)
         if some is not slots and choice.expires_unix_ms and not choice.repeated:
             self._load_snapshot(request).add(offer for offer in offers if offer.slot == choice.slot)
         overlap = request.overlaps.get(choice.slot, NO_OVERLAP)
         best = max(each.blocks for each in overlaps)
         return Selection(worker, choice, overlap, best, degraded, offers)
+
+    async def _reserve(
+        self, request: SchedulingRequest, part: Part, rounds: Callable[[], Iterator[list[Offer]]]
+    ) -> tuple[Worker, ReservedRank, str]:
+        """Reserves one of the offers of the first round that has one below its limits.
+
+        Returns:
+            The worker, its rank, and the reason why the local table was used (empty: it was not).
+        """
+        terms = self._terms(request, part)
+        for _ in range(ATTEMPTS):
+            choice, degraded = await self._book(request, rounds(), terms)
+            worker = self._registry.get(request.query.model, choice.slot.worker_id)
+            if worker is not None:
+                return worker, choice, degraded
+            await self._reservations.free(request.query.model, [_request_id(request, part)])
+        raise unavailable(f"The worker chosen for model {request.query.model!r} was removed; retry.", code="no_workers")
 
     async def place(self, request: SchedulingRequest, slot: WorkerRank, role: Role) -> ReservedRank:
         """Reserves load on a rank chosen by the caller, busy or not, for the part that its role runs."""
@@ -167,21 +201,21 @@ class Selector:
             await self._reservations.free(request.query.model, [_request_id(request, part)])
 
     def scores(
-        self, request: SchedulingRequest, offers: Sequence[Offer], booked: Mapping[WorkerRank, Load]
+        self, request: SchedulingRequest, selection: Selection, booked: Mapping[WorkerRank, Load]
     ) -> list[Score]:
-        """Returns the scores of offers, cheapest first, at the loads before this query's reservation."""
-        found = []
-        for offer in offers:
+        """Returns the scores of a selection's candidates, most preferred first, at the loads before its reservation."""
+        found, scale = [], request.query.cost.prefill_load_scale
+        for offer in selection.by_preference(booked, scale):
             load = booked.get(offer.slot, NO_LOAD)
-            cost = offer.cost(load, request.query.cost.prefill_load_scale)
-            found.append(Score(offer.slot, cost, request.overlaps.get(offer.slot, NO_OVERLAP), load))
-        return sorted(found, key=lambda score: score.cost)
+            score = selection.ranked.scores[offer.slot] if selection.ranked else None
+            overlap = request.overlaps.get(offer.slot, NO_OVERLAP)
+            found.append(Score(offer.slot, offer.cost(load, scale), overlap, load, score))
+        return found
 
     def fallbacks(self, request: SchedulingRequest, selection: Selection) -> list[Worker]:
-        """Returns the workers of the next cheapest offers, by the loads last read; at most as many as queried."""
+        """Returns the workers of the next offers by preference and the loads last read; at most as many as queried."""
         found: dict[str, Worker] = {selection.worker.worker_id: selection.worker}
-        loads, scale = request.view.loads, request.query.cost.prefill_load_scale
-        for offer in sorted(selection.offers, key=lambda offer: offer.cost(loads.get(offer.slot, NO_LOAD), scale)):
+        for offer in selection.by_preference(request.view.loads, request.query.cost.prefill_load_scale):
             if len(found) > request.query.fallbacks:
                 break
             worker = self._registry.get(request.query.model, offer.slot.worker_id)
@@ -190,15 +224,9 @@ class Selector:
         return list(found.values())[1:]
 
     async def _book(
-        self,
-        request: SchedulingRequest,
-        part: Part,
-        slots: Sequence[WorkerRank],
-        offers: list[Offer],
-        limits: Mapping[WorkerRank, Limits],
+        self, request: SchedulingRequest, rounds: Iterator[list[Offer]], terms: ReservationParams
     ) -> tuple[ReservedRank, str]:
-        terms = self._terms(request, part)
-        for some in self._rounds(request, part, slots, offers, limits):
+        for some in rounds:
             try:
                 return await self._reservations.select(request.query.model, some, terms, request.view.loads)
             except AllBusy:
@@ -221,11 +249,28 @@ class Selector:
         yield some
         if not limits or not request.place:
             return
-        tried = {offer.slot for offer in some}
         rest = _of_part(least_loaded(_candidates(request, slots), request.demand, request.query.cost), part)
-        rest = [
-            offer for offer in _limited(rest, limits) if not offer.busy(request.view.loads.get(offer.slot, NO_LOAD))
-        ]
+        yield from self._others(request, rest, {offer.slot for offer in some}, limits)
+
+    def _composed_rounds(
+        self, request: SchedulingRequest, ranked: RankedOffers, limits: Mapping[WorkerRank, Limits]
+    ) -> Iterator[list[Offer]]:
+        """Yields offers in turn: the preferred ones in the order of the policy, then others that it may use."""
+        some = self._shortlist(request, _limited(ranked.preferred, limits))
+        yield some
+        if limits:
+            yield from self._others(request, [*ranked.preferred, *ranked.others], {each.slot for each in some}, limits)
+
+    def _others(
+        self,
+        request: SchedulingRequest,
+        offers: list[Offer],
+        tried: set[WorkerRank],
+        limits: Mapping[WorkerRank, Limits],
+    ) -> Iterator[list[Offer]]:
+        """Yields the offers not tried yet of ranks that were not busy when their loads were last read."""
+        loads = request.view.loads
+        rest = [offer for offer in _limited(offers, limits) if not offer.busy(loads.get(offer.slot, NO_LOAD))]
         while rest := [offer for offer in rest if offer.slot not in tried]:
             some = self._shortlist(request, rest)
             tried |= {offer.slot for offer in some}
@@ -244,7 +289,7 @@ class Selector:
         self,
         request: SchedulingRequest,
         part: Part,
-        policy: Policy,
+        policy: OfferPolicy,
         slots: Sequence[WorkerRank],
         overlaps: set[Overlap],
         limits: Mapping[WorkerRank, Limits],
@@ -256,7 +301,9 @@ class Selector:
                 slot for slot in slots if slot not in limits or all(map(lt, loads.get(slot, NO_LOAD), limits[slot]))
             ]
             slots = below or slots
-        offers = policy([Candidate(WorkerRank("", 0), overlap, 0) for overlap in overlaps], request.demand, query.cost)
+        offers = policy(
+            [RankCandidate(WorkerRank("", 0), overlap, 0) for overlap in overlaps], request.demand, query.cost
+        )
         samples = dict(zip(overlaps, _of_part(offers, part), strict=True))
         booked = self._load_snapshot(request).booked(loads)
         return preselect(slots, request.overlaps, samples, booked, query.cost.prefill_load_scale, self._random)
@@ -292,9 +339,16 @@ class Selector:
         )
 
 
-def _candidates(request: SchedulingRequest, slots: Sequence[WorkerRank]) -> list[Candidate]:
+def _candidates(request: SchedulingRequest, slots: Sequence[WorkerRank]) -> list[RankCandidate]:
     held, overlaps = request.view.index.blocks, request.overlaps
-    return [Candidate(slot, overlaps.get(slot, NO_OVERLAP), held(slot)) for slot in slots]
+    return [RankCandidate(slot, overlaps.get(slot, NO_OVERLAP), held(slot)) for slot in slots]
+
+
+def _ordered(request: SchedulingRequest) -> SchedulingRequest:
+    """Returns the request with costs that cannot outweigh the order of a composed policy."""
+    cost = request.query.cost
+    cost = replace(cost, prefill_load_scale=min(cost.prefill_load_scale, MOST_SCALE), temperature=0.0)
+    return replace(request, query=replace(request.query, cost=cost))
 
 
 def _request_id(request: SchedulingRequest, part: Part) -> str:

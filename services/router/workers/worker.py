@@ -52,6 +52,7 @@ class Worker:
         capabilities: of the engine, from the model card.
         adapters: LoRA adapters loaded now.
         http_address: host:port of the engine's own HTTP server; empty: none.
+        labels: names and values given by the operator, in order of name.
         caller: identifies the process together with `lease_digest`, as in Claim.
     """
 
@@ -71,6 +72,7 @@ class Worker:
     caller: str = ""
     lease_digest: str = ""
     http_address: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
 
     @property
     def holder(self) -> str:
@@ -106,6 +108,7 @@ class Worker:
             stored["document"] = base64.b64decode(stored["document"])
             for name in ("capabilities", "adapters"):
                 stored[name] = tuple(stored.get(name, ()))
+            stored["labels"] = tuple((str(name), str(value)) for name, value in stored.get("labels", ()))
             return cls(**stored, draining=draining)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UnreadableWorker(f"{type(error).__name__}: {error}") from error

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 
 import grpc
 
@@ -40,6 +40,7 @@ class Registration:
         address: host:port at which gateways reach the worker.
         routers: replicas to choose from; started and closed by the caller.
         http_address: host:port of the engine's own HTTP server; empty: none.
+        labels: names and values given by the operator.
 
     Attributes:
         trouble: error code while another process holds the worker's id; otherwise empty.
@@ -52,9 +53,11 @@ class Registration:
         address: str,
         routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub],
         http_address: str = "",
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         self._worker = worker
         self._http_address = http_address
+        self._labels = labels or {}
         self._address = address
         self._routers = routers
         self._logs = [KvEventLog(source.rank) for source in worker.engine.kv_event_sources()]
@@ -233,4 +236,5 @@ class Registration:
             engine_version=config.engine_version,
             lease_key=self._lease_key,
             http_address=self._http_address,
+            labels=self._labels,
         )

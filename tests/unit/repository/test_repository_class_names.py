@@ -22,6 +22,7 @@ SHARED = {
     "Manager": "SGLang's tokenizer manager, in worker and preprocess",
     "MemoryStore RedisStore": "the implementations of a service's store",
     "Options": "the options of a command or of an engine",
+    "Picker": "the stage of a routing policy that orders candidates, and the endpoint picker of a router",
     "SamplingParams StopParams StructuredOutput": "parts of a generation, in gateway and worker",
     "RequestState": "a request in flight, in each in-process engine",
     "Score": "the router's score of a worker, as gateway and router hold it",

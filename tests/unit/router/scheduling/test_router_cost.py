@@ -14,7 +14,8 @@ from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch,
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.reservations.cost import CostModel, Load, choose, cost, softmax
 from services.router.router import Router
-from services.router.scheduling.policies import Candidate, Demand, kv
+from services.router.scheduling.policies.built_in import kv
+from services.router.scheduling.policies.offers import Demand, RankCandidate
 from services.router.scheduling.preselect import LoadSnapshot, preselect
 from services.router.scheduling.queries import Prompt, Query
 from services.router.store.memory import MemoryStore
@@ -72,11 +73,13 @@ def test_no_rank_left_out_is_cheaper_than_one_taken(ranks: list[tuple[int, int]]
     overlaps = {slot: Overlap(depth) for slot, (depth, _) in zip(slots, ranks, strict=True) if depth}
     booked = {slot: (load / 2, float(load)) for slot, (_, load) in zip(slots, ranks, strict=True) if load}
     demand, model = Demand(20), CostModel(prefill_load_scale=2.0)
-    samples = {overlap: kv([Candidate(slots[0], overlap, 0)], demand, model)[0] for overlap in map(Overlap, range(10))}
+    samples = {
+        overlap: kv([RankCandidate(slots[0], overlap, 0)], demand, model)[0] for overlap in map(Overlap, range(10))
+    }
 
     def cost(slot: WorkerRank) -> float:
         load = Load(*booked.get(slot, (0.0, 0.0)))
-        return kv([Candidate(slot, overlaps.get(slot, NO_OVERLAP), 0)], demand, model)[0].cost(load, 2.0)
+        return kv([RankCandidate(slot, overlaps.get(slot, NO_OVERLAP), 0)], demand, model)[0].cost(load, 2.0)
 
     taken = preselect(slots, overlaps, samples, booked, 2.0, Random(1), most)
     assert len(taken) == len(set(taken)) == min(most, len(slots))
@@ -86,7 +89,7 @@ def test_no_rank_left_out_is_cheaper_than_one_taken(ranks: list[tuple[int, int]]
 
 def test_equally_cheap_ranks_take_turns() -> None:
     slots = [WorkerRank(f"w{number}", 0) for number in range(MANY)]
-    random, samples = Random(1), {NO_OVERLAP: kv([Candidate(slots[0], NO_OVERLAP, 0)], Demand(1), CostModel())[0]}
+    random, samples = Random(1), {NO_OVERLAP: kv([RankCandidate(slots[0], NO_OVERLAP, 0)], Demand(1), CostModel())[0]}
     seen = {slot for _ in range(100) for slot in preselect(slots, {}, samples, {}, 1.0, random)}
     assert seen == set(slots)
 
@@ -95,7 +98,7 @@ def test_what_is_booked_here_counts_until_loads_are_read_again() -> None:
     standing, slot = LoadSnapshot(), WorkerRank("w", 0)
     loads = {slot: Load(1.0, 2.0, 1)}
     assert standing.booked(loads)[slot] == (1.0, 2.0)
-    standing.add(kv([Candidate(slot, Overlap(3), 0)], Demand(10), CostModel()))
+    standing.add(kv([RankCandidate(slot, Overlap(3), 0)], Demand(10), CostModel()))
     assert standing.booked(loads)[slot] == (1.0 + 7, 2.0 + 7)
     assert standing.booked(dict(loads))[slot] == (1.0, 2.0)
 

@@ -19,7 +19,9 @@ from services.router.reservations.ids import prefill_halves, prefill_id, request
 from services.router.reservations.table import ReservationParams, ReservedRank
 from services.router.router import Router
 from services.router.scheduling.decisions import Outcome
-from services.router.scheduling.policies import Candidate, Demand, PolicyRegistry, all_policies, shortlist
+from services.router.scheduling.policies.built_in import all_policies
+from services.router.scheduling.policies.offers import Demand, RankCandidate, shortlist
+from services.router.scheduling.policies.registry import PolicyRegistry
 from services.router.settings import PolicyName
 from services.router.store.memory import MemoryStore
 from services.router.workers.worker import KV_EVENTS, Role, WorkerRank
@@ -163,7 +165,7 @@ def test_turns_of_models_and_parts_are_not_mixed() -> None:
 
 
 CANDIDATES = [
-    Candidate(WorkerRank(name, 0), Overlap(overlap, 2), 10) for name, overlap in (("a", 0), ("b", 5), ("c", 3))
+    RankCandidate(WorkerRank(name, 0), Overlap(overlap, 2), 10) for name, overlap in (("a", 0), ("b", 5), ("c", 3))
 ]
 
 

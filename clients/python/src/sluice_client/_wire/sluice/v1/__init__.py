@@ -67,6 +67,7 @@ __all__ = (
     "Overlap",
     "ParseRequest",
     "ParseResponse",
+    "PeerHint",
     "PositionLogprobs",
     "PostSessionRequest",
     "PromptRef",
@@ -865,6 +866,13 @@ class CandidateScore(betterproto2.Message):
     decode_blocks: "float" = betterproto2.field(6, betterproto2.TYPE_DOUBLE)
     """
     blocks reserved for decoding
+    """
+
+    policy_score: "float | None" = betterproto2.field(
+        7, betterproto2.TYPE_DOUBLE, optional=True
+    )
+    """
+    of a composed policy, 0 to 1; highest is best
     """
 
 
@@ -2033,6 +2041,30 @@ default_message_pool.register_message("sluice.v1", "ParseResponse", ParseRespons
 
 
 @dataclass(eq=False, repr=False)
+class PeerHint(betterproto2.Message):
+    """
+    A worker that holds a longer prefix of a prompt.
+    """
+
+    worker_id: "str" = betterproto2.field(1, betterproto2.TYPE_STRING)
+
+    address: "str" = betterproto2.field(2, betterproto2.TYPE_STRING)
+    """
+    host:port of its gRPC server
+    """
+
+    data_parallel_rank: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
+
+    blocks: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
+    """
+    leading blocks of the prompt that it holds, on any tier
+    """
+
+
+default_message_pool.register_message("sluice.v1", "PeerHint", PeerHint)
+
+
+@dataclass(eq=False, repr=False)
 class PositionLogprobs(betterproto2.Message):
     """
     Log-probabilities at one position.
@@ -2165,6 +2197,18 @@ class Registration(betterproto2.Message):
     http_address: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
     """
     host:port of the engine's own HTTP server, if it has one, to which an endpoint picker may send requests; empty: none.
+    """
+
+    labels: "dict[str, str]" = betterproto2.field(
+        10,
+        betterproto2.TYPE_MAP,
+        map_meta=betterproto2.map_meta(
+            betterproto2.TYPE_STRING, betterproto2.TYPE_STRING
+        ),
+    )
+    """
+    Properties given by the operator, such as zone or gpu, for composed policies; at most 32, names and values of at most
+    63 printable characters.
     """
 
 
@@ -2394,7 +2438,7 @@ class RouteQueryRequest(betterproto2.Message):
 
     policy: "str" = betterproto2.field(12, betterproto2.TYPE_STRING)
     """
-    "kv", "round_robin", …; empty: the router's setting
+    "kv", "round_robin", … or a composed one; empty: the router's setting
     """
 
     ttl_ms: "int" = betterproto2.field(13, betterproto2.TYPE_UINT32)
@@ -2460,6 +2504,17 @@ class RouteQueryRequest(betterproto2.Message):
     number of RouteQueryResponse.fallbacks
     """
 
+    headers: "dict[str, str]" = betterproto2.field(
+        24,
+        betterproto2.TYPE_MAP,
+        map_meta=betterproto2.map_meta(
+            betterproto2.TYPE_STRING, betterproto2.TYPE_STRING
+        ),
+    )
+    """
+    Headers of the client's request for composed policies, which may read them; names in lower case, at most 64.
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "RouteQueryRequest", RouteQueryRequest
@@ -2518,7 +2573,7 @@ class RouteQueryResponse(betterproto2.Message):
         9, betterproto2.TYPE_MESSAGE, repeated=True
     )
     """
-    with explain, cheapest first
+    with explain, most preferred first
     """
 
     headers: "dict[str, str]" = betterproto2.field(
@@ -2580,6 +2635,14 @@ class RouteQueryResponse(betterproto2.Message):
     )
     """
     further workers that could generate the output, cheapest first
+    """
+
+    router_hint: "PeerHint | None" = betterproto2.field(
+        20, betterproto2.TYPE_MESSAGE, optional=True
+    )
+    """
+    A worker that holds at least one block more of the prompt than the worker that computes it, from which an engine that
+    can do so may pull them; of several, the one with the fewest requests. Unset: there is none.
     """
 
 
@@ -3486,6 +3549,17 @@ class WorkerInfo(betterproto2.Message):
     engine_version: "str" = betterproto2.field(9, betterproto2.TYPE_STRING)
 
     http_address: "str" = betterproto2.field(10, betterproto2.TYPE_STRING)
+    """
+    as registered
+    """
+
+    labels: "dict[str, str]" = betterproto2.field(
+        11,
+        betterproto2.TYPE_MAP,
+        map_meta=betterproto2.map_meta(
+            betterproto2.TYPE_STRING, betterproto2.TYPE_STRING
+        ),
+    )
     """
     as registered
     """

@@ -1,0 +1,3 @@
+module sluice.example/scheduler
+
+go 1.22

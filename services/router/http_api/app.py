@@ -1,0 +1,193 @@
+"""Routes of the HTTP/JSON API: authentication, the calls, and errors as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from services.common import logs
+from services.common.errors import ErrorKind, SluiceError, internal, word
+from services.common.observability import telemetry
+from services.common.rpc.auth_interceptor import CallerCheck
+from services.common.security import identity
+from services.common.tasks import end_all
+from services.router.http_api import route
+from services.router.http_api.bodies import BodyLimits, message_of, read_body
+from sluice.v1 import router_pb2
+
+log = logging.getLogger(__name__)
+
+SERVICE = "/sluice.v1.Router/"
+RPCS: Mapping[str, type[Message]] = {
+    "RouteQuery": router_pb2.RouteQueryRequest,
+    "AddRequest": router_pb2.AddRequestRequest,
+    "MarkPrefillComplete": router_pb2.MarkPrefillCompleteRequest,
+    "FreeRequest": router_pb2.FreeRequestRequest,
+    "ReportProgress": router_pb2.ReportProgressRequest,
+    "ListWorkers": router_pb2.ListWorkersRequest,
+}
+"""The RPCs with an HTTP twin, at their gRPC path."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class UnaryCalls(Protocol):
+    """The RPCs of the router without gRPC."""
+
+    def unary(self, name: str) -> Callable[[Message], Awaitable[Message]]:
+        """Returns the handler of a unary RPC, which raises typed errors."""
+        ...
+
+
+class HttpApi:
+    """The routes.
+
+    Args:
+        calls: handles the RPCs.
+        check: authenticates callers; None serves everyone.
+        limits: bounds on bodies.
+        is_ready: whether the router has reached its store.
+        open_health: whether `/health` is served to every caller.
+    """
+
+    def __init__(
+        self,
+        calls: UnaryCalls,
+        check: CallerCheck | None,
+        limits: BodyLimits,
+        is_ready: Callable[[], bool],
+        open_health: bool = True,
+    ) -> None:
+        self._handlers = {name: calls.unary(name) for name in RPCS}
+        self._check = check
+        self._limits = limits
+        self._is_ready = is_ready
+        self._open_health = open_health
+
+    def app(self) -> Starlette:
+        """Returns the ASGI application."""
+        routes = [
+            *(Route(SERVICE + name, self._served(name, self._rpc(name)), methods=["POST"]) for name in RPCS),
+            Route("/route", self._served("RouteQuery", self._route), methods=["POST"]),
+            Route("/prefill_complete", self._served("MarkPrefillComplete", self._mark), methods=["POST"]),
+            Route("/free", self._served("FreeRequest", self._free), methods=["POST"]),
+            Route("/workers", self._served("ListWorkers", self._workers), methods=["GET"]),
+            Route("/health", self._health if self._open_health else self._served("ListWorkers", self._health)),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+    def _served(self, rpc: str, handle: Handler) -> Handler:
+        """Returns the endpoint of a handler, which may call an RPC: with its caller, its span and typed errors."""
+
+        async def serve(request: Request) -> Response:
+            try:
+                if self._check is not None:
+                    headers = request.headers.getlist("authorization")
+                    uris = request.scope.get("state", {}).get("peer_uris", ())
+                    identity.current.set(self._check.admit(SERVICE + rpc, headers, uris))
+                logs.request_id.set(request.headers.get("x-request-id", "")[:200])
+                parent = telemetry.carrier_of_metadata(request.headers.items())
+                with telemetry.stage(f"router.http.{rpc}", parent=parent):
+                    return await handle(request)
+            except SluiceError as error:
+                telemetry.failed(error)
+                return error_response(error)
+            except Exception:
+                log.exception("unexpected failure in %s", request.url.path)
+                return error_response(internal("Unexpected failure; see the service's log for details."))
+
+        return serve
+
+    def _rpc(self, name: str) -> Handler:
+        async def handle(request: Request) -> Response:
+            async with read_body(request, self._limits) as body:
+                reply = await self._call(request, name, message_of(body, RPCS[name]))
+            return _json(json_format.MessageToDict(reply))
+
+        return handle
+
+    async def _route(self, request: Request) -> Response:
+        async with read_body(request, self._limits) as body:
+            reply = await self._call(request, "RouteQuery", route.query_of(request, body))
+        assert isinstance(reply, router_pb2.RouteQueryResponse)
+        return _json(route.answer_of(reply))
+
+    async def _mark(self, request: Request) -> Response:
+        async with read_body(request, self._limits) as body:
+            reply = await self._call(request, "MarkPrefillComplete", route.marked_of(body))
+        assert isinstance(reply, router_pb2.MarkPrefillCompleteResponse)
+        return _json({"unknown": reply.unknown})
+
+    async def _free(self, request: Request) -> Response:
+        async with read_body(request, self._limits) as body:
+            reply = await self._call(request, "FreeRequest", route.freed_of(body))
+        assert isinstance(reply, router_pb2.FreeRequestResponse)
+        return _json({"unknown": reply.unknown})
+
+    async def _workers(self, request: Request) -> Response:
+        message = router_pb2.ListWorkersRequest(model=request.query_params.get("model", ""))
+        return _json(json_format.MessageToDict(await self._handlers["ListWorkers"](message)))
+
+    async def _call(self, request: Request, name: str, message: Message) -> Message:
+        """Returns the reply of an RPC, which is cancelled when the client disconnects, as gRPC does.
+
+        Args:
+            request: its body has been read, so that only its end is left to receive.
+        """
+        work = asyncio.ensure_future(self._handlers[name](message))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise SluiceError(ErrorKind.CANCELLED, "The client disconnected before the response.")
+        finally:
+            await end_all((work, gone))
+
+    async def _health(self, request: Request) -> Response:
+        ready = self._is_ready()
+        return _json({"status": "ok" if ready else "waiting"}, 200 if ready else 503)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def error_response(error: SluiceError) -> Response:
+    """Returns `{"error": {"code", "message", "param"}}`, with Retry-After for 429 and 503."""
+    headers = {}
+    if error.http_status in (429, 503):
+        headers["retry-after"] = str(max(1, -(-error.retry_after_ms // 1000)))
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return _error(error.http_status, word(error), error.message, error.param, headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code, message = {
+        404: ("unknown_path", "This path does not exist; docs/embedding-the-router.md lists the paths."),
+        405: ("method_not_allowed", "This path does not accept the method."),
+    }.get(error.status_code, ("http_error", "The request is not valid."))
+    return _error(error.status_code, code, message, "", dict(error.headers or {}))
+
+
+def _error(status: int, code: str, message: str, param: str, headers: Mapping[str, str]) -> Response:
+    return _json({"error": {"code": code, "message": message, "param": param or None}}, status, headers)
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    body = json.dumps(value, separators=(",", ":")).encode()
+    return Response(body, status, dict(headers or {}), media_type="application/json")

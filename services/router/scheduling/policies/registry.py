@@ -1,0 +1,99 @@
+"""The policies of a router by name: built-in ones, and those of its policy file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from services.common.errors import invalid, quoted
+from services.router.scheduling.policies.built_in import OfferPolicy, all_policies
+from services.router.scheduling.policies.composition import Composition, Ranking, StageFailed, StagePipeline
+from services.router.scheduling.policies.config import NO_POLICIES, PolicyFile
+from services.router.scheduling.policies.contract import Candidate, PolicyRequest
+from services.router.scheduling.policies.isolated.process import PolicyFailed, PolicyProcess
+
+TIMEOUT_S = 0.1
+MEMORY_MB = 512
+
+
+class ComposedPolicies:
+    """The policies of a policy file. Call `start` before the first ranking and `close` last.
+
+    Args:
+        timeout_s: longest time of one ranking in the process of stages that are not built in.
+        memory_mb: how much memory that process can allocate after its start.
+        on_death: called if the supervision of that process fails.
+    """
+
+    def __init__(
+        self,
+        file: PolicyFile = NO_POLICIES,
+        timeout_s: float = TIMEOUT_S,
+        memory_mb: int = MEMORY_MB,
+        on_death: Callable[[str, BaseException], None] | None = None,
+    ) -> None:
+        self.file = file
+        self._pipelines: dict[tuple[str, str, str], StagePipeline] = {}
+        foreign = [each for each in file.compositions.values() if not each.built_in]
+        self.process = PolicyProcess(foreign, timeout_s, memory_mb, on_death) if foreign else None
+
+    async def start(self) -> None:
+        """Makes every stage; raises SluiceError (INVALID_ARGUMENT) for one that cannot be made."""
+        for composition in self.file.compositions.values():
+            if composition.built_in:
+                try:
+                    StagePipeline(composition)
+                except ValueError as error:
+                    raise invalid(f"{error}.", param="policies") from None
+        if self.process is not None:
+            await self.process.start()
+
+    async def close(self) -> None:
+        """Ends the process, if any."""
+        if self.process is not None:
+            await self.process.close()
+
+    def find(self, name: str) -> Composition | None:
+        """Returns the composition of a name; None for other policies."""
+        return self.file.compositions.get(name)
+
+    async def rank(self, composition: Composition, request: PolicyRequest, candidates: Sequence[Candidate]) -> Ranking:
+        """Returns the ranking of at least one candidate; raises PolicyFailed."""
+        if not composition.built_in and self.process is not None:
+            return await self.process.rank(composition.name, request, candidates)
+        key = (composition.name, request.model, request.part)
+        pipeline = self._pipelines.get(key)
+        if pipeline is None:
+            pipeline = self._pipelines[key] = StagePipeline(composition)
+        try:
+            return pipeline.rank(request, candidates)
+        except StageFailed as error:
+            raise PolicyFailed("raised", f"Policy {composition.name}: {error}") from error
+
+
+class PolicyRegistry:
+    """Holds the built-in policies, separate for each model and part of a request because some have state.
+
+    Args:
+        names: of the composed policies, for messages.
+    """
+
+    def __init__(self, random: Random, names: Sequence[str] = ()) -> None:
+        self._random = random
+        self._names = names
+        self._sets: dict[tuple[str, str], dict[str, OfferPolicy]] = {}
+
+    def get(self, name: str, model: str, part: str) -> OfferPolicy:
+        """Returns a policy; raises SluiceError (INVALID_ARGUMENT) for an unknown name.
+
+        Args:
+            model: a served model, which bounds the number of instances.
+        """
+        found = self._sets.get((model, part))
+        if found is None:
+            found = self._sets[model, part] = all_policies(self._random)
+        policy = found.get(name)
+        if policy is None:
+            known = ", ".join((*found, *self._names))
+            raise invalid(f"Unknown policy {quoted(name)}; use one of {known}.", param="policy")
+        return policy
