@@ -16,7 +16,7 @@ from services.router.metrics import Metrics
 from services.router.registration.manager import WorkerManager
 from services.router.reservations.cost import NO_LOAD, Load
 from services.router.reservations.ids import unscoped
-from services.router.reservations.table import NO_DEADLINE, AllBusy, ReservedRank, Standing
+from services.router.reservations.table import NO_DEADLINE, AllBusy, QueueOrder, ReservedRank
 from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, WaitTerms, no_workers
 from services.router.scheduling.decisions import Decision, Decisions
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
@@ -317,12 +317,12 @@ class Router:
             code="model_not_found",
         )
 
-    async def _announce(self, model: str, standing: Standing | None) -> int:
+    async def _announce(self, model: str, order: QueueOrder | None) -> int:
         """Publishes the first waiting request of a model; returns the number of other replicas with a queue."""
         if not self._health.available:
             return 0
         try:
-            return await self._store.announce_queue(model, standing)
+            return await self._store.announce_queue(model, order)
         except StoreUnavailable as error:
             self._health.mark_unavailable(error)
             return 0

@@ -17,7 +17,7 @@ RESOLVE_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True, eq=False)
-class Gateway:
+class GatewayEndpoint:
     """A gateway and the requests of this picker that run there."""
 
     endpoint: str
@@ -29,9 +29,9 @@ class Gateways:
 
     def __init__(self, targets: Sequence[str]) -> None:
         self._targets = targets
-        self._gateways: dict[str, Gateway] = {}
+        self._gateways: dict[str, GatewayEndpoint] = {}
 
-    def choose(self, allows: Callable[[str], bool], fallbacks: int) -> tuple[Gateway | None, tuple[str, ...]]:
+    def choose(self, allows: Callable[[str], bool], fallbacks: int) -> tuple[GatewayEndpoint | None, tuple[str, ...]]:
         """Returns the gateway with the fewest requests, and the endpoints of the next ones.
 
         Args:
@@ -53,7 +53,7 @@ class Gateways:
 
     async def resolve(self) -> None:
         """Resolves all names once; one that cannot be resolved keeps its addresses."""
-        found: dict[str, Gateway] = {}
+        found: dict[str, GatewayEndpoint] = {}
         for target in self._targets:
             try:
                 endpoints = await asyncio.wait_for(_resolved(target), RESOLVE_TIMEOUT_S)
@@ -61,7 +61,7 @@ class Gateways:
                 log.warning("cannot resolve a gateway", extra={"target": target, "error": str(error)})
                 found |= self._gateways
                 continue
-            found |= {each: self._gateways.get(each) or Gateway(each) for each in endpoints}
+            found |= {each: self._gateways.get(each) or GatewayEndpoint(each) for each in endpoints}
         self._gateways = found
 
 

@@ -21,7 +21,7 @@ from services.router.picker.http_request import (
     HttpRequest,
     endpoints_of,
 )
-from services.router.picker.picker import Pick, stale_headers
+from services.router.picker.picker import PickedEndpoint, stale_headers
 from services.router.reservations.table import AllBusy, BusyReason
 from services.router.scheduling.agent_bodies import Api
 from services.router.scheduling.route_headers import DESTINATION
@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
     return value.string_value if kind == "string_value" else ""
 
 
-def picked(pick: Pick) -> Iterator[Any]:
+def picked(pick: PickedEndpoint) -> Iterator[Any]:
     """Yields the responses that send a request to its endpoint: headers, then its body."""
     headers = {**pick.headers, "content-length": str(len(pick.body))} if pick.body else pick.headers
     destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=pick.headers[DESTINATION])})
@@ -105,7 +105,7 @@ def picked(pick: Pick) -> Iterator[Any]:
             yield ext_proc.ProcessingResponse(request_body=part)
 
 
-def response_headers(pick: Pick) -> Any:
+def response_headers(pick: PickedEndpoint) -> Any:
     """Returns the response to the headers of a response, which marks a degraded choice."""
     if not pick.degraded:
         return ext_proc.ProcessingResponse(response_headers=NOTHING)

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import SluiceError, invalid, quoted, unavailable
-from services.router.picker.gateways import Gateway, Gateways
+from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
 from services.router.picker.releases import Releases
 from services.router.picker.usage import UsageReader
@@ -42,7 +42,7 @@ class PickerConfig:
 
 
 @dataclass(slots=True)
-class Pick:
+class PickedEndpoint:
     """A chosen endpoint, and the booking there.
 
     Attributes:
@@ -63,7 +63,7 @@ class Pick:
     slot: WorkerRank | None = None
     query: Query | None = None
     degraded: str = ""
-    gateway: Gateway | None = None
+    gateway: GatewayEndpoint | None = None
     computed: bool = False
 
 
@@ -86,7 +86,7 @@ class Picker:
         self._turn = 0
         self.releases = Releases(router.lifecycle)
 
-    async def pick(self, request: HttpRequest, body: bytes) -> Pick:
+    async def pick(self, request: HttpRequest, body: bytes) -> PickedEndpoint:
         """Chooses the endpoint of a request, and books the request there if it has a prompt.
 
         Raises:
@@ -120,13 +120,13 @@ class Picker:
             raise
         return self._routed(request, body, query, route)
 
-    def first_byte(self, pick: Pick) -> None:
+    def first_byte(self, pick: PickedEndpoint) -> None:
         """Records that the response has begun: the prompt is computed."""
         if pick.reservation and not pick.computed:
             pick.computed = True
             self.releases.prefill_complete(pick.reservation)
 
-    def end(self, pick: Pick, usage: UsageReader, failed: bool = False) -> None:
+    def end(self, pick: PickedEndpoint, usage: UsageReader, failed: bool = False) -> None:
         """Releases the booking of a request that has ended.
 
         Args:
@@ -142,7 +142,7 @@ class Picker:
             self.releases.free(pick.reservation, outcome)
             pick.reservation = ""
 
-    async def served(self, pick: Pick, endpoint: str) -> bool:
+    async def served(self, pick: PickedEndpoint, endpoint: str) -> bool:
         """Moves the booking to the endpoint that serves the request; returns whether that is another one.
 
         Endpoints that are not workers of the model are ignored, as is a request that was served where it is booked.
@@ -212,7 +212,7 @@ class Picker:
             raise _no_endpoints(f"None of the {len(request.subset)} endpoints of the subset serves {quoted(model)}.")
         return allowed if workers else None
 
-    def _any(self, request: HttpRequest, body: bytes, model: str = "") -> Pick:
+    def _any(self, request: HttpRequest, body: bytes, model: str = "") -> PickedEndpoint:
         """Chooses an endpoint in turn, for a request without a prompt."""
         if self._gateways is not None:
             return self._through_gateway(request, {}, body)
@@ -224,9 +224,9 @@ class Picker:
         self._turn += 1
         at = self._turn % len(endpoints)
         some = tuple((endpoints[at:] + endpoints[:at])[: 1 + self._config.fallbacks])
-        return Pick(some, {DESTINATION: ",".join(some)}, body)
+        return PickedEndpoint(some, {DESTINATION: ",".join(some)}, body)
 
-    def _routed(self, request: HttpRequest, body: bytes, query: Query, route: RouteResult) -> Pick:
+    def _routed(self, request: HttpRequest, body: bytes, query: Query, route: RouteResult) -> PickedEndpoint:
         headers = headers_of(route)
         slot = WorkerRank(route.worker.worker_id, route.rank)
         if self._gateways is not None:
@@ -235,24 +235,24 @@ class Picker:
             pick = self._through_gateway(request, headers, body)
         else:
             endpoints = (endpoint_of(route.worker), *map(endpoint_of, self._fallbacks(query, route)))
-            pick = Pick(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body)
+            pick = PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body)
         pick.reservation, pick.slot, pick.query, pick.degraded = route.reservation_id, slot, query, route.degraded
         return pick
 
     def _fallbacks(self, query: Query, route: RouteResult) -> Sequence[Worker]:
         return [each for each in route.fallbacks if query.candidates is None or each.worker_id in query.candidates]
 
-    def _through_gateway(self, request: HttpRequest, headers: Mapping[str, str], body: bytes) -> Pick:
+    def _through_gateway(self, request: HttpRequest, headers: Mapping[str, str], body: bytes) -> PickedEndpoint:
         assert self._gateways is not None
         first, others = self._gateways.choose(request.allows, self._config.fallbacks)
         if first is None:
             raise _no_endpoints("No gateway is known at the moment, or none is in the subset.")
         first.requests += 1
         endpoints = (first.endpoint, *others)
-        return Pick(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body, gateway=first)
+        return PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body, gateway=first)
 
 
-def stale_headers(pick: Pick) -> list[str]:
+def stale_headers(pick: PickedEndpoint) -> list[str]:
     """Returns the routing headers that the client may have sent and that must not reach the endpoint."""
     return [name for name in all_route_headers() if name not in pick.headers]
 

@@ -18,7 +18,7 @@ from services.common.rpc.errors import abort
 from services.router.metrics import Metrics
 from services.router.picker import messages
 from services.router.picker.http_request import HttpRequest, read_head
-from services.router.picker.picker import Pick, Picker
+from services.router.picker.picker import PickedEndpoint, Picker
 from services.router.picker.usage import UsageReader
 from services.router.reservations.table import AllBusy
 
@@ -97,7 +97,7 @@ class _Exchange:
         self._metrics = metrics
         self._context = context
         self._held = 0
-        self._pick: Pick | None = None
+        self._pick: PickedEndpoint | None = None
         self._usage = UsageReader()
         self._failed = False
         self._first_response: Any = None
@@ -190,7 +190,7 @@ class _Exchange:
 
     async def run_response(self) -> None:
         """Passes the response on, and follows its progress."""
-        pick = self._pick or Pick((), {}, b"")
+        pick = self._pick or PickedEndpoint((), {}, b"")
         message = self._first_response or await self._context.read()
         while message is not grpc.aio.EOF:
             kind = message.WhichOneof("request")
@@ -206,7 +206,7 @@ class _Exchange:
             # Further request bodies repeat the end of the stream that has been answered.
             message = await self._context.read()
 
-    async def _answer_headers(self, pick: Pick, message: Any) -> None:
+    async def _answer_headers(self, pick: PickedEndpoint, message: Any) -> None:
         headers = messages.headers_of(message.response_headers)
         self._failed = not headers.get(":status", "200").startswith("2")
         await self._context.write(messages.response_headers(pick))
@@ -222,7 +222,7 @@ class _Exchange:
         ):
             self._metrics.picker_moved.add(1)
 
-    async def _pass_on(self, pick: Pick, body: Any) -> None:
+    async def _pass_on(self, pick: PickedEndpoint, body: Any) -> None:
         for part in messages.response_body(body.body, body.end_of_stream):
             await self._context.write(part)
         self._picker.first_byte(pick)
@@ -230,7 +230,7 @@ class _Exchange:
         if body.end_of_stream:
             self._end(pick)
 
-    def _end(self, pick: Pick) -> None:
+    def _end(self, pick: PickedEndpoint) -> None:
         self.outcome = "completed"
         self._picker.end(pick, self._usage, self._failed)
 

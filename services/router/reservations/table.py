@@ -24,14 +24,14 @@ class Owner(NamedTuple):
 NO_DEADLINE = 1 << 53  # Unix milliseconds that are never reached; Lua counts in doubles
 
 
-class Standing(NamedTuple):
+class QueueOrder(NamedTuple):
     """What the requests of several queues are ordered by: priority, then deadline; lower is served first."""
 
     priority: int = 0
     deadline_unix_ms: int = NO_DEADLINE
 
 
-FIRST_COME = Standing()
+FIRST_COME = QueueOrder()
 
 
 class BusyReason(Enum):
@@ -65,7 +65,7 @@ class ReservationParams:
             another worker is replaced.
         output: share of the reserved decode load that stands for expected output, thousandths of a block.
         owner: whose lease keeps the reservation; None: it only expires.
-        standing: compared with the first requests of the queues of other replicas.
+        order: compared with the first requests of the queues of other replicas.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class ReservationParams:
     allowed: frozenset[str] | None = None
     output: int = 0
     owner: Owner | None = None
-    standing: Standing = FIRST_COME
+    order: QueueOrder = FIRST_COME
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.tasks import TaskOwner
-from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, Standing
+from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,9 @@ class WaitTerms:
     scope: Hashable = None
 
     @property
-    def standing(self) -> Standing:
+    def order(self) -> QueueOrder:
         """What the queues of several replicas are compared by."""
-        return Standing(self.priority, self.deadline_unix_ms)
+        return QueueOrder(self.priority, self.deadline_unix_ms)
 
 
 DEFAULT_TERMS = WaitTerms()
@@ -78,11 +78,11 @@ class SchedulingAttempt(Protocol[T]):  # type: ignore[misc]
     def __call__(self, *, place: bool = True) -> Awaitable[T]: ...
 
 
-Announce = Callable[[str, Standing | None], Awaitable[int]]
+Announce = Callable[[str, QueueOrder | None], Awaitable[int]]
 """Publishes the first request of a model's queue, or None for an empty one; returns how many others have a queue."""
 
 
-async def _alone(model: str, standing: Standing | None) -> int:
+async def _alone(model: str, order: QueueOrder | None) -> int:
     return 0
 
 
@@ -133,7 +133,7 @@ class _Entry(NamedTuple, Generic[T]):
 
 @dataclass(order=True, slots=True)
 class _Waiter(Generic[T]):
-    standing: Standing
+    order: QueueOrder
     turn: int
     number: int
     terms: WaitTerms = field(compare=False)
@@ -148,7 +148,7 @@ class _Waiter(Generic[T]):
 class _AdmissionQueue(Generic[T]):
     """The waiting requests of a model, in order.
 
-    Of equal standing, those of different callers take turns: a caller's n-th waiting request has turn n, counted from
+    Of equal order, those of different callers take turns: a caller's n-th waiting request has turn n, counted from
     the turn that was served last.
     """
 
@@ -289,7 +289,7 @@ class AdmissionQueues(Generic[T]):
         if queue is None:
             queue = self._queues[model] = _AdmissionQueue(reason)
             self._tasks.spawn(self._serve(model, queue), f"admission-queue-{model}")
-        waiter = _Waiter(terms.standing, queue.next_turn(terms.fairness_id), next(self._numbers), terms, entry, result)
+        waiter = _Waiter(terms.order, queue.next_turn(terms.fairness_id), next(self._numbers), terms, entry, result)
         if len(queue.waiters) >= self._most:
             last = queue.waiters[-1]
             if last < waiter:
@@ -311,7 +311,7 @@ class AdmissionQueues(Generic[T]):
             while queue.waiters:
                 queue.changed.clear()
                 reason = queue.reason
-                queue.contended = await self._announce(model, queue.waiters[0].standing) > 0
+                queue.contended = await self._announce(model, queue.waiters[0].order) > 0
                 await self._round(model, queue)
                 if queue.reason is not reason:
                     _log(model, queue)

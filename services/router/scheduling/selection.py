@@ -14,7 +14,7 @@ from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.metrics import Metrics
 from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
 from services.router.reservations.ids import prefill_id
-from services.router.reservations.table import NO_DEADLINE, AllBusy, Owner, ReservationParams, ReservedRank, Standing
+from services.router.reservations.table import NO_DEADLINE, AllBusy, Owner, QueueOrder, ReservationParams, ReservedRank
 from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker, RankedOffers
 from services.router.scheduling.policies.built_in import OfferPolicy, direct, kv, least_loaded
 from services.router.scheduling.policies.composition import Composition
@@ -335,7 +335,7 @@ class Selector:
             query.candidates,
             0 if part is Part.PREFILL else request.demand.output_blocks * MILLI,
             Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
-            Standing(query.priority, query.deadline_unix_ms or NO_DEADLINE),
+            QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE),
         )
 
 

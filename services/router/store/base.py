@@ -20,7 +20,7 @@ from services.router.kv_index.events import Change, EventBatch, Snapshot
 from services.router.kv_index.index import BlockIndex
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Load, Offer
-from services.router.reservations.table import Reservation, ReservationParams, ReservedRank, Standing
+from services.router.reservations.table import QueueOrder, Reservation, ReservationParams, ReservedRank
 from services.router.workers.claims import Claim, Hold
 from services.router.workers.worker import Worker, WorkerRank
 
@@ -212,8 +212,8 @@ class Store(ABC):
     async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
         """Releases all load; returns the ids without reservations."""
 
-    async def announce_queue(self, model: str, standing: Standing | None) -> int:
-        """Publishes the standing of the first request that waits at this replica; None: its queue is empty.
+    async def announce_queue(self, model: str, order: QueueOrder | None) -> int:
+        """Publishes the order of the first request that waits at this replica; None: its queue is empty.
 
         Until it is withdrawn or QUEUE_LEASE_MS have passed, `select` under limits raises AllBusy for requests of other
         replicas that it precedes. Returns the number of other replicas with a queue.

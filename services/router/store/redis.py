@@ -31,7 +31,7 @@ from services.router.kv_index.events import (
 )
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import MILLI, Limits, Load, Offer
-from services.router.reservations.table import AllBusy, Owner, Reservation, ReservationParams, ReservedRank, Standing
+from services.router.reservations.table import AllBusy, Owner, QueueOrder, Reservation, ReservationParams, ReservedRank
 from services.router.store.base import (
     KNOWN_FOR_S,
     QUEUE_LEASE_MS,
@@ -256,7 +256,7 @@ class RedisStore(Store):
             *_owner(terms.owner),
             "1" if (limited := any(offer.limits for offer in offers)) else "",
             self._replica,
-            *terms.standing,
+            *terms.order,
         ]
         numbers: list[float] = []
         for offer in offers:
@@ -304,8 +304,8 @@ class RedisStore(Store):
         for start in range(0, len(owners), MOST_IDS):
             await self._client.run("renew_owners", self._tag(model), lease_ms, *owners[start : start + MOST_IDS])
 
-    async def announce_queue(self, model: str, standing: Standing | None) -> int:
-        numbers = standing or ("", "")
+    async def announce_queue(self, model: str, order: QueueOrder | None) -> int:
+        numbers = order or ("", "")
         return int(await self._client.run("announce_queue", self._tag(model), self._replica, *numbers, QUEUE_LEASE_MS))
 
     async def session(self, model: str, session_id: str) -> WorkerRank | None:

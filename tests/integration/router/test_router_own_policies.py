@@ -148,6 +148,8 @@ async def test_label_filter_keeps_requests_in_their_zone_on_every_replica(
     )
     replicas = 2 if store else 1
     async with routers(replicas, policies=path, drain_s=5, **store) as made:
+        for replica in made:
+            await replica.ready()
         for number, zone in enumerate(("east", "west", "")):
             worker = FakeWorker(f"w{number}")
             worker.registration.labels.update({"zone": zone} if zone else {})

@@ -27,7 +27,7 @@ local function blocks_key(id, epoch, rank, tier)
   return base .. ':blocks:' .. id .. ':' .. epoch .. ':' .. rank .. ':' .. tier
 end
 
--- Returns the number of queues of other replicas, and whether the first request of any precedes this standing.
+-- Returns the number of queues of other replicas, and whether the first request of any precedes this request.
 local function count_queues(replica, priority, deadline)
   local queues, now, count, precedes = redis.call('HGETALL', QUEUES), now_ms(), 0, false
   for at = 1, #queues, 2 do

@@ -11,7 +11,7 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.tasks import TaskOwner
-from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, Standing
+from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 from services.router.scheduling import admission_queue as line_module
 from services.router.scheduling.admission_queue import (
     LATEST_MS,
@@ -424,10 +424,10 @@ async def test_model_without_workers_makes_requests_wait_until_it_has_some(desk:
 
 
 async def test_first_request_of_a_queue_is_announced_and_withdrawn(desk: Desk) -> None:
-    announced: list[Standing | None] = []
+    announced: list[QueueOrder | None] = []
 
-    async def announce(model: str, standing: Standing | None) -> int:
-        announced.append(standing)
+    async def announce(model: str, order: QueueOrder | None) -> int:
+        announced.append(order)
         return 1
 
     tasks = TaskOwner()
@@ -439,7 +439,7 @@ async def test_first_request_of_a_queue_is_announced_and_withdrawn(desk: Desk) -
     await free(queues, desk, 2)
     await asyncio.gather(*waiting)
     await settle()
-    assert announced[0] == Standing(3, 5)
-    assert Standing(2, 7) in announced
+    assert announced[0] == QueueOrder(3, 5)
+    assert QueueOrder(2, 7) in announced
     assert announced[-1] is None
     await tasks.close()
