@@ -50,13 +50,13 @@ RESERVATIONS = METRICS.counter("reservations", "reservations granted")
 PROMPT_BLOCKS = METRICS.counter("prompt_blocks", "blocks of the routed prompts")
 OVERLAP_BLOCKS = METRICS.counter("overlap_blocks", "blocks of the routed prompts that the chosen worker held")
 PREDICTED_TOKENS = METRICS.counter(
-    "predicted_tokens", "cached tokens predicted by the decision, for requests with a reported outcome"
+    "predicted_tokens", "cached tokens predicted by the decision, for requests with a reported outcome", MODEL
 )
 BEST_TOKENS = METRICS.counter(
-    "best_tokens", "most cached tokens that any candidate had, for requests with a reported outcome"
+    "best_tokens", "most cached tokens that any candidate had, for requests with a reported outcome", MODEL
 )
 DELIVERED_TOKENS = METRICS.counter(
-    "delivered_tokens", "cached tokens that the worker used, for requests with a reported outcome"
+    "delivered_tokens", "cached tokens that the worker used, for requests with a reported outcome", MODEL
 )
 EXPIRED = METRICS.counter(
     "expired_reservations",
@@ -169,6 +169,7 @@ class Metrics:
 
     def delivered(self, decision: Decision) -> None:
         """Records predicted, best possible and delivered cached tokens of a completed decision."""
-        self.predicted_tokens.add(decision.predicted_cached_tokens)
-        self.best_tokens.add(decision.best_cached_tokens)
-        self.delivered_tokens.add(decision.delivered_cached_tokens or 0)
+        model = {"model": decision.model}
+        self.predicted_tokens.add(decision.predicted_cached_tokens, model)
+        self.best_tokens.add(decision.best_cached_tokens, model)
+        self.delivered_tokens.add(decision.delivered_cached_tokens or 0, model)

@@ -378,7 +378,6 @@ class _PendingQuery:
 
 def _decision(query: Query, route: RouteResult) -> Decision:
     prefill = route.prefill_worker
-    expected = route.overlap.blocks + route.overlap.predicted
     return Decision(
         route.reservation_id,
         unscoped(query.scope, query.request_id),
@@ -386,8 +385,8 @@ def _decision(query: Query, route: RouteResult) -> Decision:
         WorkerRank(route.worker.worker_id, route.rank),
         route.worker.address,
         prompt_tokens=route.prompt_tokens,
-        predicted_cached_tokens=expected * route.block_size,
-        best_cached_tokens=max(route.best_overlap_blocks, expected) * route.block_size,
+        predicted_cached_tokens=route.predicted_cached_tokens,
+        best_cached_tokens=route.best_cached_tokens,
         decided_unix_ms=time.time_ns() // 1_000_000,
         decision_us=round(route.seconds * 1e6),
         policy=route.policy,

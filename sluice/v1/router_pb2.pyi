@@ -427,6 +427,9 @@ class RouteQueryResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     FALLBACKS_FIELD_NUMBER: _builtins.int
     ROUTER_HINT_FIELD_NUMBER: _builtins.int
+    PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    BEST_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     tokens_to_compute: _builtins.int
     """prompt tokens not covered by the device overlap"""
     reservation_id: _builtins.str
@@ -456,6 +459,12 @@ class RouteQueryResponse(_message.Message):
     """of block_hashes; empty: none"""
     block_size: _builtins.int
     """tokens per block of block_hashes; 0: none"""
+    predicted_cached_tokens: _builtins.int
+    """prompt tokens expected in the cache of the worker that computes the prompt"""
+    best_cached_tokens: _builtins.int
+    """most of them that any candidate is expected to have"""
+    policy: _builtins.str
+    """that selected the worker"""
     @_builtins.property
     def decode(self) -> Global___WorkerTarget:
         """the worker that generates the output"""
@@ -509,10 +518,13 @@ class RouteQueryResponse(_message.Message):
         block_size: _builtins.int = ...,
         fallbacks: _abc.Iterable[Global___WorkerTarget] | None = ...,
         router_hint: Global___PeerHint | None = ...,
+        predicted_cached_tokens: _builtins.int = ...,
+        best_cached_tokens: _builtins.int = ...,
+        policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "overlap", b"overlap", "prefill", b"prefill", "router_hint", b"router_hint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_overlap_blocks", b"best_overlap_blocks", "block_hashes", b"block_hashes", "block_size", b"block_size", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "fallbacks", b"fallbacks", "hash_scheme", b"hash_scheme", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "router_hint", b"router_hint", "scores", b"scores", "session_hit", b"session_hit", "token_ids", b"token_ids", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["best_cached_tokens", b"best_cached_tokens", "best_overlap_blocks", b"best_overlap_blocks", "block_hashes", b"block_hashes", "block_size", b"block_size", "decode", b"decode", "degraded", b"degraded", "expires_unix_ms", b"expires_unix_ms", "fallbacks", b"fallbacks", "hash_scheme", b"hash_scheme", "headers", b"headers", "index_age_ms", b"index_age_ms", "overlap", b"overlap", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prefill_skipped", b"prefill_skipped", "reservation_id", b"reservation_id", "router_hint", b"router_hint", "scores", b"scores", "session_hit", b"session_hit", "token_ids", b"token_ids", "tokens_to_compute", b"tokens_to_compute", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

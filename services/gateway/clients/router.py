@@ -134,6 +134,11 @@ class RouterClient:
             prefill_skipped=response.prefill_skipped,
             tokens_to_compute=response.tokens_to_compute,
             headers={} if book else dict(response.headers),
+            predicted_cached_tokens=response.predicted_cached_tokens,
+            best_cached_tokens=response.best_cached_tokens,
+            policy=response.policy,
+            session_hit=response.session_hit,
+            waited_ms=response.waited_ms,
         )
 
     def prefill_complete(self, reservation_id: str) -> None:

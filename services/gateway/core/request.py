@@ -261,6 +261,11 @@ class Route:
         split_skipped: why one worker runs a request intended for a pair, as a `degraded` reason.
         tokens_to_compute: uncached prompt tokens, as estimated by the router.
         headers: response headers for query-only requests, for schedulers that route by header.
+        predicted_cached_tokens: prompt tokens that the router expects in the cache of the worker.
+        best_cached_tokens: most prompt tokens that any candidate is expected to have cached.
+        policy: routing policy that chose; empty: the request named the worker.
+        session_hit: whether the worker of the session's last request was chosen.
+        waited_ms: time in the router's admission queue.
     """
 
     worker_id: str
@@ -274,11 +279,35 @@ class Route:
     tokens_to_compute: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
     scores: tuple[Score, ...] = ()  # only if requested
+    predicted_cached_tokens: int = 0
+    best_cached_tokens: int = 0
+    policy: str = ""
+    session_hit: bool = False
+    waited_ms: int = 0
+
+    @property
+    def reason(self) -> str:
+        """Why this worker: a word for receipts."""
+        if self.degraded:
+            return self.degraded
+        if self.policy in ("", "direct"):
+            return "named_by_request"
+        if self.session_hit:
+            return "session"
+        if self.policy != "kv":
+            return f"policy_{self.policy}"
+        if not self.best_cached_tokens:
+            return "least_load"
+        return "longest_prefix" if self.predicted_cached_tokens >= self.best_cached_tokens else "load_over_prefix"
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of one choice; sinks receive `stop_token_id` only where the client requested that stop token."""
+    """The end of one choice; sinks receive `stop_token_id` only where the client requested that stop token.
+
+    Attributes:
+        receipt: its route receipt, if the request asks for one.
+    """
 
     reason: FinishReason
     stop_string: str = ""
@@ -287,6 +316,7 @@ class Finish:
     reasoning_tokens: int = 0
     degraded: tuple[str, ...] = ()
     migrations: int = 0
+    receipt: Mapping[str, Any] | None = None
 
 
 class Sink(Protocol):

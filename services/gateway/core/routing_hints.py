@@ -32,6 +32,7 @@ class RoutingHints:
         subset: the only workers that may be chosen; None: all.
         token_ids: packed u32; the prompt, in place of the one in the body.
         query_only: return the workers that would be chosen, and run nothing.
+        receipt: report the routing decision and what came of it.
         sources: for each attribute, the header or body field it was read from; used in errors.
     """
 
@@ -43,6 +44,7 @@ class RoutingHints:
     subset: tuple[str, ...] | None = None
     token_ids: bytes | None = None
     query_only: bool = False
+    receipt: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def over(self, other: RoutingHints) -> RoutingHints:
@@ -60,7 +62,12 @@ class RoutingHints:
         chosen = {name: self if own else other for name, own in is_set.items()}
         values: dict[str, Any] = {name: getattr(hints, name) for name, hints in chosen.items()}
         sources = {name: hints.sources[name] for name, hints in chosen.items() if name in hints.sources}
-        return RoutingHints(**values, query_only=self.query_only or other.query_only, sources=sources)
+        return RoutingHints(
+            **values,
+            query_only=self.query_only or other.query_only,
+            receipt=self.receipt or other.receipt,
+            sources=sources,
+        )
 
     def with_rank(self, rank: int) -> RoutingHints:
         """Returns these hints with the rank of the request's body, for any worker; a rank in its headers wins."""

@@ -1,14 +1,19 @@
-"""Response headers that report fallbacks and migrations."""
+"""Response headers that report fallbacks, migrations and, on request, routing decisions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import orjson
 from starlette.responses import Response
+
+from services.gateway.core.receipts import Receipt
 
 DEGRADED = "x-sluice-degraded"
 MIGRATIONS = "x-sluice-migrations"
+RECEIPT = "x-sluice-route-receipt"
+MOST_RECEIPTS = 8  # in the header; each choice has its own in the body
 
 
 class Marked(Protocol):
@@ -20,9 +25,12 @@ class Marked(Protocol):
     @property
     def migrations(self) -> int: ...
 
+    @property
+    def receipts(self) -> Sequence[Receipt]: ...
+
 
 def mark(response: Response, generations: Iterable[Marked]) -> None:
-    """Adds headers with the fallbacks used and the number of migrations, each only if there are any."""
+    """Adds headers with the fallbacks used, the number of migrations and receipts, each only if there are any."""
     generations = list(generations)
     reasons = {reason for generation in generations for reason in generation.degraded}
     if reasons:
@@ -30,3 +38,6 @@ def mark(response: Response, generations: Iterable[Marked]) -> None:
     migrations = sum(generation.migrations for generation in generations)
     if migrations:
         response.headers[MIGRATIONS] = str(migrations)
+    receipts = [receipt for generation in generations for receipt in generation.receipts]
+    if receipts:
+        response.headers[RECEIPT] = orjson.dumps(receipts[:MOST_RECEIPTS]).decode()

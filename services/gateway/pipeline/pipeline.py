@@ -20,6 +20,7 @@ from services.common.packing import unpack_u32
 from services.gateway import context
 from services.gateway.admission.scopes import Scope
 from services.gateway.admission.tenants import SHARED
+from services.gateway.core.receipts import Receipt
 from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
@@ -96,6 +97,11 @@ class Generation:
     def migrations(self) -> int:
         """Migrations so far, over all choices."""
         return sum(stream.migrations for stream in self.streams)
+
+    @property
+    def receipts(self) -> list[Receipt]:
+        """Route receipts of the choices, if the request asks for them."""
+        return [receipt for stream in self.streams if (receipt := stream.receipt) is not None]
 
     @property
     def cached_tokens(self) -> int:

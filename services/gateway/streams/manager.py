@@ -479,6 +479,8 @@ def _with_outcome(finish: Finish, stream: GenerationStream) -> Finish:
         finish = replace(finish, stop_token_id=None)
     if stream.degraded or stream.migrations:
         finish = replace(finish, degraded=stream.degraded, migrations=stream.migrations)
+    if (receipt := stream.receipt) is not None:
+        finish = replace(finish, receipt=receipt)
     return finish
 
 

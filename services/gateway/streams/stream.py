@@ -17,6 +17,7 @@ from services.common.packing import unpack_u32
 from services.gateway.clients.postprocess_link import Sent
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.context import RequestContext
+from services.gateway.core.receipts import Receipt, receipt_of
 from services.gateway.core.request import (
     NULL_SINK,
     FinishReason,
@@ -73,6 +74,7 @@ class GenerationStream:
         context: the context of its request.
         recovery: continues it when its worker fails.
         custom_text: the custom stage that makes its text; None: the engine or a postprocess replica does.
+        route: as chosen for its current worker.
         worker: the worker that runs it; None once the engine has finished, and during a migration.
         post: what makes its text; None while it waits for a postprocess replica.
         waiting_since: when it began to wait for a postprocess replica.
@@ -108,6 +110,7 @@ class GenerationStream:
     recovery: RecoveryPolicy
     custom_text: TextLink | None = None
     worker: WorkerLink | None = None
+    route: Route | None = None
     reservation_id: str = ""
     post: TextLink | None = None
     waiting_since: float = 0.0
@@ -185,9 +188,17 @@ class GenerationStream:
                 telemetry.fail_span(span, error.message)
             span.end()
 
+    @property
+    def receipt(self) -> Receipt | None:
+        """What was predicted, possible and delivered for its route; None unless the request asks for it."""
+        if self.route is None or not self.context.hints.receipt:
+            return None
+        return receipt_of(self.route, self.prompt_tokens, self.attempt_cached)
+
     def attach(self, worker: WorkerLink, route: Route) -> None:
         """Assigns the stream to a worker with a new reservation."""
         self.worker = worker
+        self.route = route
         self.reservation_id = route.reservation_id
         self.attempt_cached = None
         self.resumed = self.booked_from = len(self.tokens)

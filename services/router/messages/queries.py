@@ -139,6 +139,9 @@ def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
         block_hashes=prompt.block_hashes,
         hash_scheme=prompt.hash_scheme,
         block_size=prompt.block_size,
+        predicted_cached_tokens=route.predicted_cached_tokens,
+        best_cached_tokens=route.best_cached_tokens,
+        policy=route.policy,
         fallbacks=[_target(WorkerRank(worker.worker_id, 0), worker.address) for worker in route.fallbacks],
         router_hint=None if route.peer is None else _hint(route.peer),
     )

@@ -157,6 +157,16 @@ class RouteResult:
     fallbacks: Sequence[Worker] = ()
     peer: PrefixPeer | None = None
 
+    @property
+    def predicted_cached_tokens(self) -> int:
+        """Prompt tokens expected in the cache of the worker that runs the prompt."""
+        return (self.overlap.blocks + self.overlap.predicted) * self.block_size
+
+    @property
+    def best_cached_tokens(self) -> int:
+        """Most prompt tokens that any candidate is expected to have cached."""
+        return max(self.best_overlap_blocks * self.block_size, self.predicted_cached_tokens)
+
 
 def check_tokens(name: str, tokens: int) -> None:
     """Raises SluiceError (INVALID_ARGUMENT) for a length that no model supports."""

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway import context
+from services.gateway.core.receipts import Receipt
 from services.gateway.http.body import read_bytes, read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import Marked, mark
@@ -26,6 +27,7 @@ class Fallback:
 
     degraded: set[str]
     migrations: int = 0
+    receipts: tuple[Receipt, ...] = ()
 
 
 class BodyReader:

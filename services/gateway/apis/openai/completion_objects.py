@@ -77,9 +77,13 @@ PLAIN = Detail()
 
 
 def degraded(finish: Finish) -> dict[str, Any]:
-    """Returns extension fields that report fallbacks and migrations; empty if there were none."""
+    """Returns extension fields that report fallbacks, migrations and, on request, the route; empty without any."""
     fields: dict[str, Any] = {"degraded": list(finish.degraded)} if finish.degraded else {}
-    return {**fields, "migrations": finish.migrations} if finish.migrations else fields
+    if finish.migrations:
+        fields["migrations"] = finish.migrations
+    if finish.receipt is not None:
+        fields["route"] = finish.receipt
+    return fields
 
 
 def usage(counts: Counts) -> dict[str, Any]:

@@ -24,8 +24,9 @@ PREFILL = (
 RANK = ("x-sluice-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
 PREFILL_RANK = ("x-sluice-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank")
 SUBSET = "x-gateway-destination-endpoint-subset"
+RECEIPT = "x-sluice-receipt"
 _FIELDS = {"workers": WORKER, "endpoints": (ENDPOINT,), "prefill": PREFILL, "rank": RANK, "prefill_rank": PREFILL_RANK}
-HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET)}
+HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET, RECEIPT)}
 """All of these headers, by their ASGI names."""
 
 
@@ -47,6 +48,7 @@ def of_headers(headers: Mapping[str, str]) -> RoutingHints:
         rank=_rank(headers, sources.get("rank")),
         prefill_rank=_rank(headers, sources.get("prefill_rank")),
         subset=None if subset is None else _split(subset),
+        receipt=headers.get(RECEIPT, "").lower() in ("1", "true", "yes"),
         sources=sources,
     )
 

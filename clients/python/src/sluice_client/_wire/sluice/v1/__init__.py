@@ -2645,6 +2645,21 @@ class RouteQueryResponse(betterproto2.Message):
     can do so may pull them; of several, the one with the fewest requests. Unset: there is none.
     """
 
+    predicted_cached_tokens: "int" = betterproto2.field(21, betterproto2.TYPE_UINT32)
+    """
+    prompt tokens expected in the cache of the worker that computes the prompt
+    """
+
+    best_cached_tokens: "int" = betterproto2.field(22, betterproto2.TYPE_UINT32)
+    """
+    most of them that any candidate is expected to have
+    """
+
+    policy: "str" = betterproto2.field(23, betterproto2.TYPE_STRING)
+    """
+    that selected the worker
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "RouteQueryResponse", RouteQueryResponse
