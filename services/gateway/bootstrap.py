@@ -67,6 +67,7 @@ from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.embeddings import EmbedClient
 from services.gateway.workers.fleet_control import FleetControl
 from services.gateway.workers.fleet_store import FleetStore, MemoryFleetStore
+from services.gateway.workers.model_waits import ModelWaits
 from services.gateway.workers.registry import WorkerRegistry
 from services.gateway.workers.tokenizer_parity import TokenizerParity
 
@@ -279,7 +280,8 @@ def build_app(
     components, pipelines = gateway.components, gateway.pipelines
     write_scheduler = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
     memory = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
-    bodies = BodyReader(settings, memory, components.registry.only_model)
+    waits = ModelWaits(components.registry, components.router, settings.wait_for_workers_ms)
+    bodies = BodyReader(settings, memory, components.registry.only_model, waits)
     block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
     conversations = Conversations(response_store)
     embed_client = EmbedClient(components.registry, components.connections, settings.embed_timeout_s)

@@ -97,6 +97,13 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     body_timeout_s: float = Field(30, gt=0, description="timeout for receiving a request body")
     tokenize_timeout_s: float = Field(15, gt=0, description="timeout of calls to preprocess")
     route_timeout_s: float = Field(5, gt=0, description="timeout of calls to the router")
+    wait_for_workers_ms: int = Field(
+        0,
+        ge=0,
+        le=600_000,
+        description="longest wait in the router's queue while a model has no worker, milliseconds; for models that "
+        "scale from zero",
+    )
     connect_timeout_s: float = Field(3, gt=0, description="timeout for connecting to a worker")
     embed_timeout_s: float = Field(60, gt=0, description="timeout for the vectors of an embeddings request")
     stall_timeout_s: float = Field(120, gt=0, description="a generation without new tokens or text for this long fails")

@@ -141,6 +141,21 @@ class RouterClient:
             waited_ms=response.waited_ms,
         )
 
+    async def wait_for_workers(self, model: str, max_wait_ms: int) -> None:
+        """Waits in the router's admission queue until a model has a worker; books nothing.
+
+        Raises:
+            SluiceError: UNAVAILABLE if it gets none in time, NOT_FOUND for an unknown model.
+        """
+        query = router_pb2.RouteQueryRequest(
+            mode=_QUERY_ONLY,
+            model=model,
+            prompt=router_pb2.PromptRef(prompt_tokens=1),
+            policy="least_loaded",
+            max_wait_for_workers_ms=max_wait_ms,
+        )
+        await self.replicas.call(lambda stub: stub.RouteQuery, query, max_wait_ms / 1000 + self._timeout_s)
+
     def prefill_complete(self, reservation_id: str) -> None:
         """Reports, with the next batch, that prefill of a request is complete."""
         self._completed_prefills[reservation_id] = None

@@ -16,6 +16,7 @@ from services.gateway.http.body import read_bytes, read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import Marked, mark
 from services.gateway.settings import GatewaySettings
+from services.gateway.workers.model_waits import ModelWaits
 
 CLIENT_CLOSED_REQUEST = 499
 DEFAULT_PAGE = 20
@@ -36,16 +37,22 @@ class BodyReader:
     Args:
         bodies: the memory budget shared by all request bodies; None: each body has its own.
         only_model: returns the served model if there is exactly one, for requests that name none; else empty.
+        model_waits: holds requests of models without workers; None: they are rejected.
     """
 
     def __init__(
-        self, settings: GatewaySettings, bodies: BodyMemory | None = None, only_model: Callable[[], str] = str
+        self,
+        settings: GatewaySettings,
+        bodies: BodyMemory | None = None,
+        only_model: Callable[[], str] = str,
+        model_waits: ModelWaits | None = None,
     ) -> None:
         self._max_bytes = int(settings.max_body_mb * (1 << 20))
         self._timeout_s = settings.body_timeout_s
         self._values = settings.budgets.values
         self._bodies = bodies
         self._only_model = only_model
+        self._model_waits = model_waits
 
     async def read_form(self, request: Request, limit: int) -> bytes:
         """Returns the body of a form of at most `limit` bytes, unparsed; raises as `read_json`."""
@@ -61,6 +68,8 @@ class BodyReader:
         if add_model and body.get("model") is None and (model := self._only_model()):
             context.current().permit.check_model(model, "model")
             body["model"] = model
+        if self._model_waits is not None and isinstance(body.get("model"), str):
+            await self._model_waits.ready(body["model"])
         return body
 
 
