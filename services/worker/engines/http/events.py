@@ -7,6 +7,7 @@ import logging
 import random
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
@@ -24,7 +25,7 @@ PROOF_BLOCKS = 2
 CHECK_INTERVAL_S = 0.02
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
 
-Probe = Callable[[int, array[int]], Awaitable[None]]
+Probe: TypeAlias = "Callable[[int, array[int]], Awaitable[None]]"
 """Computes a prompt on one data-parallel rank."""
 
 

@@ -82,13 +82,17 @@ class VllmDialect(Dialect):
             block_size=_number(config.get("block_size")),
             total_blocks=self._total_blocks,
             ranks=ranks,
-            capabilities=await self._capabilities(client, ranks, bool(adapters)),
+            capabilities=await self._capabilities(client, ranks, bool(adapters), config),
             adapters=adapters,
             publishers=tuple(_publishers(await _optional(client, "/kv_event_sources"))),
         )
 
-    async def _capabilities(self, client: HttpClient, ranks: int, has_adapters: bool) -> frozenset[str]:
+    async def _capabilities(
+        self, client: HttpClient, ranks: int, has_adapters: bool, config: Mapping[str, str]
+    ) -> frozenset[str]:
         missing: set[Capability] = set()
+        if config.get("enable_prefix_caching") == "False":
+            missing.add(Capability.KV_EVENTS)
         if ranks < 2:
             missing.add(Capability.DATA_PARALLEL_RANK)
         if not has_adapters:
