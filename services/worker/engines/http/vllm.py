@@ -26,7 +26,7 @@ RESET_CACHE = "/reset_prefix_cache"
 MAX_LOGPROBS = 20
 CAPABILITIES = (
     GUIDED
-    | (SAMPLING - {Capability.BAD_WORDS})
+    | (SAMPLING - {Capability.BAD_WORDS, Capability.THINKING_TOKEN_BUDGET})
     | {
         Capability.TOKEN_IDS,
         Capability.LOGPROBS,
