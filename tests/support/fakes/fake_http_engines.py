@@ -1,8 +1,8 @@
 """Stand-ins for the HTTP servers of vLLM 0.33 and SGLang 0.5.23: their endpoints and KV events, and no model.
 
-Shapes are those of vllm/entrypoints/openai/completion/serving.py, vllm/entrypoints/scale_out/token_in_token_out/serving.py,
-vllm/distributed/kv_events.py, sglang/srt/entrypoints/http_server.py, sglang/srt/managers/tokenizer_manager.py and
-sglang/srt/disaggregation/kv_events.py. Generations answer 100, 101, …
+Shapes are those of vllm/entrypoints/openai/completion/serving.py, vllm/distributed/kv_events.py,
+vllm/entrypoints/scale_out/token_in_token_out/serving.py, sglang/srt/entrypoints/http_server.py,
+sglang/srt/managers/tokenizer_manager.py and sglang/srt/disaggregation/kv_events.py. Generations answer 100, 101, …
 """
 
 from __future__ import annotations
@@ -38,18 +38,27 @@ class KvPublisher:
         self.port, self.replay_port = free_port(), free_port() if replays else 0
         self._sockets: list[zmq.asyncio.Socket] = []
         self._replayer: asyncio.Task[None] | None = None
-        self.restore()
+        self._open()
 
-    def restore(self) -> None:
-        """Opens the sockets, on the same ports as before."""
+    async def restore(self) -> None:
+        """Opens the sockets again, on the same ports, as soon as the operating system has released them."""
+        async with asyncio.timeout(30):
+            while not self._sockets:
+                try:
+                    self._open()
+                except zmq.ZMQError:
+                    self.cut()
+                    await asyncio.sleep(0.01)
+
+    def _open(self) -> None:
         context = zmq.asyncio.Context.instance()
         self._events = context.socket(zmq.PUB)
-        self._events.bind(f"tcp://127.0.0.1:{self.port}")
         self._sockets = [self._events]
+        self._events.bind(f"tcp://127.0.0.1:{self.port}")
         if self.replay_port:
             replays = context.socket(zmq.ROUTER)
-            replays.bind(f"tcp://127.0.0.1:{self.replay_port}")
             self._sockets.append(replays)
+            replays.bind(f"tcp://127.0.0.1:{self.replay_port}")
             self._replayer = asyncio.get_running_loop().create_task(self._serve_replays(replays))
 
     def cut(self) -> None:
@@ -370,7 +379,12 @@ class FakeSglang(FakeServer):
         return JSONResponse({"object": "list", "data": [{"id": "tiny", "root": "tiny", "max_model_len": CONTEXT}]})
 
     async def v1_loads(self) -> Response:
-        load = {"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": 2, "num_used_tokens": 5 * self.block}
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": self.running,
+            "num_waiting_reqs": 2,
+            "num_used_tokens": 5 * self.block,
+        }
         return JSONResponse({"loads": [{**load, "num_waiting_uncached_tokens": 40}]})
 
     async def abort(self, request: Request) -> Response:

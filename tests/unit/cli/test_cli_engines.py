@@ -70,7 +70,10 @@ def test_engine_file_in_json_is_read(tmp_path: Path) -> None:
         (ONE + "  speed: 3\n", "engines.yaml:3: speed is unknown; use name, url, kv_events, kv_replay, "),
         (ONE + "  name: b\n", "engines.yaml:3: name is set twice."),
         (ONE + "- name: a\n  url: http://h:2\n", "engines.yaml:3: name 'a' is already used in line 1."),
-        (ONE + "- name: b\n  url: http://10.0.0.1:8000/\n", "engines.yaml:3: url 'http://10.0.0.1:8000' is already used"),
+        (
+            ONE + "- name: b\n  url: http://10.0.0.1:8000/\n",
+            "engines.yaml:3: url 'http://10.0.0.1:8000' is already",
+        ),
         ("- name: a/b\n  url: http://h:1\n", "engines.yaml:1: name is 'a/b'; use letters, digits"),
         ("- name: 7\n  url: http://h:1\n", "engines.yaml:1: name must be a text; quote it."),
         ("- name: a\n  url: [http://h:1]\n", "engines.yaml:2: url must be a text; quote it."),
@@ -79,7 +82,10 @@ def test_engine_file_in_json_is_read(tmp_path: Path) -> None:
         ("- name: a\n  url: http://h:1/v1\n", "engines.yaml:2: url is 'http://h:1/v1', expected http://host:port."),
         ("- name: a\n  url: http://h:99999\n", "engines.yaml:2: url is 'http://h:99999', expected"),
         ("- name: a\n  url: http://u:p@h:1\n", "engines.yaml:2: url contains credentials; use api_key_file."),
-        (ONE + "  kv_events: h:5557\n", "engines.yaml:3: kv_events is 'h:5557', expected tcp://host:port or ipc://path."),
+        (
+            ONE + "  kv_events: h:5557\n",
+            "engines.yaml:3: kv_events is 'h:5557', expected tcp://host:port or ipc://path.",
+        ),
         (ONE + "  kv_events: tcp://*:5557\n", "engines.yaml:3: kv_events is 'tcp://*:5557', expected"),
         (ONE + "  kv_replay: tcp://h:5558\n", "engines.yaml:1: kv_replay needs kv_events."),
         (ONE + "  api_key_file: nowhere\n", "engines.yaml:3: api_key_file 'nowhere' is not a file."),
@@ -116,7 +122,7 @@ def test_plan_with_engines_has_no_workers_of_its_own(tmp_path: Path) -> None:
     (entry,) = EngineFile(tmp_path / "engines.yaml").entries()
     process = engine_process(options, entry, "127.0.0.1:20001", 20_099)
     assert (process.name, process.port, process.module) == ("a", 20_099, "services.worker")
-    assert ("--routers", "127.0.0.1:20001") == process.arguments[2:4]
+    assert process.arguments[2:4] == ("--routers", "127.0.0.1:20001")
 
 
 @pytest.mark.parametrize("flags", [{"workers": 3}, {"engine": "vllm"}, {"model": "x"}, {"speedup": 2.0}])

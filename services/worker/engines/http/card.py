@@ -32,12 +32,11 @@ def tokenizer_folder(settings: WorkerSettings) -> Path:
     try:
         return models.resolve(settings.spec.source)
     except SluiceError as error:
-        if error.kind is not ErrorKind.NOT_FOUND or "model" in settings.model_fields_set:
+        if error.kind is not ErrorKind.NOT_FOUND:
             raise
         raise SluiceError(
             ErrorKind.NOT_FOUND,
-            f"The server's model {settings.spec.source} is not on this machine; set --model NAME=SOURCE to a folder "
-            "or hub id with its tokenizer.",
+            f"{error.message} Set --model NAME=SOURCE to a folder or hub id with the tokenizer of the server's model.",
             param="model",
         ) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
@@ -16,11 +17,13 @@ from services.common.tasks import TaskOwner
 from services.worker.engines.http.dialect import Publisher
 from services.worker.engines.http.options import NO_EVENTS, HttpOptions
 from services.worker.engines.inprocess.events import KvEventFeeds
+from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import endpoint_of_rank
 
 log = logging.getLogger(__name__)
 
-PROOF_S = 10.0
+PROBE_S = 120.0
+PROOF_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 PROOF_BLOCKS = 2
 CHECK_INTERVAL_S = 0.02
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
@@ -80,31 +83,41 @@ class RemoteEvents(KvEventFeeds):
         self.sources = ()
 
     async def _prove(self, index: int, publisher: Publisher, block_size: int, probe: Probe, vocab_size: int) -> str:
-        prompt = array("I", random.choices(range(vocab_size), k=PROOF_BLOCKS * block_size + 1))
-        expected = block_hashes(prompt, block_size)
+        """Returns why the events of one rank cannot be used; tries again, as the connection may still be opening."""
         source = self.sources[index]
-        try:
-            async with asyncio.timeout(PROOF_S):
-                await probe(publisher.rank, prompt)
-                while not source.translator.holds(expected):
-                    if self._failure is not None:
-                        raise self._failure
-                    await asyncio.sleep(CHECK_INTERVAL_S)
-        except TimeoutError:
-            if source.sequencer.expected:
-                return (
-                    f"The KV events from {publisher.endpoint} do not contain the tokens of a prompt that the engine "
-                    "computed; check that they are this engine's."
-                )
+        for wait_s in PROOF_WAITS_S:
+            prompt = array("I", random.choices(range(vocab_size), k=PROOF_BLOCKS * block_size + 1))
+            try:
+                async with asyncio.timeout(PROBE_S):
+                    await probe(publisher.rank, prompt)
+            except TimeoutError:
+                return f"The engine did not compute a prompt within {PROBE_S:g} s, so its KV events cannot be proven."
+            except SluiceError as error:
+                if error.kind is ErrorKind.ENGINE_SHUTDOWN:
+                    raise
+                return f"The engine did not compute a prompt, so its KV events cannot be proven: {error.message}"
+            if await self._arrived(source, block_hashes(prompt, block_size), wait_s):
+                return ""
+        if source.sequencer.expected:
             return (
-                f"No KV events arrived from {publisher.endpoint} within {PROOF_S:g} s of a prompt; check the endpoint, "
-                "and that the engine caches prefixes."
+                f"The KV events from {publisher.endpoint} do not contain the tokens of a prompt that the engine "
+                "computed; check that they are this engine's."
             )
-        except SluiceError as error:
-            if error.kind is ErrorKind.ENGINE_SHUTDOWN or error.param == "block_size":
-                raise
-            return f"The KV events cannot be proven: {error.message}"
-        return ""
+        return (
+            f"No KV events arrived from {publisher.endpoint} after a prompt; check the endpoint, and that the engine "
+            "caches prefixes."
+        )
+
+    async def _arrived(self, source: EngineCacheSource, hashes: Sequence[int], wait_s: float) -> bool:
+        """Waits for blocks; raises the error with which the subscription failed."""
+        deadline = time.monotonic() + wait_s
+        while not source.translator.holds(hashes):
+            if self._failure is not None:
+                raise self._failure
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(CHECK_INTERVAL_S)
+        return True
 
     def _feed_failed(self, name: str, error: BaseException) -> None:
         self._failure = error
