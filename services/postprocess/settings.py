@@ -28,7 +28,8 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
     listen: str = Field("127.0.0.1:50053", description="host:port of the gRPC server")
     models: CommaList = Field(
         [f"{DEFAULT_NAME}={DEFAULT_SOURCE}"],
-        description="models to serve, NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, a hub id or mistral-common:NAME",
+        description="models to serve, NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, a hub id or mistral-common:NAME; "
+        "may be empty with routers",
     )
     preload: bool = Field(True, description="load all models before reporting healthy; off: load on first use")
     load_timeout_s: float = Field(300.0, gt=0, description="timeout for loading one model in seconds")
@@ -72,11 +73,15 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
     @classmethod
     def _models_parse(cls, models: list[str]) -> list[str]:
         names = [ModelSpec.parse(text).name for text in models]
-        if not names:
-            raise ValueError("set at least one model")
         if len(set(names)) < len(names):
             raise ValueError("two models have the same name; use unique names")
         return models
+
+    @model_validator(mode="after")
+    def _models_or_routers(self) -> Self:
+        if not self.models and not self.routers:
+            raise ValueError("models is empty; set at least one model, or routers from which they are discovered")
+        return self
 
     @field_validator("own_parsers")
     @classmethod

@@ -24,8 +24,8 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
 
     models: CommaList = Field(
         [f"{DEFAULT_NAME}={DEFAULT_SOURCE}"],
-        min_length=1,
-        description="models to serve, each NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, hub id or mistral-common:NAME",
+        description="models to serve, each NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, hub id or mistral-common:NAME; "
+        "may be empty with routers",
     )
     chat_templates: CommaList = Field([], description="chat templates that replace the models' own, each as NAME=FILE")
     preload: bool = Field(True, description="load all tokenizers before accepting requests; no: on first use")
@@ -73,6 +73,8 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     @model_validator(mode="after")
     def _check_models(self) -> Self:
         names = [spec.name for spec in self.configured]
+        if not names and not self.routers:
+            raise ValueError("models is empty; set at least one model, or routers from which they are discovered")
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"models lists {', '.join(duplicates)} more than once")
         return self

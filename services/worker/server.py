@@ -102,9 +102,8 @@ class WorkerServer:
         self._routers = ReplicaSet(
             "router", settings.routers, router_pb2_grpc.RouterStub, channel_credentials(settings)
         )
-        self.registration = Registration(
-            self.worker, address, self._routers, settings.http_address, settings.label_values
-        )
+        http_address = settings.http_address or self.worker.config.http_address
+        self.registration = Registration(self.worker, address, self._routers, http_address, settings.label_values)
         await self._routers.start()
         self._tasks.spawn(self.registration.run(), "registration")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,8 +14,10 @@ from services.common.net.ports import free_port
 from services.gateway.pipeline.config import Disaggregation, PresetName, Routing, StageLocation
 from sluice.cli.up import supervisor
 from sluice.cli.up import tls as tls_flags
+from sluice.cli.up.engine_workers import EngineWorkers
+from sluice.cli.up.engines import EngineEntry, EngineFile
 from sluice.cli.up.pipeline import PipelineFlags
-from sluice.cli.up.plan import Options, check, plan
+from sluice.cli.up.plan import Options, Process, check, engine_process, plan
 from sluice.cli.up.processing import ProcessingFlags
 from sluice.cli.up.progress import View
 
@@ -50,6 +54,14 @@ def up_suite(
             help="tokenizer implementation: hf, mistral, vllm, sglang or module:Class; empty: by the model's files"
         ),
     ] = Options.processor,
+    engines: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML list of running vLLM and SGLang servers to serve instead of own workers; read again when it "
+            "changes (docs/engines-http.md)",
+        ),
+    ] = None,
     redis: Annotated[
         str,
         typer.Option(
@@ -162,6 +174,7 @@ def up_suite(
         ),
         log_level=log_level,
         tls=tls,
+        engines=engines,
         pipeline=PipelineFlags(
             preset=preset,
             pipeline_config=pipeline_config,
@@ -183,4 +196,13 @@ def up_suite(
     view = View(processes, Console(stderr=True, highlight=False))
     if note := options.processing.note(engine):
         view.report(note, "bold yellow")
-    raise typer.Exit(supervisor.run(processes, view, name, restart))
+    if engines is None:
+        raise typer.Exit(supervisor.run(processes, view, name, restart))
+    engine_workers = EngineWorkers(EngineFile(engines), partial(_worker_of, options, processes), view)
+    raise typer.Exit(supervisor.run(processes, view, "", restart, engine_workers))
+
+
+def _worker_of(options: Options, processes: Sequence[Process], entry: EngineEntry) -> Process:
+    routers = ",".join(process.address for process in processes if process.kind == "router")
+    process = engine_process(options, entry, routers, free_port())
+    return process if options.tls is None else tls_flags.secured([process], options.tls)[0]

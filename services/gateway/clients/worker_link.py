@@ -63,7 +63,12 @@ class WorkerEvents(TextEvents, Protocol):
         """Is notified that prefill has completed."""
 
     def on_ended(
-        self, stream: GenerationStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
+        self,
+        stream: GenerationStream,
+        reason: FinishReason,
+        stop_token_id: int | None,
+        completion_tokens: int,
+        cached_tokens: int,
     ) -> None:
         """Is notified that the engine has finished."""
 
@@ -251,7 +256,8 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         elif extra.finish_reason:
             stop_token_id = extra.stop_token_id if extra.HasField("stop_token_id") else None
             reason = FinishReason.of(extra.finish_reason)
-            events.on_ended(stream, reason, stop_token_id, extra.usage.completion_tokens)
+            usage = extra.usage
+            events.on_ended(stream, reason, stop_token_id, usage.completion_tokens, usage.cached_tokens)
 
     def _on_text_events(self, stream: GenerationStream, extra: worker_pb2.TokenExtra) -> None:
         if not stream.request.engine_text:

@@ -264,9 +264,16 @@ class StreamManager:
             self._prefill_complete(stream.reservation_id)
 
     def on_ended(
-        self, stream: GenerationStream, reason: FinishReason, stop_token_id: int | None, completion_tokens: int
+        self,
+        stream: GenerationStream,
+        reason: FinishReason,
+        stop_token_id: int | None,
+        completion_tokens: int,
+        cached_tokens: int = 0,
     ) -> None:
         """Handles the end of the engine's work; postprocess still sends the remaining text."""
+        if stream.pair is None and cached_tokens > (stream.attempt_cached or 0):
+            _correct_cached(stream, cached_tokens)
         if reason is FinishReason.CANCELLED:
             self.release_worker(stream)
             self.give_up(stream, SluiceError(ErrorKind.CANCELLED, "The generation was cancelled on its worker."))
@@ -471,6 +478,13 @@ class StreamManager:
         if reservation_id:
             output = max(stream.completion_tokens, len(stream.tokens)) - stream.booked_from
             self._free(reservation_id, stream.attempt_cached, output)
+
+
+def _correct_cached(stream: GenerationStream, cached_tokens: int) -> None:
+    """Takes the number of cached tokens from the usage of an engine that counts them only at the end."""
+    stream.attempt_cached = min(cached_tokens, stream.prompt_tokens + stream.resumed)
+    if not stream.resumed:
+        stream.cached_tokens = min(cached_tokens, stream.prompt_tokens)
 
 
 def _with_outcome(finish: Finish, stream: GenerationStream) -> Finish:

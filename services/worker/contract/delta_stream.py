@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
@@ -77,6 +77,13 @@ class DeltaStream(Sink):
             if self._terminal is not None and not self._token_ids and self._text is None:
                 yield self._terminal
                 return
+
+    def take(self) -> Iterator[Delta]:
+        """Yields what has arrived, without waiting: tokens and text, then the terminal delta by itself."""
+        if self._token_ids or self._text is not None:
+            yield self._take_tokens()
+        if self._terminal is not None:
+            yield self._terminal
 
     def _take_tokens(self) -> Delta:
         delta = Delta(

@@ -57,6 +57,7 @@ class EngineConfig:
     tool_parser: str = ""  # resolves "auto" for this model; empty: detected from the template
     reasoning_parser: str = ""
     labels: tuple[str, ...] = ()  # classes of a model that classifies
+    http_address: str = ""  # host:port of the engine's own HTTP server; --http-address overrides it
 
 
 @dataclass(frozen=True, slots=True)

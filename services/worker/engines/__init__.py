@@ -13,6 +13,7 @@ BUILT_IN = {
     "mock": "services.worker.engines.mock:MockEngine",
     "vllm": "services.worker.engines.vllm:VllmEngine",
     "vllm-grpc": "services.worker.engines.vllm_grpc:VllmGrpcEngine",
+    "http": "services.worker.engines.http:HttpEngine",
     "sglang": "services.worker.engines.sglang:SglangEngine",
     "transformers-classifier": "services.worker.engines.transformers.classifier:ClassifierEngine",
     "transformers": "services.worker.engines.transformers.engine:TransformersEngine",

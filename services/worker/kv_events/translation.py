@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.common.errors import invalid
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
@@ -95,6 +95,11 @@ class Translator:
     def held(self, tier: CacheTier = CacheTier.DEVICE) -> int:
         """Returns the number of Sluice blocks on a tier."""
         return len(self._held.get(tier, ()))
+
+    def holds(self, hashes: Iterable[int], tier: CacheTier = CacheTier.DEVICE) -> bool:
+        """Whether a tier has all of these Sluice blocks."""
+        held = self._held.get(tier, Counter())
+        return all(held[block_hash] for block_hash in hashes)
 
     def _take(self) -> list[KvEvent]:
         events, self._out = self._out, []

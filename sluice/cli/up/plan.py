@@ -16,6 +16,7 @@ from services.common.redis import target
 from services.worker.engines import engine_names
 from sluice.cli.errors import BadFlag
 from sluice.cli.up import tls as tls_flags
+from sluice.cli.up.engines import BadRegistry, EngineEntry, EngineFile
 from sluice.cli.up.pipeline import PipelineFlags, router_arguments, worker_arguments
 from sluice.cli.up.processing import ProcessingFlags
 
@@ -34,6 +35,7 @@ _MAX_PROCESSES = {
     "postprocess": 1000,
     "gateways": 64,
 }
+_OF_OWN_WORKERS = ("workers", "prefill_workers", "engine", "model", "model_name", "processor", "speedup")
 _SHARED_BY_GATEWAYS = ("SLUICE_GATEWAY_LIMITS_REDIS_URL", "SLUICE_GATEWAY_RESPONSES_REDIS_URL")
 
 
@@ -60,6 +62,7 @@ class Options:
     log_level: str | None = None
     tls: Path | None = None
     pipeline: PipelineFlags = field(default_factory=PipelineFlags)
+    engines: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,8 @@ def check(options: Options) -> models.ModelSpec:
         raise BadFlag(
             f"--port {options.port} is one of the ports that --base-grpc-port assigns to the services; choose another."
         )
+    if options.engines is not None:
+        _check_engines(options, options.engines)
     if ":" not in options.engine and options.engine not in engine_names():
         raise BadFlag(f"--engine must be one of {', '.join(engine_names())}, or package.module:Class.")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
@@ -138,6 +143,32 @@ def check(options: Options) -> models.ModelSpec:
     if options.tls is not None and (problem := tls_flags.problem(options.tls)):
         raise BadFlag(problem)
     return _model(options)
+
+
+def _check_engines(options: Options, file: Path) -> None:
+    """Raises BadFlag when the file of --engines is invalid, or for flags of workers that would have no effect."""
+    for name in _OF_OWN_WORKERS:
+        if getattr(options, name) != getattr(Options, name):
+            raise BadFlag(f"--engines replaces the suite's own workers; remove --{name.replace('_', '-')}.")
+    try:
+        EngineFile(file).entries()
+    except BadRegistry as error:
+        raise BadFlag(str(error)) from error
+
+
+def engine_process(options: Options, entry: EngineEntry, routers: str, port: int) -> Process:
+    """Returns the worker of a running server.
+
+    Args:
+        routers: addresses of the routers, separated by commas.
+    """
+    arguments = (
+        *("--listen", join(LOOPBACK, port), "--routers", routers),
+        *entry.worker_arguments(),
+        *worker_arguments(options.pipeline.config()),
+        *_common(options),
+    )
+    return Process(entry.name, "services.worker", arguments, LOOPBACK, port)
 
 
 def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
@@ -195,12 +226,8 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
     ]
     services = {module: addresses(module) for module in ("preprocess", "router", "postprocess")}
     # The configured model is loaded at once; models of workers that start later are discovered through the router.
-    model_arguments = (
-        "--models",
-        str(options.processing.served(model, options.engine)),
-        "--routers",
-        addresses("router"),
-    )
+    served = "" if options.engines is not None else str(options.processing.served(model, options.engine))
+    model_arguments = ("--models", served, "--routers", addresses("router"))
     return [
         *grpc_services("preprocess", *model_arguments, *options.processing.preprocess_arguments()),
         *grpc_services("router", "--preprocess", addresses("preprocess"), *router_arguments(pipeline), env=secrets),
@@ -230,7 +257,7 @@ def _gateways(options: Options, port: int, services: Mapping[str, str]) -> list[
             port,
             "http",
             env=env,
-            workers=options.workers + options.prefill_workers,
+            workers=1 if options.engines is not None else options.workers + options.prefill_workers,
             shares_port=several,
         )
         for index in range(options.gateways)
@@ -251,6 +278,8 @@ def _role(worker: str, options: Options) -> tuple[str, ...]:
 
 def _names(module: str, options: Options) -> list[str]:
     if module == "worker":
+        if options.engines is not None:
+            return []
         workers = [f"worker-{index}" for index in range(options.workers)]
         return workers + [f"{_PREFILL}{index}" for index in range(options.prefill_workers)]
     count: int = {"preprocess": options.preprocess, "router": options.routers, "postprocess": options.postprocess}[

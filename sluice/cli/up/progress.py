@@ -51,6 +51,11 @@ class View:
             self._live.start()
         self._writer.start()
 
+    def add(self, process: Process) -> None:
+        """Adds a process that starts later; its readiness is not shown."""
+        self._processes[process.name] = process
+        self._width = max(self._width, len(process.name))
+
     def close(self) -> None:
         """Writes the remaining lines, unless the terminal blocks."""
         with contextlib.suppress(queue.Full):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from services.common.net import ports
 from services.common.net.addresses import join
+from sluice.cli.up.engine_workers import EngineWorkers
 from sluice.cli.up.plan import Process
 from sluice.cli.up.process import Child, exit_words
 from sluice.cli.up.progress import View
@@ -73,12 +74,18 @@ def taken(processes: Sequence[Process]) -> str:
 
 
 def invitation(gateway: Process, model: str) -> str:
-    """Returns what to print when the suite serves: its address and an example command."""
+    """Returns what to print when the suite serves: its address and an example command.
+
+    Args:
+        model: name of the model; empty: not known yet.
+    """
     url = f"{'http' if gateway.tls is None else 'https'}://{join(reachable(gateway.host), gateway.port)}"
-    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Tell me about rivers."}]}
     trust = [] if gateway.tls is None else ["--cacert", str(authority_of(gateway.tls))]
-    command = ["curl", "-N", *trust, f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     key = ' -H "Authorization: Bearer $SLUICE_API_KEY"' if _requires_keys(gateway) else ""
+    if not model:
+        return f"ready {url}\n{shlex.join(['curl', *trust, f'{url}/v1/models'])}{key}"
+    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Tell me about rivers."}]}
+    command = ["curl", "-N", *trust, f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
     return f"ready {url}\n{shlex.join(command)}{key} {shlex.join(['-d', json.dumps(body)])}"
 
 
@@ -88,7 +95,11 @@ def _requires_keys(gateway: Process) -> bool:
 
 
 async def supervise(
-    processes: Sequence[Process], view: View, on_ready: Callable[[], None], restarts: Restarts | None = None
+    processes: Sequence[Process],
+    view: View,
+    on_ready: Callable[[], None],
+    restarts: Restarts | None = None,
+    engines: EngineWorkers | None = None,
 ) -> int:
     """Runs the processes until a signal arrives or one of them ends for good.
 
@@ -97,6 +108,7 @@ async def supervise(
         view: shows progress and log lines.
         on_ready: called once all processes are ready.
         restarts: limits restarts after that point; None: the first process that ends stops all.
+        engines: workers of running servers, which start and stop with the suite.
 
     Returns:
         The exit code: 0 after a signal, 1 after an unexpected exit.
@@ -105,6 +117,7 @@ async def supervise(
     children = [Child(process, _line_of(view, process)) for process in processes]
     running: dict[asyncio.Task[int], Child] = {}
     becoming_ready: asyncio.Task[None] | None = None
+    following = None if engines is None else asyncio.create_task(engines.run(), name="engines")
     stopping = asyncio.create_task(stop.wait())
     try:
         for child in children:
@@ -124,7 +137,11 @@ async def supervise(
             becoming_ready.cancel()
         stopping.cancel()
         stop.clear()  # from here on, a signal kills at once
+        if following is not None:
+            following.cancel()
         await _stop_all(running, stop, view)
+        if following is not None:
+            await asyncio.wait({following})
 
 
 async def _restart_ended(running: dict[asyncio.Task[int], Child], restarts: Restarts | None, view: View) -> bool:
@@ -200,8 +217,14 @@ async def _all_ended(running: dict[asyncio.Task[int], Child]) -> bool:
     return True
 
 
-def run(processes: Sequence[Process], view: View, model: str, restart: bool = False) -> int:
-    """Checks the ports, then supervises the processes; returns the exit code."""
+def run(
+    processes: Sequence[Process],
+    view: View,
+    model: str,
+    restart: bool = False,
+    engines: EngineWorkers | None = None,
+) -> int:
+    """Checks the ports, then supervises the processes; returns the exit code. Arguments as of `supervise`."""
     if problem := taken(processes):
         print(f"sluice up: {problem}", file=sys.stderr)
         return 1
@@ -214,7 +237,7 @@ def run(processes: Sequence[Process], view: View, model: str, restart: bool = Fa
 
     view.open()
     try:
-        return asyncio.run(supervise(processes, view, on_ready, Restarts() if restart else None))
+        return asyncio.run(supervise(processes, view, on_ready, Restarts() if restart else None, engines))
     finally:
         view.settle()
         view.close()

@@ -1,0 +1,124 @@
+"""What the http engine needs of each kind of server."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from services.common.errors import ErrorKind, SluiceError
+from services.worker.contract.engine import Load, Sink
+from services.worker.contract.generation import GenerateRequest
+from services.worker.engines.http.client import HttpClient
+
+
+@dataclass(frozen=True, slots=True)
+class Publisher:
+    """ZMQ endpoints of one rank's KV events; `replay` is empty if missed events cannot be requested."""
+
+    rank: int
+    endpoint: str
+    replay: str = ""
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a server reports about itself. Zero and empty mean unknown.
+
+    Attributes:
+        model: name under which the server serves the base model.
+        source: folder or hub id of the tokenizer's files.
+        block_size: tokens per KV-cache block, or per page.
+        total_blocks: blocks per rank.
+        ranks: number of data-parallel ranks.
+        publishers: endpoints of the KV events by rank; empty if the server does not report them.
+    """
+
+    version: str
+    model: str
+    source: str
+    context_length: int
+    block_size: int = 0
+    total_blocks: int = 0
+    max_sequences: int = 0
+    ranks: int = 1
+    capabilities: frozenset[str] = frozenset()
+    accepted: frozenset[str] = frozenset()
+    adapters: tuple[str, ...] = ()
+    publishers: tuple[Publisher, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One generation as an HTTP request."""
+
+    path: str
+    body: Mapping[str, Any]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class EventReader(Protocol):
+    """Reads the events of one generation into a sink; usage is the server's own.
+
+    Attributes:
+        ended: whether the sink has finished.
+    """
+
+    ended: bool
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Processes one event; raises SluiceError for an error that the server reports."""
+
+    def close(self) -> None:
+        """Processes the end of the stream; raises SluiceError when the generation has not finished."""
+
+
+class Dialect(ABC):
+    """The HTTP API of one kind of server.
+
+    Attributes:
+        NAME: as in the engine's name on the model card.
+        ALIVE: path that responds at once while the server runs.
+        COUNTS_COPIES: as in `Translator`.
+    """
+
+    NAME: str
+    ALIVE: str
+    COUNTS_COPIES: bool
+
+    @abstractmethod
+    async def describe(self, client: HttpClient) -> Description:
+        """Returns what the server reports; raises SluiceError when that does not suffice."""
+
+    @abstractmethod
+    def call(self, request: GenerateRequest, request_id: str) -> Call:
+        """Returns the HTTP request of a generation.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT for an option that callers must not set.
+        """
+
+    @abstractmethod
+    def reader(self, request: GenerateRequest, sink: Sink) -> EventReader:
+        """Returns the reader of a generation's events."""
+
+    @abstractmethod
+    async def loads(self, client: HttpClient) -> Sequence[Load]:
+        """Returns the server's load by rank; empty if it reports none."""
+
+    @abstractmethod
+    async def clear_cache(self, client: HttpClient) -> None:
+        """Clears the prefix cache; raises SluiceError(FAILED_PRECONDITION) when the server cannot."""
+
+    async def abort(self, client: HttpClient, request_id: str) -> None:
+        """Aborts a generation whose connection was closed, if the server does not notice that by itself."""
+        return
+
+
+def incomplete() -> SluiceError:
+    """Returns the error of a stream that ended without a finish reason."""
+    return SluiceError(
+        ErrorKind.STREAM_INCOMPLETE, "The engine's server ended the stream without a finish reason; retry."
+    )

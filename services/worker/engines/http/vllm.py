@@ -1,0 +1,279 @@
+"""The HTTP API of `vllm serve`: tokens in and tokens out, by its generate endpoint or by its completions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from services.common.errors import ErrorKind, SluiceError, internal
+from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.contract.engine import Load, Sink
+from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
+from services.worker.engines.http.client import HttpClient, error_of
+from services.worker.engines.http.dialect import Call, Description, Dialect, Publisher, incomplete
+from services.worker.engines.http.metrics import by_rank, read_gauges
+from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB, InflightState
+from services.worker.engines.inprocess.sampling import Facts
+from services.worker.engines.vllm.sampling import sampling_arguments
+
+log = logging.getLogger(__name__)
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+RESET_CACHE = "/reset_prefix_cache"
+MAX_LOGPROBS = 20
+CAPABILITIES = (
+    GUIDED
+    | (SAMPLING - {Capability.BAD_WORDS, Capability.THINKING_TOKEN_BUDGET})
+    | {
+        Capability.TOKEN_IDS,
+        Capability.LOGPROBS,
+        Capability.CACHE_SALT,
+        Capability.LORA,
+        Capability.DATA_PARALLEL_RANK,
+        Capability.KV_EVENTS,
+        Capability.CLEAR_CACHE,
+    }
+)
+
+_CONFIG = "vllm:cache_config_info"
+_RUNNING, _WAITING, _USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+_PLACEHOLDER = "token_id:"
+
+
+class VllmDialect(Dialect):
+    """Uses the generate endpoint of servers started with --enable-scale-out, else completions with token ids."""
+
+    NAME = "vllm-http"
+    ALIVE = "/health"
+    COUNTS_COPIES = True
+
+    def __init__(self) -> None:
+        self._facts = Facts(0)
+        self._model = ""
+        self._generates = False
+        self._total_blocks = 0
+        self._reports_cached = True
+
+    async def describe(self, client: HttpClient) -> Description:
+        version = await client.get_json("/version")
+        cards = (await client.get_json("/v1/models"))["data"]
+        base = next((card for card in cards if not card.get("parent")), None)
+        if base is None or not base.get("max_model_len"):
+            raise internal("vLLM's server lists no model with a context length at /v1/models.")
+        self._generates = await _accepts(client, GENERATE)
+        if not self._generates and not await _accepts(client, COMPLETIONS):
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION, "vLLM's server generates no text; the http engine needs that."
+            )
+        self._facts, self._model = Facts(int(base["max_model_len"])), str(base["id"])
+        configs = read_gauges(await _optional(client, "/metrics"), (_CONFIG,))[_CONFIG]
+        config: Mapping[str, str] = configs[0][0] if configs else {}
+        self._total_blocks = _number(config.get("num_gpu_blocks"))
+        ranks = len({labels.get("engine") for labels, _ in configs}) or 1
+        adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
+        return Description(
+            version=str(version["version"]),
+            model=self._model,
+            source=str(base.get("root") or base["id"]),
+            context_length=self._facts.context_length,
+            block_size=_number(config.get("block_size")),
+            total_blocks=self._total_blocks,
+            ranks=ranks,
+            capabilities=await self._capabilities(client, ranks, bool(adapters), config),
+            adapters=adapters,
+            publishers=tuple(_publishers(await _optional(client, "/kv_event_sources"))),
+        )
+
+    async def _capabilities(
+        self, client: HttpClient, ranks: int, has_adapters: bool, config: Mapping[str, str]
+    ) -> frozenset[str]:
+        missing: set[Capability] = set()
+        if config.get("enable_prefix_caching") == "False":
+            missing.add(Capability.KV_EVENTS)
+        if ranks < 2:
+            missing.add(Capability.DATA_PARALLEL_RANK)
+        if not has_adapters:
+            missing.add(Capability.LORA)
+        if not self._generates:
+            missing.add(Capability.ENGINE_OPTIONS)  # completions ignores fields that it does not have
+        if not await client.exists(RESET_CACHE):
+            missing.add(Capability.CLEAR_CACHE)
+        return frozenset(CAPABILITIES - missing)
+
+    def call(self, request: GenerateRequest, request_id: str) -> Call:
+        arguments = sampling_arguments(request, self._facts)
+        body: dict[str, Any] = {
+            "request_id": request_id,
+            "model": request.lora or self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if request.cache_salt:
+            body["cache_salt"] = request.cache_salt
+        headers = {}
+        if request.data_parallel_rank is not None:
+            headers["X-data-parallel-rank"] = str(request.data_parallel_rank)
+        if not self._generates:
+            tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+            return Call(COMPLETIONS, {**body, **arguments, **tokens, "prompt": request.token_ids.tolist()}, headers)
+        if top := arguments.get("logprobs"):
+            arguments["logprobs"] = min(top + 1, MAX_LOGPROBS)  # the chosen token occupies one entry
+        if not arguments.get("stop"):
+            arguments["detokenize"] = False
+        return Call(GENERATE, {**body, "token_ids": request.token_ids.tolist(), "sampling_params": arguments}, headers)
+
+    def reader(self, request: GenerateRequest, sink: Sink) -> VllmReader:
+        return VllmReader(request, sink, self._note_unknown_usage)
+
+    async def loads(self, client: HttpClient) -> Sequence[Load]:
+        gauges = read_gauges(await _optional(client, "/metrics"), (_RUNNING, _WAITING, _USAGE))
+        running, waiting, usage = (by_rank(gauges[name], "engine") for name in (_RUNNING, _WAITING, _USAGE))
+        return [
+            Load(
+                running_requests=int(running[rank]),
+                waiting_requests=int(waiting.get(rank, 0)),
+                used_blocks=round(usage.get(rank, 0.0) * self._total_blocks),
+            )
+            for rank in sorted(running)
+        ]
+
+    async def clear_cache(self, client: HttpClient) -> None:
+        answer = orjson.loads(await client.post(RESET_CACHE))
+        if not answer.get("success"):
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "vLLM cannot clear its cache while requests hold blocks.",
+                code="cache_in_use",
+            )
+
+    def _note_unknown_usage(self) -> None:
+        if self._reports_cached:
+            self._reports_cached = False
+            log.warning(
+                "vLLM's server does not report cached tokens, so usage shows none; start it with "
+                "--enable-prompt-tokens-details"
+            )
+
+
+class VllmReader(InflightState):
+    """Reads the chunks of one generation; the number of cached tokens arrives last, with the usage."""
+
+    def __init__(self, request: GenerateRequest, sink: Sink, on_unknown_usage: Callable[[], None]) -> None:
+        super().__init__(len(request.token_ids), sink, request.guided)
+        self._top = request.logprobs
+        self._on_unknown_usage = on_unknown_usage
+        self._last_token_id: int | None = None
+        self._finish: tuple[FinishReason, int | None] | None = None
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Processes one chunk."""
+        if "error" in event:
+            error = event["error"]
+            raise error_of(int(error.get("code") or 500), str(error.get("message") or ""))
+        if self.ended:
+            return
+        for choice in event["choices"]:
+            self._take_choice(choice)
+        if not event["choices"] and (usage := event.get("usage")) is not None:
+            self._take_usage(usage)
+
+    def close(self) -> None:
+        """Ends a generation whose server sent no usage; raises SluiceError when it has not finished."""
+        if self._finish is None:
+            raise incomplete()
+        reason, stop_token_id = self._finish
+        self.end(reason, stop_token_id=stop_token_id)
+
+    def _take_choice(self, choice: Mapping[str, Any]) -> None:
+        token_ids: Sequence[int] = choice.get("token_ids") or ()
+        if token_ids:
+            if self._cached_tokens is None:
+                self._cached_tokens = 0
+                self._sink.begin(0)
+            self._completion_tokens += len(token_ids)
+            self._last_token_id = token_ids[-1]
+            logprobs = choice.get("logprobs")
+            self._sink.push(token_ids, () if self._top is None else list(read_logprobs(logprobs or {}, self._top)))
+        if reason := choice.get("finish_reason"):
+            self._finish = self._read_finish(str(reason), choice.get("stop_reason"))
+
+    def _read_finish(self, reason: str, stopped_by: object) -> tuple[FinishReason, int | None]:
+        if reason == "length":
+            return FinishReason.LENGTH, None
+        if reason in ("stop", "repetition"):
+            return FinishReason.STOP, stopped_by if isinstance(stopped_by, int) else self._last_token_id
+        if reason == "abort":  # not by this worker, which closes the connection
+            raise incomplete()
+        raise internal("The engine's server failed on this request.")
+
+    def _take_usage(self, usage: Mapping[str, Any]) -> None:
+        details = usage.get("prompt_tokens_details")
+        if details is None:
+            self._on_unknown_usage()
+        else:
+            self._cached_tokens = min(int(details.get("cached_tokens") or 0), self.prompt_tokens)
+        if self._finish is not None:
+            self.close()
+
+
+def read_logprobs(logprobs: Mapping[str, Any], top: int) -> Iterator[PositionLogprobs]:
+    """Yields the log-probabilities of each position, in the shape of either endpoint."""
+    if "content" in logprobs:
+        for entry in logprobs["content"] or ():
+            candidates = {int(other["token_id"]): float(other["logprob"]) for other in entry.get("top_logprobs") or ()}
+            yield _position(int(entry["token_id"]), float(entry["logprob"]), candidates, top)
+        return
+    values, best = logprobs.get("token_logprobs") or (), logprobs.get("top_logprobs") or ()
+    for index, token in enumerate(logprobs.get("tokens") or ()):
+        found = best[index] if index < len(best) else None
+        candidates = {_token_id(other): float(value) for other, value in (found or {}).items()}
+        yield _position(_token_id(token), values[index], candidates, top)
+
+
+def _position(token_id: int, logprob: float | None, candidates: Mapping[int, float], top: int) -> PositionLogprobs:
+    ranked = sorted(candidates.items(), key=lambda entry: -entry[1])[:top]
+    ranks = {other_id: rank for rank, (other_id, _) in enumerate(ranked, 1)}
+    value = LOWEST_LOGPROB if logprob is None else max(logprob, LOWEST_LOGPROB)
+    return PositionLogprobs(
+        TokenLogprob(token_id, value, ranks.get(token_id, 0)),
+        tuple(TokenLogprob(other_id, max(other, LOWEST_LOGPROB), ranks[other_id]) for other_id, other in ranked),
+    )
+
+
+def _token_id(token: str) -> int:
+    return int(token.removeprefix(_PLACEHOLDER))
+
+
+async def _accepts(client: HttpClient, path: str) -> bool:
+    """Whether an endpoint exists and is enabled; a disabled one rejects every body with 403."""
+    status = await client.status(path, {})
+    if status == 401:
+        raise error_of(status, "set the option api_key_file")
+    return status in (400, 422)
+
+
+async def _optional(client: HttpClient, path: str) -> bytes:
+    """Returns the body of a GET; empty if the server does not have the path."""
+    try:
+        return await client.get(path)
+    except SluiceError as error:
+        if error.kind is ErrorKind.NOT_FOUND:
+            return b""
+        raise
+
+
+def _publishers(content: bytes) -> Iterator[Publisher]:
+    """Yields the publishers that subscribers can connect to; vLLM binds wildcard and ipc endpoints only."""
+    for rank, config in sorted(orjson.loads(content or b"{}").items(), key=lambda item: int(item[0])):
+        endpoint = str(config.get("endpoint") or "")
+        if config.get("publisher") == "zmq" and endpoint:
+            yield Publisher(
+                int(rank), endpoint, str(config.get("replay_endpoint") or ""), str(config.get("topic") or "")
+            )
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text is not None and text.isascii() and text.isdecimal() else 0

@@ -1,0 +1,124 @@
+"""Runs one worker for each server of a registry, and follows the registry while the suite runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sluice.cli.up.engines import BadRegistry, EngineEntry, EngineRegistry
+from sluice.cli.up.plan import Process
+from sluice.cli.up.process import Child, exit_words
+from sluice.cli.up.progress import View
+
+CHECK_EVERY_S = 1.0
+KILL_AFTER_S = 6.0
+FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+STEADY_S = 60.0
+"""Seconds after which a worker counts as running steadily, so that its next restart is immediate again."""
+
+
+@dataclass
+class _Running:
+    """The worker of one server."""
+
+    entry: EngineEntry
+    child: Child
+    task: asyncio.Task[int]
+    started_at: float
+    retry_s: float = FIRST_RETRY_S
+    restart_at: float | None = None
+
+
+@dataclass
+class EngineWorkers:
+    """Starts, restarts and stops workers so that they match the registry.
+
+    A worker ends when its server does; it is started again, with a growing pause, until the entry disappears.
+
+    Args:
+        registry: read once a second; while it is invalid, the workers of the last valid list stay.
+        process_of: describes the worker of a server, on a free port.
+    """
+
+    registry: EngineRegistry
+    process_of: Callable[[EngineEntry], Process]
+    view: View
+    _running: dict[str, _Running] = field(default_factory=dict)
+    _stopping: set[asyncio.Task[None]] = field(default_factory=set)
+    _problem: str = ""
+
+    async def run(self) -> None:
+        """Follows the registry until cancelled, then stops all workers."""
+        try:
+            while True:
+                await self._reconcile()
+                await asyncio.sleep(CHECK_EVERY_S)
+        finally:
+            for name in list(self._running):
+                self._remove(name)
+            if self._stopping:
+                await asyncio.wait(self._stopping)
+
+    async def _reconcile(self) -> None:
+        wanted = await self._wanted()
+        if wanted is not None:
+            for name, running in list(self._running.items()):
+                if wanted.get(name) != running.entry:
+                    self.view.report(f"removing the engine {name}")
+                    self._remove(name)
+            busy = {task.get_name() for task in self._stopping}
+            for name, entry in wanted.items():
+                if name not in self._running and name not in busy:  # the old worker still leaves the router
+                    self.view.report(f"adding the engine {name} at {entry.url}")
+                    await self._start(entry)
+        for running in list(self._running.values()):
+            await self._restart_if_ended(running)
+
+    async def _wanted(self) -> dict[str, EngineEntry] | None:
+        """Returns the registry's entries by name; None while it is invalid, which is reported once."""
+        try:
+            entries = await asyncio.to_thread(self.registry.entries)
+        except BadRegistry as error:
+            if str(error) != self._problem:
+                self.view.report(f"{error} The engines stay as they are.", "bold red")
+            self._problem = str(error)
+            return None
+        self._problem = ""
+        return {entry.name: entry for entry in entries}
+
+    async def _start(self, entry: EngineEntry, retry_s: float = FIRST_RETRY_S) -> None:
+        process = self.process_of(entry)
+        self.view.add(process)
+        child = Child(process, lambda line: self.view.log(entry.name, line))
+        task = await child.start()
+        self._running[entry.name] = _Running(entry, child, task, asyncio.get_running_loop().time(), retry_s)
+
+    async def _restart_if_ended(self, running: _Running) -> None:
+        now = asyncio.get_running_loop().time()
+        if not running.task.done():
+            return
+        if running.restart_at is None:
+            if now - running.started_at > STEADY_S:
+                running.retry_s = FIRST_RETRY_S
+            running.restart_at = now + running.retry_s
+            why = f": {running.child.complaint}" if running.child.complaint else ""
+            how = exit_words(running.task.result())
+            self.view.report(f"{running.entry.name} {how}{why}; restarting it in {running.retry_s:g} s", "bold yellow")
+        elif now >= running.restart_at:
+            await self._start(running.entry, min(2 * running.retry_s, MAX_RETRY_S))
+
+    def _remove(self, name: str) -> None:
+        running = self._running.pop(name)
+        task = asyncio.create_task(_stop(running), name=name)
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+
+
+async def _stop(running: _Running) -> None:
+    """Lets the worker leave the router and finish its requests; kills it when that takes long."""
+    running.child.terminate()
+    await asyncio.wait({running.task}, timeout=KILL_AFTER_S)
+    if not running.task.done():
+        running.child.kill()
+        await asyncio.wait({running.task}, timeout=KILL_AFTER_S)
