@@ -330,7 +330,7 @@ class TokenExtra(_message.Message):
     handoff: _builtins.bytes
     """with FINISH_REASON_HANDOFF: opaque data for the decode worker"""
     cached_tokens: _builtins.int
-    """on the first delta: prompt tokens found in the prefix cache"""
+    """on the first delta: prompt tokens found in the prefix cache; 0 if only `usage` will have them"""
     prompt_token_ids: _builtins.bytes
     """On the first delta, if the worker tokenized the prompt (text or messages): the ids, packed u32."""
     @_builtins.property

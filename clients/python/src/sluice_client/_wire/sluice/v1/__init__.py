@@ -3223,7 +3223,7 @@ class TokenExtra(betterproto2.Message):
         9, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    on the first delta: prompt tokens found in the prefix cache
+    on the first delta: prompt tokens found in the prefix cache; 0 if only `usage` will have them
     """
 
     events: "list[StreamEvent]" = betterproto2.field(
