@@ -18,6 +18,7 @@ HEADERS = {
     "session_id": "x-session-id",
     "priority": "x-sluice-priority",
     "max_wait_ms": "x-sluice-max-wait-ms",
+    "fairness_id": "x-gateway-inference-fairness-id",
 }
 """Parameters that may be sent as a header as well; the query parameter takes precedence."""
 
@@ -49,6 +50,11 @@ PARAMETERS: Mapping[str, Callable[[str, str], Any]] = {
     "session_id": _text,
     "priority": _whole(-(2**31), 2**31 - 1),
     "max_wait_ms": _whole(0, _MOST_U32),
+    "max_wait_for_workers_ms": _whole(0, _MOST_U32),
+    "first_token_ms": _whole(0, _MOST_U32),
+    "tokenize_ms": _whole(0, _MOST_U32),
+    "fairness_id": _text,
+    "fallbacks": _whole(0, _MOST_U32),
     "ttl_ms": _whole(0, _MOST_U32),
     "session_ttl_ms": _whole(0, _MOST_U32),
     "expected_output_tokens": _whole(0, _MOST_U32),
@@ -105,6 +111,7 @@ def answer_of(response: router_pb2.RouteQueryResponse) -> dict[str, Any]:
         "reservation": response.reservation_id or None,
         "expires_unix_ms": response.expires_unix_ms or None,
         "headers": dict(response.headers),
+        "fallbacks": [_target(target) for target in response.fallbacks],
         "overlap_blocks": response.overlap.device_blocks + response.overlap.host_blocks + response.overlap.disk_blocks,
         "tokens_to_compute": response.tokens_to_compute,
         "waited_ms": response.waited_ms,

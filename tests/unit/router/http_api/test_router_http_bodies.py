@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from google.protobuf.message import Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.common.budgets import BudgetPool
 from services.common.errors import SluiceError, overloaded
@@ -18,6 +20,12 @@ from services.router.http_api.route import answer_of
 from sluice.v1 import router_pb2
 
 MIB = 1 << 20
+PATHS = ["/route", "/free", "/prefill_complete", *(f"/sluice.v1.Router/{name}" for name in RPCS)]
+FIELDS = [
+    *("model", "messages", "prompt", "reservation", "reservations", "output_tokens", "cached_tokens", "requestId"),
+    *("reservationIds", "outcomes", "progress", "candidates", "workerIds", "tokenIds", "headers", "cost", "mode"),
+    *("ttlMs", "policy", "sessionId", "outputTokens", "temperature", "explain", "reservationId", "priority"),
+]
 
 
 class Recorder:
@@ -53,6 +61,7 @@ async def test_route_with_every_parameter_makes_the_whole_query(calls: Recorder)
     body = json.dumps({"model": "m", "messages": []}).encode()
     query = (
         "request_id=r&session_id=s&priority=-2&max_wait_ms=5&ttl_ms=6&session_ttl_ms=7&expected_output_tokens=8&policy=p"
+        "&max_wait_for_workers_ms=9&first_token_ms=10&tokenize_ms=11&fairness_id=f&fallbacks=2"
         "&owner=o&lora=l&candidates=a,b&return_token_ids=true"
     )
     async with client(calls) as http:
@@ -73,6 +82,11 @@ async def test_route_with_every_parameter_makes_the_whole_query(calls: Recorder)
         ttl_ms=6,
         session_ttl_ms=7,
         expected_output_tokens=8,
+        max_wait_for_workers_ms=9,
+        first_token_ms=10,
+        tokenize_ms=11,
+        fairness_id="f",
+        fallbacks=2,
         policy="p",
         owner="o",
         lora="l",
@@ -196,6 +210,28 @@ async def test_errors_of_calls_become_statuses_with_retry_after(calls: Recorder)
             assert (answer.status_code, answer.json()["error"].keys()) == (status, {"code", "message", "param"})
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(FIELDS) | st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=150)
+@given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4) | JSON, path=st.sampled_from(PATHS))
+async def test_random_json_is_either_understood_or_refused(body: Any, path: str) -> None:
+    recorder = Recorder()
+    name = path.rpartition("/")[2]
+    kind = {"prefill_complete": "MarkPrefillComplete", "free": "FreeRequest", "route": "RouteQuery"}.get(name, name)
+    method = router_pb2.DESCRIPTOR.services_by_name["Router"].methods_by_name[kind]
+    recorder.reply = getattr(router_pb2, method.output_type.name)()
+    async with client(recorder) as http:
+        answer = await http.post(path, content=json.dumps(body))
+    assert answer.status_code == (200 if recorder.requests else 400), answer.text
+    for request in recorder.requests:
+        assert request.SerializeToString() is not None
+
+
 def test_answer_to_a_route_has_all_fields() -> None:
     response = router_pb2.RouteQueryResponse(
         decode=router_pb2.WorkerTarget(worker_id="a", address="a:1", data_parallel_rank=2),
@@ -203,6 +239,7 @@ def test_answer_to_a_route_has_all_fields() -> None:
         reservation_id="m:r",
         expires_unix_ms=2**45,
         headers={"x-a": "b"},
+        fallbacks=[router_pb2.WorkerTarget(worker_id="c", address="c:1")],
         overlap=router_pb2.Overlap(device_blocks=1, host_blocks=2, disk_blocks=3, predicted_blocks=9),
         router_hint=router_pb2.PeerHint(worker_id="b", address="b:1", blocks=7),
         token_ids=b"\1\0\0\0\2\0\0\0",
@@ -215,6 +252,7 @@ def test_answer_to_a_route_has_all_fields() -> None:
         "reservation": "m:r",
         "expires_unix_ms": 2**45,
         "headers": {"x-a": "b"},
+        "fallbacks": [{"worker": "c", "address": "c:1", "rank": 0}],
         "overlap_blocks": 6,
         "tokens_to_compute": 0,
         "waited_ms": 0,

@@ -99,6 +99,19 @@ async def test_workers_that_a_filter_excludes_get_nothing_even_if_the_others_are
             await made.ask(prompt("A"), request_id="r")
 
 
+async def test_fallbacks_follow_the_order_of_the_policy_and_its_filters() -> None:
+    stages = {"filters": {"worker": {"prefix": "a"}}, "scorers": {"prefix_cache": {}}}
+    async with cluster(composition(**stages)) as (made, _):
+        await made.add(*(worker(name) for name in ("a1", "a2", "a3", "b")))
+        await cache(made, "a3", "ABC")
+        await cache(made, "a2", "AB")
+        await cache(made, "b", "ABCD")
+        route = await made.ask(prompt("ABCD"), fallbacks=5)
+        assert [each.worker_id for each in (route.worker, *route.fallbacks)] == ["a3", "a2", "a1"]
+        assert route.peer is not None
+        assert route.peer.worker.worker_id == "b"
+
+
 async def test_busy_candidates_are_passed_over_in_the_order_of_the_policy() -> None:
     own = composition(scorers={f"{OWN}:Misbehaving": {}})
     async with cluster(own, Thresholds(requests=1)) as (made, _):
