@@ -72,13 +72,13 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._closed:
             return
-        if self._in_head and self._head_due is None:
-            self._start_timer()
-        super().data_received(data)
         if self._in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse_head()
+            if self._head_due is None:
+                self._start_timer()
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -96,7 +96,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_head = True
+        self._in_head, self._head_bytes = True, 0
         if not self._closed:
             super().on_message_complete()
 
@@ -125,12 +125,15 @@ class BoundedConnection(HttpToolsProtocol):
         self._refuse(431, "headers_too_large", f"The headers exceed {limits}; send fewer or shorter ones.")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Sends an error and closes the connection; only closes it while another response is being made."""
+        """Sends an error and closes the connection; a request that is being served ends as after a disconnect."""
         self._cancel_timer()
         if self._closed:
             return
         self._refused = True
-        if self.cycle is None or self.cycle.response_complete:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        else:
             body = json.dumps({"error": {"code": code, "message": message, "param": None}})
             retry = "retry-after: 1\r\n" if status == 503 else ""
             self.transport.write(
@@ -181,6 +184,7 @@ class HttpApiServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            log_level="error",  # it logs a warning for every request that is not HTTP
             server_header=False,
             date_header=False,
             proxy_headers=False,

@@ -306,6 +306,18 @@ async def test_connections_that_break_the_bounds_are_closed_and_others_are_serve
         await until(serves)
 
 
+async def test_large_bodies_on_one_connection_are_read_to_their_end() -> None:
+    async with served("a", http_max_body_mb=4) as (router, http):
+        padding = b" " * 3_900_000
+        for number in range(3):
+            body = json_format.MessageToJson(query(prompt(1), f"r{number}")).encode()
+            answer = await http.post(f"{RPC}RouteQuery", content=body + padding)
+            assert answer.status_code == 200, answer.text
+        answers = await asyncio.gather(*(http.post("/free", content=b"{}" + padding) for _ in range(12)))
+        assert {answer.status_code for answer in answers} == {400}
+        assert await requests_booked(router) == {"a": 3}
+
+
 async def test_port_in_use_ends_the_start_with_its_name() -> None:
     async with served() as (_, http):
         address = f"{http.base_url.host}:{http.base_url.port}"

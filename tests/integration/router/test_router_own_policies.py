@@ -39,6 +39,8 @@ def pip(*arguments: str) -> None:
 
 
 async def attach(replicas: list[RouterProcess], *names: str) -> None:
+    for replica in replicas:
+        await replica.ready()
     for name in names:
         worker = FakeWorker(name)
         await worker.attach(replicas[0])
@@ -48,7 +50,6 @@ async def attach(replicas: list[RouterProcess], *names: str) -> None:
         async def knows(stub: Any = replica.stub) -> bool:
             return len((await stub.ListWorkers(router_pb2.ListWorkersRequest())).workers) == len(names)
 
-        await replica.ready()
         await until(knows)
 
 
