@@ -45,7 +45,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 }
 ONCE = {"redis-password", "tokens"}
 """Containers that make something at the first start, and end."""
-PROFILES = {"balancer", "redis-ha", "observability", "gpu", "gpu-sglang", "transformers"}
+PROFILES = {"balancer", "envoy", "redis-ha", "observability", "gpu", "gpu-sglang", "transformers"}
 COMPLETED = "service_completed_successfully"
 PROCESSING = {"vllm": "vllm", "sglang": "sglang", "native-framework": ""}
 REPLICAS = {
