@@ -27,6 +27,7 @@ from services.router.scheduling.route_headers import DESTINATION, all_route_head
 from services.router.workers.worker import Worker, WorkerRank
 
 LONGEST_ID = 200
+SECRET_HEADERS = frozenset({"authorization", "cookie", "x-api-key", "proxy-authorization"})
 OWN_PROMPTS = frozenset({Api.CHAT, Api.COMPLETION})  # whose token ids are exactly those of the gateway
 
 
@@ -185,6 +186,7 @@ class Picker:
             fairness_id=request.fairness_id,
             tokenize_ms=self._config.tokenize_ms,
             fallbacks=self._config.fallbacks,
+            headers={name: value for name, value in request.headers.items() if name not in SECRET_HEADERS},
         )
 
     def _model(self, request: HttpRequest, document: Mapping[str, Any]) -> tuple[str, str]:

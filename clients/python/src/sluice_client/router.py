@@ -25,6 +25,8 @@ from sluice_client.wire import (
     GetDecisionsRequest,
     GetLoadsRequest,
     GetOverlapsRequest,
+    GetQueuesRequest,
+    GetQueuesResponse,
     IndexDump,
     ListWorkersRequest,
     MarkPrefillCompleteRequest,
@@ -34,6 +36,7 @@ from sluice_client.wire import (
     RouteQueryRequest,
     RouteQueryRequestMode,
     RouteQueryResponse,
+    WaitingQueue,
     WatchWorkersRequest,
     WorkerChange,
     WorkerInfo,
@@ -289,6 +292,16 @@ class RouterClient:
             timeout_s: None for an unlimited watch.
         """
         return self._replicas.stream(methods.WATCH, WatchWorkersRequest(model=model, owner=owner), timeout_s)
+
+    async def get_queues(self, model: str = "", *, timeout_s: float | None = None) -> Sequence[WaitingQueue]:
+        """Returns the requests that wait at one replica for a worker of a model, or of all."""
+        return (await self._call(methods.QUEUES, GetQueuesRequest(model=model), timeout_s)).queues
+
+    def watch_queues(
+        self, model: str = "", *, timeout_s: float | None = None
+    ) -> AsyncGenerator[GetQueuesResponse, None]:
+        """Yields the waiting requests of one replica after every change, such as to scale a model from zero."""
+        return self._replicas.stream(methods.WATCH_QUEUES, GetQueuesRequest(model=model), timeout_s)
 
     async def get_loads(self, model: str = "", *, timeout_s: float | None = None) -> Sequence[BookedLoad]:
         """Returns the reserved and reported load of every worker and rank of a model, or all."""

@@ -207,7 +207,7 @@ def accepted(path: Path) -> list[AcceptedToken]:
 def test_each_service_may_call_what_the_design_has_it_call() -> None:
     assert allowed("operator") == set(EVERY_RPC)
     assert allowed("worker") == {"Router/Attach"}
-    assert allowed("router") == {"Preprocess/Tokenize"}
+    assert allowed("router") == {"Preprocess/Tokenize", "Preprocess/Session"}
     learning = {"Router/ListWorkers", "Router/WatchWorkers", "Worker/GetInfo", "Worker/GetTokenizer"}
     assert allowed("preprocess") == allowed("postprocess") == learning
     assert set(EVERY_RPC) - allowed("gateway") == {"Router/Attach", "Router/DumpIndex", "Worker/Control"}

@@ -215,12 +215,12 @@ async def test_decisions_and_their_outcomes_are_measured() -> None:
         }
         assert read("sluice_router_reservations") == {(): 1}
         assert (read("sluice_router_prompt_blocks"), read("sluice_router_overlap_blocks")) == ({(): 13}, {(): 10})
-        assert read("sluice_router_delivered_tokens") == {(): 0}
+        assert read("sluice_router_delivered_tokens") == {}
         await cluster.router.lifecycle.free([route.reservation_id], [Outcome(route.reservation_id, 24, 5)])
         await cluster.router.lifecycle.free([], [Outcome(route.reservation_id, 24, 5)])
-        assert read("sluice_router_predicted_tokens") == {(): 4 * BLOCK}
-        assert read("sluice_router_best_tokens") == {(): 4 * BLOCK}
-        assert read("sluice_router_delivered_tokens") == {(): 24}, "told twice, counted once"
+        assert read("sluice_router_predicted_tokens") == {("m",): 4 * BLOCK}
+        assert read("sluice_router_best_tokens") == {("m",): 4 * BLOCK}
+        assert read("sluice_router_delivered_tokens") == {("m",): 24}, "told twice, counted once"
 
 
 async def test_the_index_and_the_book_are_shown_by_model() -> None:
