@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -22,7 +23,7 @@ from services.router.router import Router
 from services.router.scheduling.agent_bodies import Api, read_prompt
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.openai_body import parse_object
-from services.router.scheduling.queries import Prompt, Query, RouteResult
+from services.router.scheduling.queries import MOST_HEADER, MOST_HEADERS, Prompt, Query, RouteResult
 from services.router.scheduling.route_headers import DESTINATION, all_route_headers, headers_of
 from services.router.workers.worker import Worker, WorkerRank
 
@@ -186,7 +187,7 @@ class Picker:
             fairness_id=request.fairness_id,
             tokenize_ms=self._config.tokenize_ms,
             fallbacks=self._config.fallbacks,
-            headers={name: value for name, value in request.headers.items() if name not in SECRET_HEADERS},
+            headers=_for_policies(request.headers),
         )
 
     def _model(self, request: HttpRequest, document: Mapping[str, Any]) -> tuple[str, str]:
@@ -252,6 +253,16 @@ class Picker:
         first.requests += 1
         endpoints = (first.endpoint, *others)
         return PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body, gateway=first)
+
+
+def _for_policies(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers that policies may read: no credentials, and no more than a query may have."""
+    shown = (
+        (name, value)
+        for name, value in headers.items()
+        if name not in SECRET_HEADERS and len(name) + len(value) <= MOST_HEADER
+    )
+    return dict(islice(shown, MOST_HEADERS))
 
 
 def stale_headers(pick: PickedEndpoint) -> list[str]:
