@@ -114,18 +114,15 @@ class VllmDialect(Dialect):
         headers = {}
         if request.data_parallel_rank is not None:
             headers["X-data-parallel-rank"] = str(request.data_parallel_rank)
+        prompt = request.token_ids.tolist()
         if not self._generates:
-            tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-            return GenerateCall(
-                COMPLETIONS, {**body, **arguments, **tokens, "prompt": request.token_ids.tolist()}, headers
-            )
+            asked = {"prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
+            return GenerateCall(COMPLETIONS, {**body, **arguments, **asked}, headers)
         if top := arguments.get("logprobs"):
             arguments["logprobs"] = min(top + 1, MAX_LOGPROBS)  # the chosen token occupies one entry
         if not arguments.get("stop"):
             arguments["detokenize"] = False
-        return GenerateCall(
-            GENERATE, {**body, "token_ids": request.token_ids.tolist(), "sampling_params": arguments}, headers
-        )
+        return GenerateCall(GENERATE, {**body, "token_ids": prompt, "sampling_params": arguments}, headers)
 
     def reader(self, request: GenerateRequest, sink: Sink) -> VllmReader:
         return VllmReader(request, sink, self._note_unknown_usage)
