@@ -12,7 +12,7 @@ from services.worker.contract.generation import FinishReason, Usage
 
 METRICS = MetricDeclarations("worker")
 RANK = Label("rank", "data-parallel rank", most=256)
-EVENTS_OF_ENGINES = "the engine publishes KV events (vllm, sglang, vllm-grpc)"
+EVENTS_OF_ENGINES = "the engine publishes KV events (vllm, sglang, vllm-grpc, http)"
 ROUTED = "the worker registers with a router (`--routers`)"
 
 REQUESTS = METRICS.counter(

@@ -95,6 +95,7 @@ class FakeServer:
         breaks: whether streams break off after the first token.
         block: tokens per block in the events.
         tells: whether computed blocks are published.
+        waiting: reported number of waiting requests; `used_blocks` likewise.
     """
 
     def __init__(self, *, events: bool = True, replays: bool = True, block: int = BLOCK, api_key: str = "") -> None:
@@ -110,7 +111,7 @@ class FakeServer:
         self.block = block
         self.tells = True
         self.api_key = api_key
-        self.running = 0
+        self.running = self.waiting = self.used_blocks = 0
         self.cached: set[tuple[int, ...]] = set()
         self.publisher = KvPublisher(replays=replays) if events else None
 
@@ -219,9 +220,9 @@ class FakeVllm(FakeServer):
             f"vllm:cache_config_info{{{labels}}} 1.0",
             "# TYPE vllm:num_requests_running gauge",
             f'vllm:num_requests_running{{engine="0",model_name="tiny"}} {float(self.running)}',
-            'vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0',
-            'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 3.0',
-            'vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25',
+            f'vllm:num_requests_waiting{{engine="0",model_name="tiny"}} {float(self.waiting)}',
+            'vllm:num_requests_waiting_by_reason{engine="0",model_name="tiny",reason="capacity"} 9.0',
+            f'vllm:kv_cache_usage_perc{{engine="0",model_name="tiny"}} {self.used_blocks / TOTAL_BLOCKS}',
         ]
         return PlainTextResponse("\n".join(lines) + "\n")
 
@@ -382,8 +383,8 @@ class FakeSglang(FakeServer):
         load = {
             "dp_rank": 0,
             "num_running_reqs": self.running,
-            "num_waiting_reqs": 2,
-            "num_used_tokens": 5 * self.block,
+            "num_waiting_reqs": self.waiting,
+            "num_used_tokens": self.used_blocks * self.block,
         }
         return JSONResponse({"loads": [{**load, "num_waiting_uncached_tokens": 40}]})
 

@@ -38,7 +38,7 @@ def test_chat_templates_and_speed() -> None:
         (["--models", "a=/x@banana"], "processor 'banana' is unknown"),
         (["--models", "a="], "has no source"),
         (["--models", "a=/x,a=/y"], "lists a more than once"),
-        (["--models", ""], "models is empty; set at least one model"),
+        (["--models", ""], "--models is empty; set at least one model"),
         (["--tokenize-threads", "0"], "--tokenize-threads"),
         (["--max-prompt-mb", "0"], "--max-prompt-mb"),
         (["--chat-templates", "x.jinja"], "is not NAME=FILE"),

@@ -32,7 +32,8 @@ OTHERS = {
     "kubectl": "from-file from-literal",
     "curl": "cacert",
     "git": "no-local",
-    "vllm": "enable-prompt-embeds enable-sleep-mode grpc kv-cache-dtype kv-events-config kv-transfer-config "
+    "vllm": "enable-prompt-embeds enable-prompt-tokens-details enable-scale-out "
+    "enable-sleep-mode grpc kv-cache-dtype kv-events-config kv-transfer-config "
     "profiler-config runner scheduling-policy skip-tokenizer-init tensor-parallel-size",
 }
 PAGES = pytest.mark.parametrize("page", documents(), ids=lambda page: page.name)

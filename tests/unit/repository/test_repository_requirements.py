@@ -60,7 +60,7 @@ def test_a_service_gets_what_it_asks_for(service: str) -> None:
 
 OPTIONAL = {
     *("vllm", "sglang", "torch", "transformers", "safetensors", "llguidance", "smg_grpc_proto"),
-    *("zmq", "msgspec", "fastokens", "granian", "grpc_reflection"),
+    *("zmq", "msgspec", "httpx", "fastokens", "granian", "grpc_reflection"),
 }
 """Packages of engines and of extras that a service runs without."""
 

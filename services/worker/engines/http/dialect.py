@@ -51,7 +51,7 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class GenerateCall:
     """One generation as an HTTP request."""
 
     path: str
@@ -93,7 +93,7 @@ class Dialect(ABC):
         """Returns what the server reports; raises SluiceError when that does not suffice."""
 
     @abstractmethod
-    def call(self, request: GenerateRequest, request_id: str) -> Call:
+    def call(self, request: GenerateRequest, request_id: str) -> GenerateCall:
         """Returns the HTTP request of a generation.
 
         Raises:

@@ -1,13 +1,41 @@
-"""Reads gauges from an engine's metrics in the Prometheus text format."""
+"""Reads vLLM's metrics, in the Prometheus text format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.worker.contract.engine import Load
+
+_CONFIG = "vllm:cache_config_info"
+_RUNNING, _WAITING, _USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+
 Samples = Mapping[str, list[tuple[Mapping[str, str], float]]]
 """Labels and values by name."""
+
+
+def read_cache_configs(content: bytes) -> Sequence[Mapping[str, str]]:
+    """Returns the configuration of the KV cache of each rank; empty if the server has no metrics."""
+    return [labels for labels, _ in read_gauges(content, (_CONFIG,))[_CONFIG]]
+
+
+def read_loads(content: bytes, total_blocks: int) -> Sequence[Load]:
+    """Returns the load of each rank; empty if the server has no metrics.
+
+    Args:
+        total_blocks: blocks per rank.
+    """
+    gauges = read_gauges(content, (_RUNNING, _WAITING, _USAGE))
+    running, waiting, usage = (by_rank(gauges[name], "engine") for name in (_RUNNING, _WAITING, _USAGE))
+    return [
+        Load(
+            running_requests=int(running[rank]),
+            waiting_requests=int(waiting.get(rank, 0)),
+            used_blocks=round(usage.get(rank, 0.0) * total_blocks),
+        )
+        for rank in sorted(running)
+    ]
 
 
 def read_gauges(content: bytes, names: Iterable[str]) -> Samples:

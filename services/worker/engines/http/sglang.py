@@ -10,7 +10,7 @@ from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import GenerateRequest
 from services.worker.engines.http.client import HttpClient, error_of
-from services.worker.engines.http.dialect import Call, Description, Dialect, Publisher, incomplete
+from services.worker.engines.http.dialect import Description, Dialect, GenerateCall, Publisher, incomplete
 from services.worker.engines.sglang.card import CAPABILITIES as IN_PROCESS
 from services.worker.engines.sglang.request_state import RequestState
 from services.worker.engines.sglang.sampling import Facts, engine_request
@@ -81,8 +81,8 @@ class SglangDialect(Dialect):
             publishers=publishers(info.get("kv_events")),
         )
 
-    def call(self, request: GenerateRequest, request_id: str) -> Call:
-        return Call("/generate", engine_request(request, request_id, self._facts))
+    def call(self, request: GenerateRequest, request_id: str) -> GenerateCall:
+        return GenerateCall("/generate", engine_request(request, request_id, self._facts))
 
     def reader(self, request: GenerateRequest, sink: Sink) -> SglangReader:
         return SglangReader(request, "", sink)

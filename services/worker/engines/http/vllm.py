@@ -13,8 +13,8 @@ from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
 from services.worker.engines.http.client import HttpClient, error_of
-from services.worker.engines.http.dialect import Call, Description, Dialect, Publisher, incomplete
-from services.worker.engines.http.metrics import by_rank, read_gauges
+from services.worker.engines.http.dialect import Description, Dialect, GenerateCall, Publisher, incomplete
+from services.worker.engines.http.metrics import read_cache_configs, read_loads
 from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB, InflightState
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.vllm.sampling import sampling_arguments
@@ -38,8 +38,6 @@ CAPABILITIES = (
     }
 )
 
-_CONFIG = "vllm:cache_config_info"
-_RUNNING, _WAITING, _USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 _PLACEHOLDER = "token_id:"
 
 
@@ -69,10 +67,10 @@ class VllmDialect(Dialect):
                 ErrorKind.FAILED_PRECONDITION, "vLLM's server generates no text; the http engine needs that."
             )
         self._facts, self._model = Facts(int(base["max_model_len"])), str(base["id"])
-        configs = read_gauges(await _optional(client, "/metrics"), (_CONFIG,))[_CONFIG]
-        config: Mapping[str, str] = configs[0][0] if configs else {}
+        configs = read_cache_configs(await _optional(client, "/metrics"))
+        config: Mapping[str, str] = configs[0] if configs else {}
         self._total_blocks = _number(config.get("num_gpu_blocks"))
-        ranks = len({labels.get("engine") for labels, _ in configs}) or 1
+        ranks = len({one.get("engine") for one in configs}) or 1
         adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
         return Description(
             version=str(version["version"]),
@@ -103,7 +101,7 @@ class VllmDialect(Dialect):
             missing.add(Capability.CLEAR_CACHE)
         return frozenset(CAPABILITIES - missing)
 
-    def call(self, request: GenerateRequest, request_id: str) -> Call:
+    def call(self, request: GenerateRequest, request_id: str) -> GenerateCall:
         arguments = sampling_arguments(request, self._facts)
         body: dict[str, Any] = {
             "request_id": request_id,
@@ -116,29 +114,21 @@ class VllmDialect(Dialect):
         headers = {}
         if request.data_parallel_rank is not None:
             headers["X-data-parallel-rank"] = str(request.data_parallel_rank)
+        prompt = request.token_ids.tolist()
         if not self._generates:
-            tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-            return Call(COMPLETIONS, {**body, **arguments, **tokens, "prompt": request.token_ids.tolist()}, headers)
+            asked = {"prompt": prompt, "return_token_ids": True, "return_tokens_as_token_ids": True}
+            return GenerateCall(COMPLETIONS, {**body, **arguments, **asked}, headers)
         if top := arguments.get("logprobs"):
             arguments["logprobs"] = min(top + 1, MAX_LOGPROBS)  # the chosen token occupies one entry
         if not arguments.get("stop"):
             arguments["detokenize"] = False
-        return Call(GENERATE, {**body, "token_ids": request.token_ids.tolist(), "sampling_params": arguments}, headers)
+        return GenerateCall(GENERATE, {**body, "token_ids": prompt, "sampling_params": arguments}, headers)
 
     def reader(self, request: GenerateRequest, sink: Sink) -> VllmReader:
         return VllmReader(request, sink, self._note_unknown_usage)
 
     async def loads(self, client: HttpClient) -> Sequence[Load]:
-        gauges = read_gauges(await _optional(client, "/metrics"), (_RUNNING, _WAITING, _USAGE))
-        running, waiting, usage = (by_rank(gauges[name], "engine") for name in (_RUNNING, _WAITING, _USAGE))
-        return [
-            Load(
-                running_requests=int(running[rank]),
-                waiting_requests=int(waiting.get(rank, 0)),
-                used_blocks=round(usage.get(rank, 0.0) * self._total_blocks),
-            )
-            for rank in sorted(running)
-        ]
+        return read_loads(await _optional(client, "/metrics"), self._total_blocks)
 
     async def clear_cache(self, client: HttpClient) -> None:
         answer = orjson.loads(await client.post(RESET_CACHE))

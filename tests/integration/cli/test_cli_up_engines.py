@@ -1,0 +1,92 @@
+"""`sluice up --engines` with servers that speak vLLM's and SGLang's HTTP, while the file changes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.data.tiny_models import build_tiny_model
+from tests.support.fakes.fake_http_engines import BLOCK, FakeServer, FakeSglang, FakeVllm, served
+from tests.support.servers.engine_file_suite import EngineFileSuite, up_with_engines
+
+PROMPTS = [range(first, first + 4 * BLOCK + 3) for first in (0, 50, 100, 150)]
+
+
+@asynccontextmanager
+async def running(folder: Path) -> AsyncIterator[tuple[EngineFileSuite, FakeServer, FakeServer]]:
+    root = str(build_tiny_model(folder / "tiny"))
+    first, second = FakeVllm(root), FakeSglang(root)
+    async with served(first) as first_url, served(second) as second_url:
+        engines = {"first": {"url": first_url}, "second": {"url": second_url}}
+        async with up_with_engines(folder, engines, BLOCK) as suite:
+            await suite.until_workers(2)
+            workers = await suite.workers()
+            assert {name: f"http://{worker.http_address}" for name, worker in workers.items()} == {
+                "first": first_url,
+                "second": second_url,
+            }
+            yield suite, first, second
+
+
+async def test_up_with_engines_routes_repeated_prompts_together_and_follows_its_file(tmp_path: Path) -> None:
+    async with running(tmp_path) as (suite, first, second):
+        for server in (first, second):
+            server.bodies.clear()
+        for prompt in PROMPTS:
+            cached = [await suite.cached_tokens(prompt) for _ in range(4)]
+            assert cached == [0, *[4 * BLOCK] * 3], "the engine's own usage"
+        asked = [{_first(body) for body in server.bodies} for server in (first, second)]
+        assert not asked[0] & asked[1], "each prompt went to one engine only"
+        assert asked[0] | asked[1] == {prompt[0] for prompt in PROMPTS}
+
+        suite.file.write_text(suite.file.read_text().replace('"url"', '"ulr"', 1))
+        await suite.until(lambda: "engines.yaml:4: ulr is unknown" in suite.log.replace("\n", ""))
+        await suite.until_workers(2)
+
+        suite.list("second")
+        await suite.until_workers(1)
+        first.bodies.clear()
+        await suite.complete(PROMPTS[0])
+        assert not first.bodies
+
+        suite.list("first", "second")
+        await suite.until_workers(2)
+
+
+async def test_up_with_an_engine_that_fails_restarts_its_worker(tmp_path: Path) -> None:
+    async with running(tmp_path) as (suite, first, _):
+        first.healthy = False
+        await suite.until_workers(1)
+        await suite.complete(PROMPTS[0])
+        first.healthy = True
+        await suite.until_workers(2)
+
+
+def test_up_with_an_invalid_file_of_engines_names_line_and_field(tmp_path: Path) -> None:
+    file = tmp_path / "engines.yaml"
+    file.write_text("- name: a\n  url: nowhere\n")
+    command = [str(Path(sys.executable).with_name("sluice")), "up", "--engines", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "engines.yaml:2: url is 'nowhere', expected http://host:port." in done.stderr.replace("\n", "")
+
+
+@pytest.mark.parametrize("flag", [("--workers", "3"), ("--engine", "vllm")])
+def test_up_with_engines_and_flags_of_own_workers_is_rejected(tmp_path: Path, flag: tuple[str, str]) -> None:
+    file = tmp_path / "engines.yaml"
+    file.write_text("[]")
+    command = [str(Path(sys.executable).with_name("sluice")), "up", "--engines", str(file), *flag]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"remove {flag[0]}" in done.stderr.replace("\n", " ")
+
+
+def _first(body: dict[str, Any]) -> int:
+    """The first token of a generation's prompt."""
+    return int((body.get("prompt") or body["input_ids"])[0])
