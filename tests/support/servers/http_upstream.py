@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-STATS = "/test/stats"
+STATS, RESET = "/test/stats", "/test/reset"
 MOST_HEAD = 256 << 10
 
 
@@ -75,7 +75,9 @@ class Upstream:
         path = head[0].split(" ")[1]
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await _body(reader, headers)
-        if path == STATS:
+        if path in (STATS, RESET):
+            if path == RESET:
+                self.served.most = self.served.requests = 0
             answer = json.dumps(vars(self.served)).encode()
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
             await writer.drain()
