@@ -355,3 +355,31 @@ def test_workers_on_accelerators_request_them() -> None:
     for resources in asked.values():
         assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] >= 1
     assert asked["worker-qwen"]["limits"]["nvidia.com/gpu"] == 2  # tensor_parallel_size
+
+
+def test_inference_gateway_component_makes_routers_the_picker_of_direct_gateways(tmp_path: Path) -> None:
+    objects = with_components(tmp_path, "inference-gateway")
+    kinds = {one["kind"]: one for one in objects}
+    reference = kinds["InferencePool"]["spec"]["endpointPickerRef"]
+    assert reference["failureMode"] == "FailClose"
+    services = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "Service"}
+    ports = {one["port"]: one for one in services[reference["name"]]["ports"]}
+    assert ports[reference["port"]["number"]]["appProtocol"] == "kubernetes.io/h2c"
+    workloads_of = {name_of(one): one for one in objects if one["kind"] == "Deployment"}
+    router, gateway = workloads_of["router"], workloads_of["gateway"]
+    assert {"picker", "picker-health"} <= ports_of(router).keys()
+    assert {one["targetPort"] for one in ports.values()} <= ports_of(router).keys()
+    assert matches(kinds["InferencePool"]["spec"]["selector"], pod_labels(gateway))
+    (target,) = kinds["InferencePool"]["spec"]["targetPorts"]
+    assert ports_of(gateway)["http"] == target["number"]
+    maps = {one["metadata"]["name"].rpartition("-")[0]: one["data"] for one in objects if one["kind"] == "ConfigMap"}
+    given = maps["sluice-router"]
+    host, _, port = given["SLUICE_ROUTER_PICKER_GATEWAYS"].partition(":")
+    assert services[host]["clusterIP"] == "None"
+    assert int(port) == target["number"]
+    assert given["SLUICE_ROUTER_PICKER_LISTEN"].endswith(f":{reference['port']['number']}")
+    assert maps["sluice-gateway"]["SLUICE_GATEWAY_PRESET"] == "direct_execution"
+    for one in (router, gateway):
+        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+    (backend,) = kinds["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", kinds["InferencePool"]["metadata"]["name"])
