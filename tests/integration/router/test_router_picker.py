@@ -561,3 +561,15 @@ async def test_bookings_of_a_killed_picker_are_released_with_its_lease(redis: Re
         await until(released)
         await channel.close()
         await worker.detach()
+
+
+async def test_pickers_without_a_shared_store_overbook() -> None:
+    """What the test of two pickers on one Redis would show if bookings were not shared."""
+    most = 3
+    async with picker(busy_requests=most) as one, picker(busy_requests=most) as two:
+        exchanges = [(one, two)[number % 2].exchange() for number in range(30)]
+        answers = await asyncio.gather(*(each.request(CHAT) for each in exchanges))
+        placed = [each.endpoints[0] for each in answers if not each.status]
+        assert {placed.count(http(number)) for number in (1, 2, 3)} == {2 * most}
+        for exchange in exchanges:
+            exchange.cut()

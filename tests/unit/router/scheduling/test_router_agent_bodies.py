@@ -1,0 +1,140 @@
+"""Prompts of the Responses, Messages and embeddings APIs as the chat that engines make of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import ErrorKind, SluiceError
+from services.router.scheduling.agent_bodies import Api, api_of, read_prompt
+from services.router.scheduling.openai_body import ChatBody, TextBody
+from tests.support.oracles.errors import raises_error
+
+
+def chat_of(body: dict[str, Any], api: Api) -> tuple[list[dict[str, Any]], Any]:
+    read = read_prompt(body, api)
+    assert isinstance(read, ChatBody)
+    return json.loads(read.messages_json), json.loads(read.tools_json or b"null")
+
+
+@pytest.mark.parametrize(
+    ("path", "api"),
+    [
+        ("/v1/chat/completions", Api.CHAT),
+        ("/prefix/v1/completions?x=1", Api.COMPLETION),
+        ("/v1/responses/", Api.RESPONSES),
+        ("/v1/messages", Api.MESSAGES),
+        ("/v1/embeddings", Api.EMBEDDINGS),
+        ("/v1/models", None),
+        ("", None),
+    ],
+)
+def test_api_follows_from_the_path(path: str, api: Api | None) -> None:
+    assert api_of(path) is api
+
+
+def test_messages_become_a_chat_with_tool_results_before_texts() -> None:
+    messages, tools = chat_of(
+        {
+            "system": "Be brief.",
+            "messages": [
+                {"role": "user", "content": "weather?"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "text", "text": "Let me see."},
+                        {"type": "tool_use", "id": "t1", "name": "f", "input": {"city": "Bern"}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "rain"}]},
+                        {"type": "text", "text": "thanks"},
+                    ],
+                },
+            ],
+            "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}, {"type": "web_search"}],
+        },
+        Api.MESSAGES,
+    )
+    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bern"}'}}
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": "rain"},
+        {"role": "user", "content": "thanks"},
+    ]
+    assert [tool["function"]["name"] for tool in tools] == ["f"]
+
+
+def test_responses_become_a_chat_with_calls_in_the_assistants_message() -> None:
+    messages, tools = chat_of(
+        {
+            "instructions": "Be brief.",
+            "input": [
+                {"role": "developer", "content": "x"},
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "reasoning", "summary": []},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "one"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "done"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}, {"type": "web_search"}],
+        },
+        Api.RESPONSES,
+    )
+    assert [message["role"] for message in messages] == ["system", "system", "user", "assistant", "tool"]
+    assert messages[3]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    assert [tool["function"] for tool in tools] == [{"name": "f", "parameters": {"type": "object"}}]
+
+
+def test_first_of_several_inputs_stands_for_an_embedding_request() -> None:
+    assert read_prompt({"input": ["one", "two"]}, Api.EMBEDDINGS) == TextBody("one")
+
+
+def test_body_without_a_prompt_is_none() -> None:
+    assert read_prompt({"model": "m"}, None) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "api"),
+    [
+        ({"messages": {}}, Api.MESSAGES),
+        ({"messages": ["x"]}, Api.MESSAGES),
+        ({"messages": []}, Api.MESSAGES),
+        ({"input": [1]}, Api.RESPONSES),
+        ({"input": 5}, Api.RESPONSES),
+        ({"input": {}}, Api.EMBEDDINGS),
+    ],
+)
+def test_malformed_prompt_is_rejected(body: dict[str, Any], api: Api) -> None:
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
+        read_prompt(body, api)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "text", "input", "id", "name"]), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["messages", "input", "system", "tools", "prompt"]), _JSON), st.sampled_from([*Api])
+)
+def test_any_body_is_read_or_rejected_by_a_typed_error(body: dict[str, Any], api: Api) -> None:
+    try:
+        read_prompt(body, api)
+    except SluiceError as error:
+        assert error.kind is ErrorKind.INVALID_ARGUMENT
