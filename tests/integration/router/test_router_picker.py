@@ -11,13 +11,13 @@ from typing import Any
 
 import grpc
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from sluice.v1 import common_pb2, router_pb2
+from sluice.v1 import ext_proc_pb2 as ext_proc
 from tests.support.clients.ext_proc import Answered, Exchange
 from tests.support.data.loaded_tokenizers import tekken
 from tests.support.servers.preprocess_server import preprocess

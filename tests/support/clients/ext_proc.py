@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from envoy.config.core.v3 import base_pb2
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 from google.protobuf import struct_pb2
 
+from sluice.v1 import ext_proc_pb2 as ext_proc
+
 DESTINATION = "x-gateway-destination-endpoint"
-FULL_DUPLEX = processing_mode_pb2.ProcessingMode.FULL_DUPLEX_STREAMED
+FULL_DUPLEX = ext_proc.ProtocolConfiguration.FULL_DUPLEX_STREAMED
 TIMEOUT_S = 20
 
 
@@ -44,7 +42,11 @@ class Exchange:
     """One HTTP request and its response through the picker."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.call = ext_proc_grpc.ExternalProcessorStub(channel).Process()
+        self.call = channel.stream_stream(
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+            request_serializer=ext_proc.ProcessingRequest.SerializeToString,
+            response_deserializer=ext_proc.ProcessingResponse.FromString,
+        )()
 
     async def send(self, **message: Any) -> None:
         """Sends one message."""
@@ -139,7 +141,7 @@ class Exchange:
         if served:
             value = struct_pb2.Struct()
             value.update({f"{DESTINATION}-served": served})
-            metadata = base_pb2.Metadata(filter_metadata={"envoy.lb": value})
+            metadata = ext_proc.Metadata(filter_metadata={"envoy.lb": value})
         attributes = {}
         if upstream:
             attributes["envoy.filters.http.ext_proc"] = struct_pb2.Struct(
@@ -189,8 +191,8 @@ class Exchange:
 
 def header_map(headers: Mapping[str, str]) -> Any:
     """Returns the headers in Envoy's form: values as raw bytes."""
-    return base_pb2.HeaderMap(
-        headers=[base_pb2.HeaderValue(key=name, raw_value=value.encode()) for name, value in headers.items()]
+    return ext_proc.HeaderMap(
+        headers=[ext_proc.HeaderValue(key=name, raw_value=value.encode()) for name, value in headers.items()]
     )
 
 
@@ -200,7 +202,7 @@ def subset_metadata(subset: str | Sequence[str] | None) -> Any:
         return None
     value = struct_pb2.Struct()
     value.update({f"{DESTINATION}-subset": subset if isinstance(subset, str) else list(subset)})
-    return base_pb2.Metadata(filter_metadata={"envoy.lb.subset_hint": value})
+    return ext_proc.Metadata(filter_metadata={"envoy.lb.subset_hint": value})
 
 
 def set_headers(mutation: Any) -> dict[str, str]:
