@@ -10,8 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-import orjson
-
 from services.common.errors import SluiceError, invalid, quoted, unavailable
 from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
@@ -22,7 +20,7 @@ from services.router.reservations.ids import reservation_id
 from services.router.router import Router
 from services.router.scheduling.agent_bodies import Api, read_prompt
 from services.router.scheduling.decisions import Outcome
-from services.router.scheduling.openai_body import parse_object
+from services.router.scheduling.openai_body import dump_json, parse_object
 from services.router.scheduling.queries import MOST_HEADER, MOST_HEADERS, Prompt, Query, RouteResult
 from services.router.scheduling.route_headers import DESTINATION, all_route_headers, headers_of
 from services.router.workers.worker import Worker, WorkerRank
@@ -111,7 +109,7 @@ class Picker:
         prompt = read_prompt(document, request.api)
         if request.model and request.model != document.get("model"):
             document["model"] = request.model
-            body = orjson.dumps(document)
+            body = dump_json(document)
         if prompt is None:
             return self._any(request, body, model)
         query = self._query(request, document, model, Prompt(body=prompt, lora=adapter))

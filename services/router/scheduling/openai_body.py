@@ -109,11 +109,11 @@ def read_chat(body: Mapping[str, Any]) -> ChatBody:
     if (effort := _field(body, "reasoning_effort", str)) is not None:
         kwargs.setdefault("reasoning_effort", effort)
     return ChatBody(
-        messages_json=_dump(messages),
-        tools_json=_dump(_field(body, "tools", list)),
-        tool_choice_json=_dump(body.get("tool_choice")),
-        template_kwargs_json=_dump(kwargs or None),
-        documents_json=_dump(_field(body, "documents", list)),
+        messages_json=dump_json(messages),
+        tools_json=dump_json(_field(body, "tools", list)),
+        tool_choice_json=dump_json(body.get("tool_choice")),
+        template_kwargs_json=dump_json(kwargs or None),
+        documents_json=dump_json(_field(body, "documents", list)),
         chat_template=_field(body, "chat_template", str) or "",
         add_generation_prompt=_field(body, "add_generation_prompt", bool),
         continue_final_message=bool(_field(body, "continue_final_message", bool)),
@@ -144,7 +144,8 @@ def _is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
 
 
-def _dump(value: Any) -> bytes:
+def dump_json(value: Any) -> bytes:
+    """Returns a parsed value as JSON; empty for None."""
     if value is None:
         return b""
     try:

@@ -380,6 +380,9 @@ async def test_rewritten_model_is_routed_and_sent() -> None:
         assert answered.endpoints
         assert json.loads(answered.body)["model"] == MODEL
         assert answered.headers["content-length"] == str(len(answered.body))
+        large = {"model": "alias", "prompt": "\ud800", "seed": 1 << 70}
+        answered = await found.pick(large, {"x-llm-d-model-name-rewrite": MODEL})
+        assert json.loads(answered.body) == {**large, "model": MODEL}
 
 
 async def test_adapter_is_routed_to_a_worker_that_has_it() -> None:
