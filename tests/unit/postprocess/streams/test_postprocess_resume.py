@@ -80,7 +80,12 @@ def test_any_moves_of_any_stream(data: st.DataObject) -> None:
     moves = data.draw(st.lists(st.integers(0, len(tokens)), max_size=4))
     step = data.draw(st.integers(1, 4))
     undisturbed = asyncio.run(lived(known, options, tokens, [], step))
-    assert asyncio.run(lived(known, options, tokens, moves, step)) == undisturbed
+    assert seen(asyncio.run(lived(known, options, tokens, moves, step))) == seen(undisturbed)
+
+
+def seen(client: Client) -> Client:
+    """What a client receives: plain content may arrive as an event, or in the column of plain streams."""
+    return replace(client, order=[each for each in client.order if each != "Content"])
 
 
 async def test_a_long_stream_is_given_its_tokens_in_parts_while_others_go_on() -> None:
