@@ -273,7 +273,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._close_soon(self.bounds.body_timeout_s)
         elif self.transport.is_closing():
             self._close_soon(self.timeout_keep_alive)  # the client may never read the rest of the response
-        elif self._unparsed:
+        elif self._unparsed or self.flow.held:  # held since the end of a chunked body
             self.loop.call_soon(self._parse)
         if self._closing:
             self.loop.call_later(LINGER_S, self._close_if_idle)
