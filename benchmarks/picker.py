@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -134,8 +134,8 @@ async def drive(port: int, load: tuple[int, float], seconds: float, made: list[b
 class House:
     """All processes of a measurement."""
 
-    def __init__(self, folder: Path, endpoints: list[str], pickers: list[RouterChild], envoys: list[Envoy]) -> None:
-        self.folder, self.endpoints, self.pickers, self.envoys = folder, endpoints, pickers, envoys
+    def __init__(self, endpoints: list[str], pickers: list[RouterChild], envoys: list[Envoy]) -> None:
+        self.endpoints, self.pickers, self.envoys = endpoints, pickers, envoys
         self.processes: dict[str, psutil.Process] = {}
 
     async def bookings(self) -> int:
@@ -166,13 +166,6 @@ async def stats_of(endpoint: str, path: str = STATS) -> Any:
     found = json.loads(await reader.readexactly(length))
     writer.close()
     return found
-
-
-class _Attached:
-    """What a worker attaches to: the router in a child process."""
-
-    def __init__(self, child: RouterChild) -> None:
-        self.stub = child.stub
 
 
 @asynccontextmanager
@@ -210,7 +203,7 @@ async def house(count: int, pickers: int, limit: int, hold_ms: float, naive: boo
         for envoy in envoys:
             await asyncio.to_thread(envoy.start)
             stack.callback(envoy.stop)
-        found = House(folder, endpoints, children, envoys)
+        found = House(endpoints, children, envoys)
         found.processes = {
             "envoy": psutil.Process(envoys[1].pid),
             "preprocess": psutil.Process(preprocess.pid),
@@ -225,24 +218,20 @@ async def _attach(children: list[RouterChild], endpoints: list[str], stack: Asyn
         for number, endpoint in enumerate(endpoints):
             worker = FakeWorker(f"w{number}")
             worker.registration.http_address = endpoint
-            await worker.attach(_Attached(child))  # type: ignore[arg-type]
+            await worker.attach(child)
             worker.keep_beating()
             stack.push_async_callback(worker.detach)
 
 
-class _process:
+@contextmanager
+def _process(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a command while the context is open."""
-
-    def __init__(self, command: list[str]) -> None:
-        self._command = command
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(self._command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        return self._process
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.wait(20)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 def _cpu(processes: dict[str, psutil.Process]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import grpc
 
-from services.common.rpc.multiplexed_call import MultiplexedCall
+from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.router.scheduling.openai_body import Body, ChatBody, TextBody, read_body
 from services.router.scheduling.queries import Prompt
@@ -37,7 +37,7 @@ class PreprocessBodies:
         self._replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
             "preprocess",
             targets,
-            partial(_stub, max_pause_s=max_pause_s),
+            partial(preprocess_stub, max_pause_s=max_pause_s),
             credentials,
             shared=lambda stub: cast(Any, stub.Tokenize),
         )
@@ -106,12 +106,3 @@ def _request(body: Body) -> preprocess_pb2.TokenizeRequest:
             text=preprocess_pb2.TextInput(text=body.text, add_special_tokens=body.add_special_tokens)
         )
     return preprocess_pb2.TokenizeRequest(tokens=preprocess_pb2.TokenInput(token_ids=body.token_ids))
-
-
-def _stub(channel: grpc.aio.Channel, max_pause_s: float) -> preprocess_pb2_grpc.PreprocessAsyncStub:
-    """Returns a stub that multiplexes its calls of Tokenize over one stream."""
-    stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
-    calls = preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls
-    stub.Tokenize = MultiplexedCall("preprocess", stub.Tokenize, stub.Session, *calls, max_pause_s)
-    typed: preprocess_pb2_grpc.PreprocessAsyncStub = stub
-    return typed

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from services.common.packing import pack_u32
 from services.common.rpc.errors import DETAIL_KEY, from_detail, status_of
 from services.common.rpc.session import ClientSession
+from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc, router_pb2, router_pb2_grpc
 
 MOST_BYTES = 1 << 20
 """Larger requests use unary calls, so that they do not delay others on the stream."""
@@ -159,3 +160,29 @@ def _fail(answer: asyncio.Future[Any], code: grpc.StatusCode) -> None:
 def _typed(detail: Any) -> grpc.aio.AioRpcError:
     trailing = grpc.aio.Metadata((DETAIL_KEY, detail.SerializeToString()))
     return grpc.aio.AioRpcError(status_of(from_detail(detail).kind), grpc.aio.Metadata(), trailing, detail.message)
+
+
+def preprocess_stub(channel: grpc.aio.Channel, max_pause_s: float) -> preprocess_pb2_grpc.PreprocessAsyncStub:
+    """Returns a stub that multiplexes its calls of Tokenize over one stream.
+
+    Args:
+        max_pause_s: as in `BatchWriter`.
+    """
+    stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
+    calls = preprocess_pb2.TokenizeCall, preprocess_pb2.TokenizeCalls
+    stub.Tokenize = MultiplexedCall("preprocess", stub.Tokenize, stub.Session, *calls, max_pause_s)
+    typed: preprocess_pb2_grpc.PreprocessAsyncStub = stub
+    return typed
+
+
+def router_stub(channel: grpc.aio.Channel, max_pause_s: float) -> router_pb2_grpc.RouterAsyncStub:
+    """Returns a stub that multiplexes its calls of RouteQuery over one stream.
+
+    Args:
+        max_pause_s: as in `BatchWriter`.
+    """
+    stub: Any = router_pb2_grpc.RouterStub(channel)
+    calls = router_pb2.RouteCall, router_pb2.RouteCalls
+    stub.RouteQuery = MultiplexedCall("router", stub.RouteQuery, stub.Session, *calls, max_pause_s)
+    typed: router_pb2_grpc.RouterAsyncStub = stub
+    return typed

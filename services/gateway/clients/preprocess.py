@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import grpc
 
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
-from services.common.rpc.multiplexed_call import MultiplexedCall
+from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway import context
 from services.gateway.core.request import (
@@ -60,7 +60,7 @@ class PreprocessClient:
         self.replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
             "preprocess",
             targets,
-            partial(_stub, max_pause_s=max_pause_s),
+            partial(preprocess_stub, max_pause_s=max_pause_s),
             credentials,
             shared=lambda stub: cast(Any, stub.Tokenize),
             on_event=on_event,
@@ -149,21 +149,6 @@ class PreprocessClient:
         request = preprocess_pb2.RenderRequest(model=model, chat=_chat_input(prompt))
         response = await self._call(lambda stub: stub.Render, request, "tokenize")
         return response.text
-
-
-def _stub(channel: grpc.aio.Channel, max_pause_s: float) -> preprocess_pb2_grpc.PreprocessAsyncStub:
-    """Returns a stub that multiplexes its calls of Tokenize over one stream."""
-    stub: Any = preprocess_pb2_grpc.PreprocessStub(channel)
-    stub.Tokenize = MultiplexedCall(
-        "preprocess",
-        stub.Tokenize,
-        stub.Session,
-        preprocess_pb2.TokenizeCall,
-        preprocess_pb2.TokenizeCalls,
-        max_pause_s,
-    )
-    typed: preprocess_pb2_grpc.PreprocessAsyncStub = stub
-    return typed
 
 
 def _defaults(options: common_pb2.SamplingOptions) -> SamplingParams:

@@ -13,7 +13,7 @@ import grpc
 
 from services.common.errors import SluiceError
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
-from services.common.rpc.multiplexed_call import MultiplexedCall
+from services.common.rpc.multiplexed_call import router_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway import context
 from services.gateway.core.request import Route, Score, TokenizedPrompt
@@ -56,7 +56,7 @@ class RouterClient:
         self.replicas: ReplicaSet[router_pb2_grpc.RouterAsyncStub] = ReplicaSet(
             "router",
             targets,
-            partial(_stub, max_pause_s=max_pause_s),
+            partial(router_stub, max_pause_s=max_pause_s),
             credentials,
             shared=lambda stub: cast(Any, stub.RouteQuery),
             on_event=on_event,
@@ -229,16 +229,6 @@ class RouterClient:
                 self._pending_event.set()
                 return False
         return True
-
-
-def _stub(channel: grpc.aio.Channel, max_pause_s: float) -> router_pb2_grpc.RouterAsyncStub:
-    """Returns a stub that multiplexes its calls of RouteQuery over one stream."""
-    stub: Any = router_pb2_grpc.RouterStub(channel)
-    stub.RouteQuery = MultiplexedCall(
-        "router", stub.RouteQuery, stub.Session, router_pb2.RouteCall, router_pb2.RouteCalls, max_pause_s
-    )
-    typed: router_pb2_grpc.RouterAsyncStub = stub
-    return typed
 
 
 def _score(score: router_pb2.CandidateScore) -> Score:

@@ -63,11 +63,6 @@ class PickerServers:
         self._servers: list[GrpcServer] = []
         self._lease = AsyncExitStack()
 
-    @property
-    def ports(self) -> list[int]:
-        """Ports of the picker and, if it has one, of its health server."""
-        return [server.port for server in self._servers]
-
     async def start(self) -> None:
         """Starts listening; raises SluiceError if an address cannot be bound."""
         settings = self._settings

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.router.scheduling.agent_bodies import Api, api_of
+from services.router.scheduling.queries import MOST_MS
 
 MOST_HEADER = 512  # characters of a header that becomes a name
-MOST_MS = 86_400_000
 
 REQUEST_ID = "x-request-id"
 SESSION = "x-session-id"
@@ -18,7 +18,6 @@ OBJECTIVE = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 FAIRNESS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 FIRST_TOKEN_MS = ("x-llm-d-slo-ttft-ms", "x-gateway-slo-ttft-ms")
-TOKEN_MS = ("x-llm-d-slo-tpot-ms", "x-gateway-slo-tpot-ms")
 TEST_ENDPOINTS = "test-epp-endpoint-selection"  # of the extension's conformance suite
 
 SUBSET_NAMESPACE, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
@@ -33,7 +32,6 @@ class HttpRequest:
         model: that the request is rewritten to; empty: the one in its body.
         objective: name of the InferenceObjective, which sets the priority.
         first_token_ms: when the first token is due, milliseconds after the request; 0: no deadline.
-        token_ms: objective for the time between tokens, milliseconds; 0: none.
         subset: the only endpoints that may be chosen, as ``ip`` or ``ip:port``; None: all.
         test_endpoints: endpoints that a conformance test wants chosen.
     """
@@ -46,7 +44,6 @@ class HttpRequest:
     fairness_id: str = ""
     session_id: str = ""
     first_token_ms: int = 0
-    token_ms: int = 0
     subset: tuple[str, ...] | None = None
     test_endpoints: tuple[str, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +75,6 @@ def read_head(headers: Mapping[str, str]) -> HttpRequest:
         first(FAIRNESS),
         first((SESSION,)),
         _milliseconds(first(FIRST_TOKEN_MS)),
-        _milliseconds(first(TOKEN_MS)),
         test_endpoints=endpoints_of(headers.get(TEST_ENDPOINTS)) or (),
         headers=headers,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from google.protobuf import struct_pb2
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind, SluiceError, word
 from services.router.picker.http_request import (
     SERVED_KEY,
     SERVED_NAMESPACE,
@@ -44,7 +44,7 @@ _ANTHROPIC_TYPES = {
 NOTHING = ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
 
 
-def headers_of(message: Any) -> dict[str, str]:
+def read_headers(message: Any) -> dict[str, str]:
     """Returns the headers of an HttpHeaders message by lower-case name; of repeated ones, the last."""
     return {
         each.key.lower(): each.raw_value.decode("latin-1") if each.raw_value else each.value
@@ -147,7 +147,7 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
             status=ext_proc.HttpStatus(code=status),
             headers=ext_proc.HeaderMutation(set_headers=_set(headers)),
             body=orjson.dumps(_error_body(error, status, request)),
-            details=f"sluice_{error.code or error.kind.name.lower()}",
+            details=f"sluice_{word(error)}",
         )
     )
 

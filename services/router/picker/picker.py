@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +22,11 @@ from services.router.scheduling.agent_bodies import Api, read_prompt
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.openai_body import dump_json, parse_object
 from services.router.scheduling.queries import MOST_HEADER, MOST_HEADERS, Prompt, Query, RouteResult
-from services.router.scheduling.route_headers import DESTINATION, all_route_headers, headers_of
+from services.router.scheduling.route_headers import DESTINATION, ROUTE_HEADERS, headers_of
+from services.router.store.memory import unix_ms
 from services.router.workers.worker import Worker, WorkerRank
+
+log = logging.getLogger(__name__)
 
 LONGEST_ID = 200
 SECRET_HEADERS = frozenset({"authorization", "cookie", "x-api-key", "proxy-authorization"})
@@ -36,7 +39,6 @@ class PickerConfig:
 
     tokenize_ms: int = 2_000
     fallbacks: int = 2
-    reservation_ttl_ms: int = 0
     objectives: Mapping[str, int] = field(default_factory=dict)
     conformance: bool = False
 
@@ -145,7 +147,8 @@ class Picker:
     async def served(self, pick: PickedEndpoint, endpoint: str) -> bool:
         """Moves the booking to the endpoint that serves the request; returns whether that is another one.
 
-        Endpoints that are not workers of the model are ignored, as is a request that was served where it is booked.
+        Endpoints that are not workers of the model are ignored, as is a request that was served where it is booked. The
+        booking stays where it is if the other one fails.
         """
         query = pick.query
         if query is None or not pick.reservation or pick.slot is None or self._gateways is not None:
@@ -155,10 +158,13 @@ class Picker:
         if worker is None or worker.worker_id == pick.slot.worker_id:
             return False
         query = replace(query, request_id=f"{query.request_id}~", candidates=None)
-        self.releases.free(pick.reservation, Outcome(pick.reservation, None, 0))
-        pick.reservation = ""
         slot = WorkerRank(worker.worker_id, 0)
-        await self._router.add(slot, query)
+        try:
+            await self._router.add(slot, query)
+        except SluiceError as error:
+            log.warning("the booking of a request that %s serves stays where it is: %s", endpoint, error.message)
+            return False
+        self.releases.free(pick.reservation, Outcome(pick.reservation, None, 0))
         pick.slot, pick.query, pick.reservation = slot, query, reservation_id(query.model, query.request_id)
         pick.computed = False
         return True
@@ -176,12 +182,11 @@ class Picker:
             # Clients may repeat their ids, but each of their requests is booked.
             f"{given}.{uuid.uuid4().hex[:12]}" if given else uuid.uuid4().hex,
             candidates=self._candidates(request, model),
-            ttl_ms=self._config.reservation_ttl_ms,
             owner=self._owner,
             priority=priority if isinstance(priority, int) and abs(priority) < 1 << 31 else 0,
             session_id=session[:LONGEST_ID] if isinstance(session, str) else "",
             return_token_ids=self._gateways is not None and request.api in OWN_PROMPTS,
-            deadline_unix_ms=_now_ms() + request.first_token_ms if request.first_token_ms else 0,
+            deadline_unix_ms=unix_ms() + request.first_token_ms if request.first_token_ms else 0,
             fairness_id=request.fairness_id,
             tokenize_ms=self._config.tokenize_ms,
             fallbacks=self._config.fallbacks,
@@ -210,7 +215,7 @@ class Picker:
         workers = self._router.registry.serving(model)
         allowed = frozenset(worker.worker_id for worker in workers if request.allows(endpoint_of(worker)))
         if not allowed and workers:
-            raise _no_endpoints(f"None of the {len(request.subset)} endpoints of the subset serves {quoted(model)}.")
+            raise _no_endpoints(f"None of the {len(request.subset)} endpoints of the subset serves {quoted(model)}")
         return allowed if workers else None
 
     def _any(self, request: HttpRequest, body: bytes, model: str = "") -> PickedEndpoint:
@@ -221,7 +226,7 @@ class Picker:
         wanted = request.test_endpoints if self._config.conformance else ()
         endpoints = [*wanted] or sorted({end for each in workers if request.allows(end := endpoint_of(each))})
         if not endpoints:
-            raise _no_endpoints("No endpoint serves this request at the moment.")
+            raise _no_endpoints("No endpoint serves this request at the moment")
         self._turn += 1
         at = self._turn % len(endpoints)
         some = tuple((endpoints[at:] + endpoints[:at])[: 1 + self._config.fallbacks])
@@ -247,7 +252,7 @@ class Picker:
         assert self._gateways is not None
         first, others = self._gateways.choose(request.allows, self._config.fallbacks)
         if first is None:
-            raise _no_endpoints("No gateway is known at the moment, or none is in the subset.")
+            raise _no_endpoints("No gateway is known at the moment, or none is in the subset")
         first.requests += 1
         endpoints = (first.endpoint, *others)
         return PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body, gateway=first)
@@ -265,7 +270,7 @@ def _for_policies(headers: Mapping[str, str]) -> dict[str, str]:
 
 def stale_headers(pick: PickedEndpoint) -> list[str]:
     """Returns the routing headers that the client may have sent and that must not reach the endpoint."""
-    return [name for name in all_route_headers() if name not in pick.headers]
+    return [name for name in ROUTE_HEADERS if name not in pick.headers]
 
 
 def endpoint_of(worker: Worker) -> str:
@@ -288,8 +293,4 @@ def with_token_ids(body: bytes, token_ids: bytes) -> bytes:
 
 
 def _no_endpoints(message: str) -> SluiceError:
-    return unavailable(f"{message.removesuffix('.')}; retry later.", code="no_endpoints")
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
+    return unavailable(f"{message}; retry later.", code="no_endpoints")

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
+from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, word
 from services.common.rpc.errors import abort
 from services.router.metrics import Metrics
 from services.router.picker import messages
@@ -23,6 +23,8 @@ from services.router.reservations.table import AllBusy
 from sluice.v1 import ext_proc_pb2
 
 log = logging.getLogger(__name__)
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -43,9 +45,6 @@ class PickerLimits:
     body_s: float = 60.0
     streams: int = 10_000
     close_after_choice: bool = False
-
-
-SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 class PickerService:
@@ -163,7 +162,7 @@ class _Exchange:
             kind = message.WhichOneof("request")
             if kind == "request_headers":
                 _check_modes(message)
-                request = read_head(messages.headers_of(message.request_headers))
+                request = read_head(messages.read_headers(message.request_headers))
                 done = message.request_headers.end_of_stream
             elif kind == "request_body":
                 self._hold(len(message.request_body.body))
@@ -196,7 +195,7 @@ class _Exchange:
         self._held = 0
 
     async def _reject(self, error: SluiceError, request: HttpRequest | None) -> bool:
-        self.outcome = "shed" if isinstance(error, AllBusy) else error.code or error.kind.name.lower()
+        self.outcome = "shed" if isinstance(error, AllBusy) else word(error)
         await self._context.write(messages.rejected(error, request))
         return False
 
@@ -219,7 +218,7 @@ class _Exchange:
             message = await self._context.read()
 
     async def _answer_headers(self, pick: PickedEndpoint, message: Any) -> None:
-        headers = messages.headers_of(message.response_headers)
+        headers = messages.read_headers(message.response_headers)
         self._failed = not headers.get(":status", "200").startswith("2")
         await self._context.write(messages.response_headers(pick))
         if message.response_headers.end_of_stream:

@@ -34,11 +34,6 @@ class UsageReader:
                 self._found[name] = int(number)
         self._tail = text[-_LONGEST:]
 
-    @property
-    def empty(self) -> bool:
-        """Whether the response has not reported usage."""
-        return not self._found
-
     def outcome(self, reservation: str) -> Outcome | None:
         """Returns the outcome of a request; None without usage."""
         found = self._found.get

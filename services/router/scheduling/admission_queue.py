@@ -156,7 +156,6 @@ class _AdmissionQueue(Generic[T]):
         self.waiters: list[_Waiter[T]] = []
         self.changed = asyncio.Event()
         self.reason = reason
-        self.contended = False
         self._turn = 0
         self._turns: dict[str, int] = {}
 
@@ -311,12 +310,12 @@ class AdmissionQueues(Generic[T]):
             while queue.waiters:
                 queue.changed.clear()
                 reason = queue.reason
-                queue.contended = await self._announce(model, queue.waiters[0].order) > 0
+                contended = await self._announce(model, queue.waiters[0].order) > 0
                 await self._round(model, queue)
                 if queue.reason is not reason:
                     _log(model, queue)
                 if queue.waiters:
-                    await _wait_at_most(queue.changed.wait(), CONTENDED_POLL_S if queue.contended else POLL_S)
+                    await _wait_at_most(queue.changed.wait(), CONTENDED_POLL_S if contended else POLL_S)
         finally:
             del self._queues[model]
             for waiter in queue.waiters:  # only when this router stops

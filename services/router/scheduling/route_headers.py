@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.router.scheduling.queries import RouteResult
 
 DESTINATION = "x-gateway-destination-endpoint"
-_ALL = (
+ROUTE_HEADERS = (
     DESTINATION,
     "x-sluice-worker",
     "x-sluice-dp-rank",
@@ -23,11 +23,7 @@ _ALL = (
     "x-data-parallel-host-port",
     "x-data-parallel-rank",
 )
-
-
-def all_route_headers() -> tuple[str, ...]:
-    """Returns the names of all headers that engines and gateways take as a routing decision."""
-    return _ALL
+"""All headers that engines and gateways take as a routing decision."""
 
 
 def headers_of(route: RouteResult) -> dict[str, str]:

@@ -92,7 +92,7 @@ async def test_installed_stages_route_each_tenant_to_its_pool_within_the_limits(
         assert [answer for answer in answers if isinstance(answer, str)] == ["overloaded"] * 4
         assert {answer.decode.worker_id for answer in routed} == {"acme-0", "acme-1"}
         assert {answer.degraded for answer in routed} == {""}
-        other = await ask(0, "nobody-knows")
+        other = await ask(0, "unknown")
         assert not isinstance(other, str)
         assert other.decode.worker_id == "common-0"
         loads = (await made[0].stub.GetLoads(router_pb2.GetLoadsRequest())).loads

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -70,6 +70,13 @@ async def routers(count: int = 1, **settings: Any) -> AsyncIterator[list[RouterP
         await asyncio.gather(*(replica.stop() for replica in replicas))
 
 
+class HasStub(Protocol):
+    """A router, in this process or another."""
+
+    @property
+    def stub(self) -> Any: ...
+
+
 class FakeWorker:
     """Speaks Attach the way a worker does; its cache is a list of batches.
 
@@ -105,7 +112,7 @@ class FakeWorker:
         self._writing = asyncio.Lock()
         self._beating: asyncio.Task[None] | None = None
 
-    async def attach(self, router: RouterProcess) -> None:
+    async def attach(self, router: HasStub) -> None:
         """Opens the stream; returns when the router has answered."""
         self.call = router.stub.Attach()
         await self._write(router_pb2.AttachRequest(registration=self.registration))
