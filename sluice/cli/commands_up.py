@@ -14,8 +14,9 @@ from services.common.net.ports import free_port
 from services.gateway.pipeline.config import Disaggregation, PresetName, Routing, StageLocation
 from sluice.cli.up import supervisor
 from sluice.cli.up import tls as tls_flags
-from sluice.cli.up.engine_workers import EngineWorkers
-from sluice.cli.up.engines import EngineEntry, EngineFile
+from sluice.cli.up.engines.entries import EngineEntry
+from sluice.cli.up.engines.file import EngineFile
+from sluice.cli.up.engines.workers import EngineWorkers
 from sluice.cli.up.pipeline import PipelineFlags
 from sluice.cli.up.plan import Options, Process, check, engine_process, plan
 from sluice.cli.up.processing import ProcessingFlags

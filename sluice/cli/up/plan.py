@@ -16,7 +16,8 @@ from services.common.redis import target
 from services.worker.engines import engine_names
 from sluice.cli.errors import BadFlag
 from sluice.cli.up import tls as tls_flags
-from sluice.cli.up.engines import BadRegistry, EngineEntry, EngineFile
+from sluice.cli.up.engines.entries import BadRegistry, EngineEntry
+from sluice.cli.up.engines.file import EngineFile
 from sluice.cli.up.pipeline import PipelineFlags, router_arguments, worker_arguments
 from sluice.cli.up.processing import ProcessingFlags
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from services.common.net import ports
 from services.common.net.addresses import join
-from sluice.cli.up.engine_workers import EngineWorkers
+from sluice.cli.up.engines.workers import EngineWorkers
 from sluice.cli.up.plan import Process
 from sluice.cli.up.process import Child, exit_words
 from sluice.cli.up.progress import View

@@ -10,7 +10,9 @@ import pytest
 from services.worker.engines.http.options import HttpOptions, read_http_options
 from services.worker.settings import WorkerSettings
 from sluice.cli.errors import BadFlag
-from sluice.cli.up.engines import MAX_ENGINES, MAX_FILE_BYTES, BadRegistry, EngineEntry, EngineFile
+from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry
+from sluice.cli.up.engines.file import EngineFile
+from sluice.cli.up.engines.nodes import MAX_FILE_BYTES
 from sluice.cli.up.plan import Options, check, engine_process, plan
 
 ONE = "- name: a\n  url: http://10.0.0.1:8000\n"
@@ -63,7 +65,7 @@ def test_engine_file_in_json_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("name: a\n", "engines.yaml:1: the file must be a list of engines."),
+        ("name: a\n", "engines.yaml:1: the file must be a list of engines, or a mapping with kubernetes."),
         ("- a\n- b\n", "engines.yaml:1: the entry must be a mapping with name and url."),
         (ONE + "- name: b\n", "engines.yaml:3: url is missing."),
         ("- url: http://h:1\n", "engines.yaml:1: name is missing."),

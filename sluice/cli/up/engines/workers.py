@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sluice.cli.up.engines import BadRegistry, EngineEntry, EngineRegistry
+from sluice.cli.up.engines.entries import BadRegistry, EngineEntry, EngineRegistry
 from sluice.cli.up.plan import Process
 from sluice.cli.up.process import Child, exit_words
 from sluice.cli.up.progress import View

@@ -1,0 +1,101 @@
+"""One running server of a registry, and the rules of its fields."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.common.errors import LONGEST_NAME, quoted
+from services.common.models import ModelSpec
+from services.worker.engines.http.options import NO_EVENTS, endpoint_problem, url_problem
+
+MAX_ENGINES = 990
+MAX_BLOCK = 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class BadRegistry(Exception):
+    """Raised for an invalid or unavailable list; for a mistake in a file the message is `FILE:LINE: FIELD …`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEntry:
+    """One running server; empty and zero leave the choice to the server.
+
+    Attributes:
+        name: id of its worker.
+        line: where it begins in its file; not part of its identity.
+    """
+
+    name: str
+    url: str
+    kv_events: str = ""
+    kv_replay: str = ""
+    api_key_file: str = ""
+    model: str = ""
+    block_size: int = 0
+    line: int = field(default=0, compare=False)
+
+    def worker_arguments(self) -> tuple[str, ...]:
+        """Returns the flags of its worker."""
+        options = {name: getattr(self, name) for name in ("url", "kv_events", "kv_replay", "api_key_file")}
+        return (
+            *("--worker-id", self.name, "--engine", "http"),
+            *("--engine-args", json.dumps({name: value for name, value in options.items() if value})),
+            *(("--model", self.model) if self.model else ()),
+            *(("--block-size", str(self.block_size)) if self.block_size else ()),
+        )
+
+
+class EngineRegistry(Protocol):
+    """Where the list of running servers comes from."""
+
+    def entries(self) -> Sequence[EngineEntry]:
+        """Returns the current servers; blocks; raises BadRegistry when the list is invalid or unavailable."""
+
+
+def _name_problem(name: str) -> str:
+    if _NAME.fullmatch(name) and len(name) <= LONGEST_NAME:
+        return ""
+    return f"is {quoted(name)}; use letters, digits, dots, dashes and underscores"
+
+
+def _events_problem(endpoint: str) -> str:
+    return "" if endpoint == NO_EVENTS else _endpoint_problem(endpoint)
+
+
+def _endpoint_problem(endpoint: str) -> str:
+    return endpoint_problem(endpoint) if endpoint else "must not be empty"
+
+
+def _model_problem(model: str) -> str:
+    try:
+        ModelSpec.parse(model)
+    except ValueError as error:
+        return f"is {quoted(model)}: {error}"
+    return ""
+
+
+def between(low: int, high: int) -> Callable[[str], str]:
+    """Returns a rule of a decimal number."""
+
+    def problem(text: str) -> str:
+        plain = text.isascii() and text.isdecimal() and len(text) <= len(str(high))
+        return "" if plain and low <= int(text) <= high else f"is {quoted(text)}; it must be between {low} and {high}"
+
+    return problem
+
+
+PROBLEMS: Mapping[str, Callable[[str], str]] = {
+    "name": _name_problem,
+    "url": url_problem,
+    "kv_events": _events_problem,
+    "kv_replay": _endpoint_problem,
+    "api_key_file": lambda path: "" if path else "must not be empty",
+    "model": _model_problem,
+    "block_size": between(1, MAX_BLOCK),
+}
+"""For each field, a function that returns why a value is invalid, as the end of a sentence; empty if it is valid."""
