@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.fake_http_engines import BLOCK, FakeServer, FakeSglang, FakeVllm, served
+from tests.support.fakes.fake_kubernetes import FakeKubernetes, endpoint, endpoint_slice
 from tests.support.servers.engine_file_suite import EngineFileSuite, up_with_engines
 
 PROMPTS = [range(first, first + 4 * BLOCK + 3) for first in (0, 50, 100, 150)]
@@ -66,6 +67,35 @@ async def test_up_with_an_engine_that_fails_restarts_its_worker(tmp_path: Path) 
         await suite.complete(PROMPTS[0])
         first.healthy = True
         await suite.until_workers(2)
+
+
+async def test_up_with_engines_of_kubernetes_follows_the_api_server_and_its_failures(tmp_path: Path) -> None:
+    kubernetes = FakeKubernetes()
+    with ExitStack() as stack:
+        stack.enter_context(kubernetes.serving())
+        file = {"kubernetes": {"service": "vllm", "kubeconfig_file": str(kubernetes.kubeconfig(tmp_path))}}
+        first, second = FakeVllm(str(build_tiny_model(tmp_path / "tiny"))), FakeVllm(str(tmp_path / "tiny"))
+        async with served(first) as first_url, served(second) as second_url:
+            listed = [
+                endpoint_slice([endpoint("127.0.0.1", name)], int(url.rpartition(":")[2]))
+                for name, url in (("vllm-0", first_url), ("vllm-1", second_url))
+            ]
+            kubernetes.slices = listed[:1]
+            async with up_with_engines(tmp_path, file, BLOCK) as suite:
+                await suite.until_workers(1)
+                kubernetes.slices = listed
+                await suite.until_workers(2)
+                kubernetes.status = 403
+                await suite.until(lambda: "verb list on endpointslices" in " ".join(suite.log.split()))
+                stack.close()
+                await suite.until(lambda: "cannot be reached" in " ".join(suite.log.split()))
+                await suite.until_workers(2)
+                kubernetes.status, kubernetes.slices = 200, listed[1:]
+                stack.enter_context(kubernetes.serving())
+                await suite.until_workers(1)
+                assert list(await suite.workers()) == ["vllm-1"]
+                await suite.complete(PROMPTS[0])
+                assert suite.log.count("cannot be reached") == 1, "a failure is reported once"
 
 
 def test_up_with_an_invalid_file_of_engines_names_line_and_field(tmp_path: Path) -> None:

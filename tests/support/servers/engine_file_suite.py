@@ -27,14 +27,17 @@ class EngineFileSuite:
     """A running suite and its file.
 
     Args:
-        engines: fields of each engine of the file by name; `list` writes some of them.
+        engines: fields of each engine of the file by name, of which `list` writes some; or the whole of another file.
         block: tokens per block.
     """
 
     def __init__(self, folder: Path, engines: Mapping[str, Mapping[str, str]], block: int) -> None:
         self.file, self._log = folder / "engines.yaml", folder / "log"
         self._engines, self._block = engines, block
-        self.list(*engines)
+        if "kubernetes" in engines:
+            self.file.write_text(json.dumps(engines))
+        else:
+            self.list(*engines)
         self.port, base = free_port(), free_row(3)
         self._router = f"127.0.0.1:{base + 1}"
         command = [str(Path(sys.executable).with_name("sluice")), "up", "--engines", str(self.file)]
