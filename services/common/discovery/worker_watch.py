@@ -19,6 +19,7 @@ from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worke
 
 log = logging.getLogger(__name__)
 
+TOKEN_IDS, TEXT = "token_ids", "text"
 RETRY_S = 0.5
 POLL_EVERY_S = 5.0
 POLL_S = 5.0
@@ -141,6 +142,9 @@ class WorkerWatch:
             self._served.pop(worker.worker_id, None)  # its previous registration
             log.warning("ignoring an invalid worker: %s", error.message)
             return
+        if not _has_tokenizer(worker.card):
+            self._served.pop(worker.worker_id, None)
+            return
         callee = f"{WORKER}/{worker.worker_id}"
         self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine, callee)
 
@@ -151,10 +155,10 @@ class WorkerWatch:
             while True:
                 try:
                     info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=POLL_S)
-                    if info.card.model:
+                    if info.card.model and _has_tokenizer(info.card):
                         check_worker(info.worker_id, address, info.card)
                         self._served[address] = _served(address, info.card, info.engine)
-                    else:  # still starting
+                    else:  # still starting, or an engine that processes text itself
                         self._served.pop(address, None)
                 except grpc.aio.AioRpcError as error:
                     self._served.pop(address, None)  # a model stays loaded for a grace period
@@ -167,6 +171,11 @@ class WorkerWatch:
                 await asyncio.sleep(POLL_EVERY_S if address in self._served else RETRY_S)
         finally:
             await channel.close()
+
+
+def _has_tokenizer(card: common_pb2.ModelCard) -> bool:
+    """Whether the model can be served with a tokenizer; an engine with text in and text out has none."""
+    return TOKEN_IDS in card.capabilities or TEXT not in card.capabilities
 
 
 def _served(address: str, card: common_pb2.ModelCard, engine: str, callee: str = WORKER) -> ServedModel:

@@ -257,6 +257,8 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             stop_token_id = extra.stop_token_id if extra.HasField("stop_token_id") else None
             reason = FinishReason.of(extra.finish_reason)
             usage = extra.usage
+            if stream.request.text_only:
+                stream.prompt = replace(stream.prompt, counted=usage.prompt_tokens)
             events.on_ended(stream, reason, stop_token_id, usage.completion_tokens, usage.cached_tokens)
 
     def _on_text_events(self, stream: GenerationStream, extra: worker_pb2.TokenExtra) -> None:

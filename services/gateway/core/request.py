@@ -164,6 +164,7 @@ class GenerationRequest:
     needs: tuple[tuple[str, str], ...] = ()
     hints: RoutingHints = NO_HINTS
     engine_text: bool = False  # the worker's engine detokenizes
+    text_only: bool = False  # the engine takes and returns text, never token ids
     session_id: str = ""  # as `session_affinity.current`
     degraded: tuple[str, ...] = ()  # what the answer lacks for reasons known before it starts
     template_fields: tuple[tuple[str, str], ...] = ()  # arguments of the chat template and the fields that set them
@@ -202,6 +203,7 @@ class TokenizedPrompt:
     raw: ChatPrompt | TextPrompt | None = None  # the worker tokenizes it and returns the ids with its first delta
     without_effect: tuple[str, ...] = ()  # arguments of the chat template that the model's template does not have
     second_text_at: int = 0  # of a pair of texts: index of the first token of the second one
+    counted: int = 0  # tokens of a raw prompt as the engine counted them, where it returns no ids
 
     @property
     def has_token_ids(self) -> bool:
@@ -210,8 +212,8 @@ class TokenizedPrompt:
 
     @property
     def length(self) -> int:
-        """Number of prompt tokens; 0 until the worker has tokenized a raw prompt."""
-        return len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
+        """Number of prompt tokens; 0 until the worker has tokenized, or counted, a raw prompt."""
+        return self.counted or len(self.token_ids) // 4 if self.embeds is None else self.embeds.length
 
     def context_limit(self, worker_limit: int) -> int:
         """Returns the smaller of the context lengths known to the worker and to preprocess; 0 if both are unknown."""

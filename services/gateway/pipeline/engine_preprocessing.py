@@ -27,6 +27,12 @@ class EngineTokenizeStage:
     async def tokenize(self, request: GenerationRequest, worker: WorkerEntry) -> TokenizedPrompt:
         """Implements TokenizeStage; raises SluiceError(INVALID_ARGUMENT) for options that workers do not support."""
         prompt = request.prompt
+        if request.text_only and not isinstance(prompt, ChatPrompt | TextPrompt):
+            raise invalid(
+                "The engines of this model take text only; send the prompt as text or messages.",
+                param="prompt",
+                code="unsupported_parameter",
+            )
         if isinstance(prompt, TextPrompt) and prompt.add_special_tokens is not None:
             raise invalid(
                 "add_special_tokens is not supported by this gateway, because the engine tokenizes prompts; omit it.",

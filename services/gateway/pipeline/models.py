@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from time import monotonic
 
 from services.gateway.clients.preprocess import PreprocessClient
@@ -12,6 +14,7 @@ from services.gateway.core.request import GenerationRequest
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.pipeline import Pipeline, build_pipeline, named
 from services.gateway.pipeline.stages import Components
+from services.gateway.workers.capabilities import are_text_only
 from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,8 @@ class Pipelines:
         self.preprocess: PreprocessClient = components.preprocess
         self._default = build_pipeline(config, components)
         self._of_model = {name: build_pipeline(own, components) for name, own in config.models.items()}
+        self._build = partial(build_pipeline, components=components)
+        self._of_text: dict[Pipeline, Pipeline] = {}
         self._grace_s = grace_s
         self._on_removed = on_removed
         self._remove_at: dict[str, float] = {}
@@ -52,16 +57,27 @@ class Pipelines:
     @property
     def all(self) -> list[Pipeline]:
         """All pipelines."""
-        return [self._default, *self._of_model.values()]
+        return [self._default, *self._of_model.values(), *self._of_text.values()]
 
     def of(self, model: str) -> Pipeline:
-        """Returns the pipeline of a model, or of a LoRA adapter's model."""
-        if not self._of_model:
-            return self._default
+        """Returns the pipeline of a model, or of a LoRA adapter's model.
+
+        A model whose engines take and return text is served with that, however the gateway is configured.
+        """
+        workers = self.registry.of_model(model)
         found = self._of_model.get(model)
-        if found is None and (workers := self.registry.of_model(model)):
+        if found is None and workers and self._of_model:
             found = self._of_model.get(workers[0].model)
-        return found or self._default
+        found = found or self._default
+        return self._with_text(found) if are_text_only(workers) else found
+
+    def _with_text(self, pipeline: Pipeline) -> Pipeline:
+        config = pipeline.config
+        if config.handler or config.stages or config.routing == "query-only":
+            return pipeline
+        if pipeline not in self._of_text:
+            self._of_text[pipeline] = self._build(replace(config, preprocessing="engine", postprocessing="engine"))
+        return self._of_text[pipeline]
 
     def named(self, request: GenerationRequest) -> GenerationRequest:
         """Returns the request with a LoRA adapter's name resolved, as `pipeline.named`."""

@@ -41,7 +41,7 @@ from services.gateway.pipeline.stages import Components
 from services.gateway.placement.selector import PlacementRequest
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.stream import GenerationStream
-from services.gateway.workers.capabilities import able, with_adapter
+from services.gateway.workers.capabilities import able, are_text_only, with_adapter
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
 TEXT_SHARE = 0.5
@@ -260,7 +260,13 @@ class Pipeline:
         request, workers = tenant_cache.with_tenant_salt(request, able_workers, request_context.permit)
         entry = workers[0]
         await self.lifecycle.ready(entry.model)
-        request = replace(request, hints=hints, engine_text=self._engine_text, session_id=request_context.session_id)
+        request = replace(
+            request,
+            hints=hints,
+            engine_text=self._engine_text,
+            text_only=self._engine_text and are_text_only(workers),
+            session_id=request_context.session_id,
+        )
         if hints.token_ids is not None:
             request = replace(request, prompt=TokenPrompt(hints.token_ids))
         with telemetry.stage("gateway.tokenize"):

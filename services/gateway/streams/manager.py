@@ -250,7 +250,7 @@ class StreamManager:
         """Handles the completion of prefill, once per reservation."""
         if stream.worker is not None:
             stream.worker.breaker.succeeded()
-        if stream.prompt.raw is not None:
+        if stream.prompt.raw is not None and not stream.request.text_only:
             self.give_up(stream, internal("The worker tokenized the prompt but did not send its token ids."))
             return
         if stream.attempt_cached is not None:
@@ -295,7 +295,9 @@ class StreamManager:
         if stream.post is not None:
             stream.post.end(stream.slot, *end)
         elif stream.request.engine_text:  # the last text has arrived together with the end
-            self.on_finished(stream, Finish(end.reason, "", end.stop_token_id, stream.completion_tokens))
+            calls = stream.request.text_only and stream.sent.calls and end.reason is FinishReason.STOP
+            reason = FinishReason.TOOL_CALLS if calls else end.reason
+            self.on_finished(stream, Finish(reason, "", end.stop_token_id, stream.completion_tokens))
 
     def on_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         """Handles a failure reported by the worker."""

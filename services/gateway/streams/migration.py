@@ -99,6 +99,8 @@ class Migrator:
             return "too_long"
         if generated and stream.prompt.embeds is not None:
             return "embeddings"
+        if stream.request.text_only and (stream.text_sent or stream.sent.reasoning or stream.sent.calls):
+            return "text_only"
         if (
             generated
             and stream.request.guided is not None

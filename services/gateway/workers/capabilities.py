@@ -8,6 +8,7 @@ from services.common.errors import invalid, not_found, quoted, unavailable
 from services.gateway.core.request import ChatPrompt, TokenizedPrompt
 from services.gateway.workers.registry import WorkerEntry
 
+TOKEN_IDS = "token_ids"
 LOAD_ONLY_POLICY = "least_loaded"
 """The router's policy for prompts whose token ids are not known yet."""
 
@@ -37,6 +38,11 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
                 code="unsupported_parameter",
             )
     return remaining
+
+
+def are_text_only(workers: Sequence[WorkerEntry]) -> bool:
+    """Whether none of a model's workers takes token ids: prompts and output are text, and the router sees load only."""
+    return bool(workers) and not any(TOKEN_IDS in worker.capabilities for worker in workers)
 
 
 def with_adapter(workers: Sequence[WorkerEntry], adapter: str) -> list[WorkerEntry]:

@@ -25,6 +25,7 @@ from services.worker.contract.generation import (
 )
 
 if TYPE_CHECKING:
+    from services.worker.generation.text_delta import TextUpdate
     from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,10 @@ class Sink(ABC):
     @abstractmethod
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
         """Appends tokens; `logprobs` is empty or has one entry per token."""
+
+    def push_text(self, text: TextUpdate) -> None:
+        """Appends text, from an engine that has the capability text_out itself; never its `finish`."""
+        raise TypeError(f"{type(self).__name__} takes tokens only.")
 
     @abstractmethod
     def finish(
@@ -288,6 +293,8 @@ class _SinkForwarder:
         if delta.token_ids:
             self._tokens += len(delta.token_ids)
             self._sink.push(delta.token_ids, delta.logprobs)
+        if delta.text is not None:
+            self._sink.push_text(delta.text)
         if delta.finish_reason is not None:
             self._ended = True
             self._sink.finish(

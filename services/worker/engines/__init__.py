@@ -14,6 +14,7 @@ BUILT_IN = {
     "vllm": "services.worker.engines.vllm:VllmEngine",
     "vllm-grpc": "services.worker.engines.vllm_grpc:VllmGrpcEngine",
     "http": "services.worker.engines.http:HttpEngine",
+    "openai": "services.worker.engines.openai:OpenAiEngine",
     "sglang": "services.worker.engines.sglang:SglangEngine",
     "transformers-classifier": "services.worker.engines.transformers.classifier:ClassifierEngine",
     "transformers": "services.worker.engines.transformers.engine:TransformersEngine",

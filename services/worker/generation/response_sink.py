@@ -139,6 +139,14 @@ class ResponseSink(Sink):
             self._span.tokens(len(token_ids))
         return True
 
+    def push_text(self, text: TextUpdate) -> None:
+        if self._overruled:
+            return
+        if self._state == BEGUN:
+            self.deliver_text(text)
+        else:
+            self._violation("begins before it pushes" if self._state == WAITING else "is silent after the end")
+
     def finish(
         self,
         reason: FinishReason,

@@ -64,7 +64,7 @@ class Processing:
             SluiceError: they cannot be loaded although the options require them.
         """
         self._config = config
-        if self._options.level == "none":
+        if self._options.level == "none" or Capability.TOKEN_IDS not in config.capabilities:
             return config
         try:
             added = await self._load(config)

@@ -7,6 +7,7 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.capabilities import SAMPLING, Capability
@@ -22,6 +23,9 @@ from services.worker.contract.generation import (
 )
 from services.worker.serving.control import ASLEEP
 from services.worker.serving.worker import Worker
+
+if TYPE_CHECKING:
+    from services.worker.generation.text_delta import TextUpdate
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +135,9 @@ class _Probe(Sink):
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
         self._tokens += len(token_ids)
 
+    def push_text(self, text: TextUpdate) -> None:
+        self._tokens += len(text.events)
+
     def finish(
         self,
         reason: FinishReason,
@@ -165,6 +172,13 @@ def _canary_request(config: EngineConfig, number: int) -> GenerateRequest | None
     if config.role is Role.DECODE and Capability.LOCAL_PREFILL not in config.capabilities:
         return None
     prefill = Disaggregation(Role.PREFILL) if config.role is Role.PREFILL else None
+    if Capability.TOKEN_IDS not in config.capabilities:
+        return GenerateRequest(
+            request_id=f"sluice-canary-{number}",
+            model=config.model,
+            messages_json=b'{"messages":[{"role":"user","content":"Hi"}]}',
+            stop=StopParams(max_tokens=1),
+        )
     return GenerateRequest(
         request_id=f"sluice-canary-{number}",
         model=config.model,

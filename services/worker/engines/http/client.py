@@ -153,7 +153,8 @@ def error_of(status: int, message: str) -> SluiceError:
     if status in (400, 422):
         return invalid(f"The engine's server rejected the request: {reason}")
     if status in (401, 403):
-        return internal(f"The engine's server did not accept the worker's API key: {reason}")
+        # The server's message may repeat the key.
+        return internal("The engine's server did not accept the worker's API key; check its option api_key_file.")
     if status == 404:
         return SluiceError(ErrorKind.NOT_FOUND, f"The engine's server does not have this: {reason}")
     if status == 413:

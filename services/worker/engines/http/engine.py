@@ -232,4 +232,8 @@ async def find_dialect(client: HttpClient) -> Dialect:
         else:
             if isinstance(found, dict) and ("version" in found or "model_path" in found):
                 return dialect()
-    raise invalid("The server at the option url is neither vLLM nor SGLang.", param="engine_args")
+    raise invalid(
+        "The server at the option url is neither vLLM nor SGLang; if it has an OpenAI-compatible API, use --engine "
+        "openai, or api: openai in the file of engines.",
+        param="engine_args",
+    )

@@ -241,7 +241,7 @@ async def _accepts(client: HttpClient, path: str) -> bool:
     """Whether an endpoint exists and is enabled; a disabled one rejects every body with 403."""
     status = await client.status(path, {})
     if status == 401:
-        raise error_of(status, "set the option api_key_file")
+        raise error_of(status, "")
     return status in (400, 422)
 
 

@@ -14,6 +14,7 @@ from services.worker.engines.http.options import NO_EVENTS, endpoint_problem, ur
 
 MAX_ENGINES = 990
 MAX_BLOCK = 1024
+OPENAI = "openai"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -27,6 +28,7 @@ class EngineEntry:
 
     Attributes:
         name: id of its worker.
+        api: openai: text in and text out; empty: the API of vLLM or SGLang, with token ids.
         line: where it begins in its file; not part of its identity.
     """
 
@@ -37,13 +39,14 @@ class EngineEntry:
     api_key_file: str = ""
     model: str = ""
     block_size: int = 0
+    api: str = ""
     line: int = field(default=0, compare=False)
 
     def worker_arguments(self) -> tuple[str, ...]:
         """Returns the flags of its worker."""
         options = {name: getattr(self, name) for name in ("url", "kv_events", "kv_replay", "api_key_file")}
         return (
-            *("--worker-id", self.name, "--engine", "http"),
+            *("--worker-id", self.name, "--engine", OPENAI if self.api == OPENAI else "http"),
             *("--engine-args", json.dumps({name: value for name, value in options.items() if value})),
             *(("--model", self.model) if self.model else ()),
             *(("--block-size", str(self.block_size)) if self.block_size else ()),
@@ -97,5 +100,6 @@ PROBLEMS: Mapping[str, Callable[[str], str]] = {
     "api_key_file": lambda path: "" if path else "must not be empty",
     "model": _model_problem,
     "block_size": between(1, MAX_BLOCK),
+    "api": lambda api: "" if api == OPENAI else f"is {quoted(api)}; use {OPENAI}, or leave it out for vLLM and SGLang",
 }
 """For each field, a function that returns why a value is invalid, as the end of a sentence; empty if it is valid."""

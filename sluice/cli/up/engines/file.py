@@ -7,6 +7,7 @@
   api_key_file: keys/first             # optional; relative to this file
   model: chat=/models/chat             # optional NAME=SOURCE; by default the server's own
   block_size: 32                       # optional; by default the server's own
+  api: openai                          # optional: a server of another kind; excludes block_size and KV events
 
 Instead of the list, `kubernetes:` with the fields of `kubernetes.SliceQuery`.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from services.common.errors import quoted
 from services.worker.engines.http.options import NO_EVENTS
-from sluice.cli.up.engines.entries import MAX_ENGINES, PROBLEMS, EngineEntry, EngineRegistry
+from sluice.cli.up.engines.entries import MAX_ENGINES, OPENAI, PROBLEMS, EngineEntry, EngineRegistry
 from sluice.cli.up.engines.kubernetes import EndpointSlices
 from sluice.cli.up.engines.nodes import Node, YamlFile
 from sluice.cli.up.engines.slice_query import SLICE_NUMBERS, SLICE_PROBLEMS, SliceQuery
@@ -57,6 +58,8 @@ class EngineFile:
         query = SliceQuery(**self._file.fields(node, SLICE_PROBLEMS, SLICE_NUMBERS, ()))
         if bool(query.service) == bool(query.selector):
             raise self._file.mistake(node, KUBERNETES, "needs either service or selector")
+        if query.api == OPENAI and (query.kv_events_port or query.block_size):
+            raise self._file.mistake(node, "api", f"{OPENAI} excludes kv_events_port and block_size")
         if query.kv_replay_port and not query.kv_events_port:
             raise self._file.mistake(node, "kv_replay_port", "needs kv_events_port")
         if self._slices is None or query != self._query:
@@ -82,4 +85,8 @@ class EngineFile:
         values = self._file.fields(node, PROBLEMS, ("block_size",), ("name", "url"))
         if values.get("kv_replay") and values.get("kv_events", NO_EVENTS) == NO_EVENTS:
             raise self._file.mistake(node, "kv_replay", "needs kv_events")
+        if values.get("api") == OPENAI:
+            for name in ("kv_events", "kv_replay", "block_size"):
+                if name in values:
+                    raise self._file.mistake(node, name, f"has no meaning with api: {OPENAI}")
         return EngineEntry(**values, line=node.start_mark.line + 1)

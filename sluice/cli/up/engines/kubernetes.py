@@ -129,6 +129,7 @@ def _entry(name: str, address: str, port: int, query: SliceQuery) -> EngineEntry
         api_key_file=query.api_key_file,
         model=query.model,
         block_size=query.block_size,
+        api=query.api,
     )
 
 

@@ -26,7 +26,7 @@ class SliceQuery:
         scheme: http or https.
         kv_events_port: port of rank 0's KV events on the address of the endpoint; 0: as the server reports it.
         kv_replay_port: port from which missed events are requested.
-        api_key_file, model, block_size: of every engine, as in a list.
+        api_key_file, model, block_size, api: of every engine, as in a list.
         kubeconfig_file: by default the pod's service account, or else KUBECONFIG or ~/.kube/config.
         context: of the kubeconfig; by default its current one.
     """
@@ -41,6 +41,7 @@ class SliceQuery:
     api_key_file: str = ""
     model: str = ""
     block_size: int = 0
+    api: str = ""
     kubeconfig_file: str = ""
     context: str = ""
 
@@ -78,6 +79,7 @@ SLICE_PROBLEMS: Mapping[str, Callable[[str], str]] = {
     "api_key_file": PROBLEMS["api_key_file"],
     "model": PROBLEMS["model"],
     "block_size": PROBLEMS["block_size"],
+    "api": PROBLEMS["api"],
     "kubeconfig_file": PROBLEMS["api_key_file"],
     "context": _text_problem,
 }
