@@ -47,7 +47,7 @@ def test_a_row_goes_around_what_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_two_processes_never_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither listens yet: what one was given is the other's no more, until it ends."""
     first = ports.free_row(30)
-    around = range(first, first + 60)
+    around = range(first, first + 200)
     monkeypatch.setattr(ports, "FREE_RANGE", around)
     ranged = f"from services.common.net import ports; ports.FREE_RANGE = range({around.start}, {around.stop}); " + TAKE
     command = [sys.executable, "-c", ranged.format(15)]
