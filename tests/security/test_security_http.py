@@ -198,7 +198,7 @@ async def test_bodies_unfinished_hold_bounded_memory_and_delay_no_other_client(
 async def test_requests_with_large_bodies_leave_time_to_others() -> None:
     """A8: bodies of megabytes, one after the other, whose parsing would take all of the gateway's time."""
     body = b'{"model":"' + b"m" * (4 << 20) + b'"}'
-    with LoneGateway("--large-body-share", "0.01", "--body-timeout-s", "5") as gateway:
+    with LoneGateway("--large-body-share", "0.004", "--body-timeout-s", "5") as gateway:
         async with innocent(gateway), httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http:
             headers = {"content-type": "application/json"}
             found = await asyncio.gather(
