@@ -89,15 +89,19 @@ def test_a_client_that_stops_reading_is_disconnected_beside_others(suite: Suite)
             "type": "response.create",
             "model": "tekken",
             "input": "Hi.",
-            "max_output_tokens": 100_000,
+            "instructions": "river " * 30_000,  # which the first events repeat: more than all buffers hold
+            "max_output_tokens": 10_000,
             "ignore_eos": True,
         }
         slow.sendall(handshake(suite.url, FREE))
         assert slow.recv(12) == b"HTTP/1.1 101"
-        slow.sendall(text_frame(json.dumps({**body, "max_output_tokens": 100_000}).encode()))
+        slow.sendall(text_frame(json.dumps(body).encode()))
+        received = b""
+        while b"response.created" not in received:
+            received += slow.recv(64)
         assert open_sockets() == 1
         assert neighbour.turn(**SHORT)[-1]["type"] == "response.incomplete"
-        asyncio.run(until(lambda: open_sockets() == 0))
+        asyncio.run(until(lambda: open_sockets() == 0, 120))
         assert neighbour.turn(**SHORT)[-1]["type"] == "response.incomplete"
 
 
@@ -110,9 +114,8 @@ def handshake(url: str, key: str) -> bytes:
 
 
 def text_frame(text: bytes) -> bytes:
-    """A masked frame of 126 to 65,535 bytes of text, or less, with a mask of zeros."""
-    length = bytes([0x80 | len(text)]) if len(text) < 126 else b"\xfe" + len(text).to_bytes(2, "big")
-    return b"\x81" + length + b"\0\0\0\0" + text
+    """A masked frame of at least 65,536 bytes of text, with a mask of zeros."""
+    return b"\x81\xff" + len(text).to_bytes(8, "big") + b"\0\0\0\0" + text
 
 
 def test_a_gateway_that_stops_ends_responses_first(suite: Suite) -> None:
