@@ -1,6 +1,8 @@
 # What people and CI run. `make` lists the targets.
 ARGS ?=
 export PYTHON
+# Tests start hundreds of processes: each would compile every module again.
+export PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test check format protos lock test-slow test-parsers test-bfcl test-browser test-agents test-envoy test-compose bench bench-peers clean
