@@ -214,6 +214,28 @@ CACHE_TIER_DISK: CacheTier.ValueType  # 3
 """local or shared storage"""
 Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
 
+class _MediaKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MediaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MediaKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEDIA_KIND_UNSPECIFIED: _MediaKind.ValueType  # 0
+    """treated as image"""
+    MEDIA_KIND_IMAGE: _MediaKind.ValueType  # 1
+    MEDIA_KIND_AUDIO: _MediaKind.ValueType  # 2
+    MEDIA_KIND_VIDEO: _MediaKind.ValueType  # 3
+
+class MediaKind(_MediaKind, metaclass=_MediaKindEnumTypeWrapper):
+    """Kind of a media item. A worker declares the kinds that it takes as capabilities: "image", "audio", "video"."""
+
+MEDIA_KIND_UNSPECIFIED: MediaKind.ValueType  # 0
+"""treated as image"""
+MEDIA_KIND_IMAGE: MediaKind.ValueType  # 1
+MEDIA_KIND_AUDIO: MediaKind.ValueType  # 2
+MEDIA_KIND_VIDEO: MediaKind.ValueType  # 3
+Global___MediaKind: _TypeAlias = MediaKind  # noqa: Y015
+
 @_typing.final
 class ErrorDetail(_message.Message):
     """A typed error. Sent as the trailing metadata entry `sluice-error-bin` of a failed RPC (serialized), and as a
@@ -658,6 +680,7 @@ class TokenizerSpec(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     PROMPT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MEDIA_FINGERPRINT_FIELD_NUMBER: _builtins.int
     processor: _builtins.str
     """implementation: "hf", "mistral", …; empty: determined from the source"""
     source: _builtins.str
@@ -668,6 +691,8 @@ class TokenizerSpec(_message.Message):
     """Results for a fixed set of chats, separated by commas: for each, the first digits of a sha-256 over its ids (packed
     u32), or "-" if it is rejected. Shows whether two implementations build the same prompts. Empty: unknown.
     """
+    media_fingerprint: _builtins.str
+    """The same for fixed chats with a sample image. Empty: unknown, or the tokenizer takes no images."""
     def __init__(
         self,
         *,
@@ -675,14 +700,88 @@ class TokenizerSpec(_message.Message):
         source: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         prompt_fingerprint: _builtins.str = ...,
+        media_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "processor", b"processor", "prompt_fingerprint", b"prompt_fingerprint", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "media_fingerprint", b"media_fingerprint", "processor", b"processor", "prompt_fingerprint", b"prompt_fingerprint", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenizerSpec: _TypeAlias = TokenizerSpec  # noqa: Y015
+
+@_typing.final
+class MediaSpan(_message.Message):
+    """A media item of a tokenized prompt: the placeholder tokens that stand for it. The spans of a prompt are in the order of
+    their offsets and do not overlap.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    HASH_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    UNEXPANDED_IDS_FIELD_NUMBER: _builtins.int
+    ENCODER_TOKENS_FIELD_NUMBER: _builtins.int
+    kind: Global___MediaKind.ValueType
+    hash: _builtins.bytes
+    """16 bytes, the beginning of the sha-256 of the encoded file; part of the block hashes"""
+    offset: _builtins.int
+    """index of the first of its tokens"""
+    length: _builtins.int
+    """number of its tokens"""
+    unexpanded_ids: _builtins.bytes
+    """packed u32: what stands in place of these tokens in a prompt that the engine's own processor expands. Empty: the same."""
+    encoder_tokens: _builtins.int
+    """work of the encoder, in tokens of the prompt; 0: as many as `length`"""
+    def __init__(
+        self,
+        *,
+        kind: Global___MediaKind.ValueType = ...,
+        hash: _builtins.bytes = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        unexpanded_ids: _builtins.bytes = ...,
+        encoder_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoder_tokens", b"encoder_tokens", "hash", b"hash", "kind", b"kind", "length", b"length", "offset", b"offset", "unexpanded_ids", b"unexpanded_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaSpan: _TypeAlias = MediaSpan  # noqa: Y015
+
+@_typing.final
+class MediaFile(_message.Message):
+    """An encoded media file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    hash: _builtins.bytes
+    """of MediaSpan"""
+    data: _builtins.bytes
+    """the file: JPEG, PNG, WebP, GIF, …"""
+    media_type: _builtins.str
+    """such as "image/jpeg" """
+    def __init__(
+        self,
+        *,
+        hash: _builtins.bytes = ...,
+        data: _builtins.bytes = ...,
+        media_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "hash", b"hash", "media_type", b"media_type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaFile: _TypeAlias = MediaFile  # noqa: Y015
 
 @_typing.final
 class ModelCard(_message.Message):

@@ -33,6 +33,7 @@ class ChatInput(_message.Message):
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     DOCUMENTS_JSON_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_JSON_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.bytes
     """JSON array of OpenAI messages, UTF-8. JSON, so that templates receive exactly what the client sent."""
     tools_json: _builtins.bytes
@@ -49,6 +50,10 @@ class ChatInput(_message.Message):
     """JSON array of documents for retrieval templates; empty: none"""
     tool_choice_json: _builtins.bytes
     """OpenAI tool_choice as JSON; empty: unset"""
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaInput]:
+        """Media items of the messages. A content part {"type": "image", "media": N} (or "audio", "video") refers to item N."""
+
     def __init__(
         self,
         *,
@@ -60,16 +65,60 @@ class ChatInput(_message.Message):
         continue_final_message: _builtins.bool = ...,
         documents_json: _builtins.bytes = ...,
         tool_choice_json: _builtins.bytes = ...,
+        media: _abc.Iterable[Global___MediaInput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages_json", b"messages_json", "template_kwargs_json", b"template_kwargs_json", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "media", b"media", "messages_json", b"messages_json", "template_kwargs_json", b"template_kwargs_json", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___ChatInput: _TypeAlias = ChatInput  # noqa: Y015
+
+@_typing.final
+class MediaInput(_message.Message):
+    """A media item of a chat, as the client sent it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    part: _builtins.str
+    """content part of the client's request, such as "messages[2].content[1]"; named in errors"""
+    kind: _common_pb2.MediaKind.ValueType
+    data: _builtins.bytes
+    """the encoded file"""
+    url: _builtins.str
+    """https URL; fetched only if the service's settings allow its host"""
+    media_type: _builtins.str
+    """as the client declares it; empty: not declared"""
+    detail: _builtins.str
+    """"low", "high" or "auto", as in OpenAI's API; empty: unset"""
+    def __init__(
+        self,
+        *,
+        part: _builtins.str = ...,
+        kind: _common_pb2.MediaKind.ValueType = ...,
+        data: _builtins.bytes = ...,
+        url: _builtins.str = ...,
+        media_type: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "source", b"source", "url", b"url"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "detail", b"detail", "kind", b"kind", "media_type", b"media_type", "part", b"part", "source", b"source", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["data", "url"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___MediaInput: _TypeAlias = MediaInput  # noqa: Y015
 
 @_typing.final
 class TextInput(_message.Message):
@@ -193,6 +242,8 @@ class TokenizeResponse(_message.Message):
     WITHOUT_EFFECT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32"""
     block_hashes: _builtins.bytes
@@ -225,6 +276,14 @@ class TokenizeResponse(_message.Message):
     def without_effect(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """arguments in template_kwargs_json that change no prompt of this model"""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaSpan]:
+        """the media items of the prompt, with hashes_only too"""
+
+    @_builtins.property
+    def fetched(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaFile]:
+        """Files of the media items that were fetched, each once; the caller has the others. Unset with hashes_only."""
+
     def __init__(
         self,
         *,
@@ -241,10 +300,12 @@ class TokenizeResponse(_message.Message):
         without_effect: _abc.Iterable[_builtins.str] | None = ...,
         prompt_tokens: _builtins.int = ...,
         second_text_at: _builtins.int = ...,
+        media: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
+        fetched: _abc.Iterable[_common_pb2.MediaFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "prompt_tail", b"prompt_tail", "prompt_tokens", b"prompt_tokens", "second_text_at", b"second_text_at", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fetched", b"fetched", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "media", b"media", "prompt_tail", b"prompt_tail", "prompt_tokens", b"prompt_tokens", "second_text_at", b"second_text_at", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_max_tokens: _TypeAlias = _typing.Literal["default_max_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_max_tokens: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens"]  # noqa: Y015

@@ -34,6 +34,7 @@ class PromptRef(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OPENAI_BODY_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32; the router hashes them itself"""
     block_hashes: _builtins.bytes
@@ -48,6 +49,10 @@ class PromptRef(_message.Message):
     """JSON body of an OpenAI chat completion or completion; the router has preprocess tokenize it.
     FAILED_PRECONDITION if the router has no preprocess service.
     """
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaSpan]:
+        """Media items of token_ids, which are part of the block hashes, or of block_hashes, for the work of the encoder."""
+
     def __init__(
         self,
         *,
@@ -57,10 +62,11 @@ class PromptRef(_message.Message):
         block_size: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         openai_body: _builtins.bytes = ...,
+        media: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "openai_body", b"openai_body", "prompt_tokens", b"prompt_tokens", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "hash_scheme", b"hash_scheme", "media", b"media", "openai_body", b"openai_body", "prompt_tokens", b"prompt_tokens", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

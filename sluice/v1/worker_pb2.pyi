@@ -45,6 +45,7 @@ class GenerateRequest(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     RESUMED_TOKENS_FIELD_NUMBER: _builtins.int
     POSTPROCESS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among all active requests; the same as in the router's reservation and in traces. Required."""
     model: _builtins.str
@@ -89,6 +90,10 @@ class GenerateRequest(_message.Message):
         TokenExtra.events with the token ids.
         """
 
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaFile]:
+        """Generate only: files of tokens.media. On a session they are sent as WorkerSessionRequest.media."""
+
     def __init__(
         self,
         *,
@@ -110,10 +115,11 @@ class GenerateRequest(_message.Message):
         trace: _common_pb2.TraceContext | None = ...,
         resumed_tokens: _builtins.int = ...,
         postprocess: _postprocess_pb2.StreamOptions | None = ...,
+        files: _abc.Iterable[_common_pb2.MediaFile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "data_parallel_rank", b"data_parallel_rank", "disaggregation", b"disaggregation", "embeds", b"embeds", "guided", b"guided", "messages_json", b"messages_json", "output", b"output", "postprocess", b"postprocess", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "disaggregation", b"disaggregation", "embeds", b"embeds", "guided", b"guided", "lora", b"lora", "messages_json", b"messages_json", "model", b"model", "output", b"output", "postprocess", b"postprocess", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "cache_salt", b"cache_salt", "data_parallel_rank", b"data_parallel_rank", "disaggregation", b"disaggregation", "embeds", b"embeds", "files", b"files", "guided", b"guided", "lora", b"lora", "messages_json", b"messages_json", "model", b"model", "output", b"output", "postprocess", b"postprocess", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resumed_tokens", b"resumed_tokens", "sampling", b"sampling", "stop", b"stop", "text", b"text", "tokens", b"tokens", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
@@ -132,19 +138,27 @@ class TokenPrompt(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32, at least one"""
     second_text_at: _builtins.int
     """Embed only: index of the first token of the second of two texts that were tokenized as a pair; 0: one text."""
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaSpan]:
+        """Media items that placeholder tokens stand for; only engines with the capability of their kind. Their files are in
+        GenerateRequest.files, or were sent on the session before.
+        """
+
     def __init__(
         self,
         *,
         token_ids: _builtins.bytes = ...,
         second_text_at: _builtins.int = ...,
+        media: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["second_text_at", b"second_text_at", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["media", b"media", "second_text_at", b"second_text_at", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,23 +236,69 @@ class WorkerSessionRequest(_message.Message):
 
     STARTS_FIELD_NUMBER: _builtins.int
     CANCELS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     cancels: _builtins.bytes
     """packed u32; slots to cancel; unknown and ended ones are ignored"""
     @_builtins.property
     def starts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionStart]: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaChunk]:
+        """Parts of media files, before the starts of the same message. A start fails with the code "media_missing" if the
+        worker does not have all files of its prompt: the caller then sends them and starts again.
+        """
+
     def __init__(
         self,
         *,
         starts: _abc.Iterable[Global___SessionStart] | None = ...,
         cancels: _builtins.bytes = ...,
+        media: _abc.Iterable[Global___MediaChunk] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "starts", b"starts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancels", b"cancels", "media", b"media", "starts", b"starts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerSessionRequest: _TypeAlias = WorkerSessionRequest  # noqa: Y015
+
+@_typing.final
+class MediaChunk(_message.Message):
+    """A part of a media file. The parts of a file are sent in order; a session may send several files in turns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    MEDIA_TYPE_FIELD_NUMBER: _builtins.int
+    hash: _builtins.bytes
+    """of the file, 16 bytes"""
+    size: _builtins.int
+    """of the whole file, bytes"""
+    offset: _builtins.int
+    """of this part"""
+    data: _builtins.bytes
+    """at most 256 KiB"""
+    media_type: _builtins.str
+    """on the first part"""
+    def __init__(
+        self,
+        *,
+        hash: _builtins.bytes = ...,
+        size: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        media_type: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "hash", b"hash", "media_type", b"media_type", "offset", b"offset", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MediaChunk: _TypeAlias = MediaChunk  # noqa: Y015
 
 @_typing.final
 class SessionStart(_message.Message):
@@ -279,12 +339,15 @@ class TokenBatch(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     EXTRAS_FIELD_NUMBER: _builtins.int
+    DROPPED_MEDIA_FIELD_NUMBER: _builtins.int
     slots: _builtins.bytes
     """packed u32"""
     counts: _builtins.bytes
     """packed u32, same length as slots"""
     token_ids: _builtins.bytes
     """packed u32, sum(counts) of them"""
+    dropped_media: _builtins.bytes
+    """Hashes of media files, 16 bytes each, that this session has sent and that the worker no longer keeps."""
     @_builtins.property
     def extras(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenExtra]: ...
     def __init__(
@@ -294,10 +357,11 @@ class TokenBatch(_message.Message):
         counts: _builtins.bytes = ...,
         token_ids: _builtins.bytes = ...,
         extras: _abc.Iterable[Global___TokenExtra] | None = ...,
+        dropped_media: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "extras", b"extras", "slots", b"slots", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "dropped_media", b"dropped_media", "extras", b"extras", "slots", b"slots", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,6 +61,10 @@ __all__ = (
     "ListWorkersResponse",
     "MarkPrefillCompleteRequest",
     "MarkPrefillCompleteResponse",
+    "MediaChunk",
+    "MediaFile",
+    "MediaKind",
+    "MediaSpan",
     "ModelCard",
     "OpenStream",
     "OutputOptions",
@@ -440,6 +444,41 @@ class FinishReason(betterproto2.Enum):
             "FINISH_REASON_CANCELLED": 4,
             "FINISH_REASON_ERROR": 5,
             "FINISH_REASON_HANDOFF": 6,
+        }
+
+
+class MediaKind(betterproto2.Enum):
+    """
+    Kind of a media item. A worker declares the kinds that it takes as capabilities: "image", "audio", "video".
+    """
+
+    UNSPECIFIED = 0
+    """
+    treated as image
+    """
+
+    IMAGE = 1
+
+    AUDIO = 2
+
+    VIDEO = 3
+
+    @classmethod
+    def betterproto_value_to_renamed_proto_names(cls) -> dict[int, str]:
+        return {
+            0: "MEDIA_KIND_UNSPECIFIED",
+            1: "MEDIA_KIND_IMAGE",
+            2: "MEDIA_KIND_AUDIO",
+            3: "MEDIA_KIND_VIDEO",
+        }
+
+    @classmethod
+    def betterproto_renamed_proto_names_to_value(cls) -> dict[str, int]:
+        return {
+            "MEDIA_KIND_UNSPECIFIED": 0,
+            "MEDIA_KIND_IMAGE": 1,
+            "MEDIA_KIND_AUDIO": 2,
+            "MEDIA_KIND_VIDEO": 3,
         }
 
 
@@ -1398,6 +1437,13 @@ class GenerateRequest(betterproto2.Message):
     TokenExtra.events with the token ids.
     """
 
+    files: "list[MediaFile]" = betterproto2.field(
+        19, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    Generate only: files of tokens.media. On a session they are sent as WorkerSessionRequest.media.
+    """
+
 
 default_message_pool.register_message("sluice.v1", "GenerateRequest", GenerateRequest)
 
@@ -1812,6 +1858,106 @@ default_message_pool.register_message(
 
 
 @dataclass(eq=False, repr=False)
+class MediaChunk(betterproto2.Message):
+    """
+    A part of a media file. The parts of a file are sent in order; a session may send several files in turns.
+    """
+
+    hash: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+    """
+    of the file, 16 bytes
+    """
+
+    size: "int" = betterproto2.field(2, betterproto2.TYPE_UINT64)
+    """
+    of the whole file, bytes
+    """
+
+    offset: "int" = betterproto2.field(3, betterproto2.TYPE_UINT64)
+    """
+    of this part
+    """
+
+    data: "bytes" = betterproto2.field(4, betterproto2.TYPE_BYTES)
+    """
+    at most 256 KiB
+    """
+
+    media_type: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
+    """
+    on the first part
+    """
+
+
+default_message_pool.register_message("sluice.v1", "MediaChunk", MediaChunk)
+
+
+@dataclass(eq=False, repr=False)
+class MediaFile(betterproto2.Message):
+    """
+    An encoded media file.
+    """
+
+    hash: "bytes" = betterproto2.field(1, betterproto2.TYPE_BYTES)
+    """
+    of MediaSpan
+    """
+
+    data: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
+    """
+    the file: JPEG, PNG, WebP, GIF, …
+    """
+
+    media_type: "str" = betterproto2.field(3, betterproto2.TYPE_STRING)
+    """
+    such as "image/jpeg"
+    """
+
+
+default_message_pool.register_message("sluice.v1", "MediaFile", MediaFile)
+
+
+@dataclass(eq=False, repr=False)
+class MediaSpan(betterproto2.Message):
+    """
+    A media item of a tokenized prompt: the placeholder tokens that stand for it. The spans of a prompt are in the order of
+    their offsets and do not overlap.
+    """
+
+    kind: "MediaKind" = betterproto2.field(
+        1, betterproto2.TYPE_ENUM, default_factory=lambda: MediaKind(0)
+    )
+
+    hash: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
+    """
+    16 bytes, the beginning of the sha-256 of the encoded file; part of the block hashes
+    """
+
+    offset: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
+    """
+    index of the first of its tokens
+    """
+
+    length: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
+    """
+    number of its tokens
+    """
+
+    unexpanded_ids: "bytes" = betterproto2.field(5, betterproto2.TYPE_BYTES)
+    """
+    packed u32: what stands in place of these tokens in a prompt that the engine's own processor expands. Empty: the same.
+    """
+
+    encoder_tokens: "int" = betterproto2.field(6, betterproto2.TYPE_UINT32)
+    """
+    work of the encoder, in tokens of the prompt; 0: as many as `length`
+    """
+
+
+default_message_pool.register_message("sluice.v1", "MediaSpan", MediaSpan)
+
+
+@dataclass(eq=False, repr=False)
 class ModelCard(betterproto2.Message):
     """
     Description of what a worker serves; constant within an epoch.
@@ -2149,6 +2295,13 @@ class PromptRef(betterproto2.Message):
     """
     JSON body of an OpenAI chat completion or completion; the router has preprocess tokenize it.
     FAILED_PRECONDITION if the router has no preprocess service.
+    """
+
+    media: "list[MediaSpan]" = betterproto2.field(
+        7, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    Media items of token_ids, which are part of the block hashes, or of block_hashes, for the work of the encoder.
     """
 
 
@@ -3131,6 +3284,11 @@ class TokenBatch(betterproto2.Message):
         4, betterproto2.TYPE_MESSAGE, repeated=True
     )
 
+    dropped_media: "bytes" = betterproto2.field(5, betterproto2.TYPE_BYTES)
+    """
+    Hashes of media files, 16 bytes each, that this session has sent and that the worker no longer keeps.
+    """
+
 
 default_message_pool.register_message("sluice.v1", "TokenBatch", TokenBatch)
 
@@ -3296,6 +3454,11 @@ class TokenizerSpec(betterproto2.Message):
     u32), or "-" if it is rejected. Shows whether two implementations build the same prompts. Empty: unknown.
     """
 
+    media_fingerprint: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
+    """
+    The same for fixed chats with a sample image. Empty: unknown, or the tokenizer takes no images.
+    """
+
 
 default_message_pool.register_message("sluice.v1", "TokenizerSpec", TokenizerSpec)
 
@@ -3365,6 +3528,14 @@ class TokenPrompt(betterproto2.Message):
     second_text_at: "int" = betterproto2.field(2, betterproto2.TYPE_UINT32)
     """
     Embed only: index of the first token of the second of two texts that were tokenized as a pair; 0: one text.
+    """
+
+    media: "list[MediaSpan]" = betterproto2.field(
+        3, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    Media items that placeholder tokens stand for; only engines with the capability of their kind. Their files are in
+    GenerateRequest.files, or were sent on the session before.
     """
 
 
@@ -3646,6 +3817,14 @@ class WorkerSessionRequest(betterproto2.Message):
     cancels: "bytes" = betterproto2.field(2, betterproto2.TYPE_BYTES)
     """
     packed u32; slots to cancel; unknown and ended ones are ignored
+    """
+
+    media: "list[MediaChunk]" = betterproto2.field(
+        3, betterproto2.TYPE_MESSAGE, repeated=True
+    )
+    """
+    Parts of media files, before the starts of the same message. A start fails with the code "media_missing" if the
+    worker does not have all files of its prompt: the caller then sends them and starts again.
     """
 
 

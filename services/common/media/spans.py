@@ -1,0 +1,61 @@
+"""Media items of tokenized prompts: which tokens stand for them, and their files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from hashlib import sha256
+
+HASH_BYTES = 16
+
+
+class MediaKind(IntEnum):
+    """Kind of a media item; values as in `sluice.v1.MediaKind`, names in lower case are capabilities of engines."""
+
+    IMAGE = 1
+    AUDIO = 2
+    VIDEO = 3
+
+    @property
+    def capability(self) -> str:
+        """Name of the capability of engines that take items of this kind."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class MediaSpan:
+    """The placeholder tokens of a prompt that stand for a media item.
+
+    Attributes:
+        hash: `content_hash` of the encoded file.
+        offset: index of the first token.
+        length: number of tokens.
+        unexpanded_ids: packed u32; in place of the tokens in a prompt that the engine expands. Empty: the same.
+        encoder_tokens: work of the encoder in tokens of the prompt.
+    """
+
+    kind: MediaKind
+    hash: bytes
+    offset: int
+    length: int
+    unexpanded_ids: bytes = b""
+    encoder_tokens: int = 0
+
+    @property
+    def end(self) -> int:
+        """Index after the last token."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFile:
+    """An encoded media file."""
+
+    hash: bytes
+    data: bytes
+    media_type: str = ""
+
+
+def content_hash(data: bytes) -> bytes:
+    """Returns the identity of an encoded file: the first 16 bytes of its sha-256."""
+    return sha256(data).digest()[:HASH_BYTES]
