@@ -83,7 +83,7 @@ def test_field_of_a_rank_that_is_not_there_is_named(direct: Suite) -> None:
 
 @pytest.mark.parametrize("name", [*WORKER, ENDPOINT])
 def test_header_without_a_worker_is_named(direct: Suite, name: str) -> None:
-    error = refused(direct, 400, {name: " , "})
+    error = refused(direct, 400, {name: ","})
     assert (error["param"], error["code"]) == (name, "no_worker_named")
 
 
