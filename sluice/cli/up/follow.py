@@ -15,8 +15,7 @@ from sluice.cli.errors import BadFlag
 from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry, RegistryUnavailable
 from sluice.cli.up.engines.file import EngineFile
-from sluice.cli.up.engines.ports import WorkerPorts
-from sluice.cli.up.engines.workers import EngineWorkers
+from sluice.cli.up.engines.workers import EngineWorkers, WorkerPorts
 from sluice.cli.up.plan import LOOPBACK, Process
 from sluice.cli.up.progress import View
 from sluice.cli.up.supervisor import stop_on_signals

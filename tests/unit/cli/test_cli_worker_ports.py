@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.cli.up.engines.ports import WorkerPorts
+from sluice.cli.up.engines.workers import WorkerPorts
 
 
 def test_worker_that_is_restarted_keeps_its_port() -> None:

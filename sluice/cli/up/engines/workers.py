@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from services.common.net.ports import free_port
 from sluice.cli.up.engines.entries import BadRegistry, EngineEntry, EngineRegistry, NothingListed
-from sluice.cli.up.engines.ports import WorkerPorts
 from sluice.cli.up.plan import Process
 from sluice.cli.up.process import Child, exit_words
 from sluice.cli.up.progress import View
@@ -17,6 +17,36 @@ KILL_AFTER_S = 6.0
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
 STEADY_S = 60.0
 """Seconds after which a worker counts as running steadily, so that its next restart is immediate again."""
+
+
+class WorkerPorts:
+    """Assigns a port to each worker, which keeps it when it is restarted; ports of removed workers are used again.
+
+    Args:
+        first: the first port of a range without gaps; 0: any free ports.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+        self._ports: dict[str, int] = {}
+
+    def of(self, name: str, present: Collection[str]) -> int:
+        """Returns the port of a worker.
+
+        Args:
+            present: names of the workers that run or still stop, whose ports are taken.
+        """
+        if name in self._ports:
+            return self._ports[name]
+        gone = next((one for one in self._ports if one not in present), None)
+        if gone is not None:
+            port = self._ports.pop(gone)
+        elif self._first:
+            port = self._first + len(self._ports)
+        else:
+            port = free_port()
+        self._ports[name] = port
+        return port
 
 
 @dataclass
