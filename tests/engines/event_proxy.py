@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import count
 
 import httpx
 
@@ -66,13 +68,14 @@ async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
 
 
 async def cut_events_leave_no_stale_block(
-    up: EngineFileSuite, clear: str, block: int, proxy: EventProxy, forwarding: AsyncExitStack
+    up: EngineFileSuite, clear: str, block: int, proxy: EventProxy, forwarding: AsyncExitStack, *, replays: bool = True
 ) -> None:
     """While the events of the only server are cut, its cache is cleared: the router must not keep a block of it.
 
     Args:
         clear: URL that clears the server's cache.
         forwarding: ends the proxy's connections.
+        replays: whether missed events can be requested from the server.
     """
     held = [400 - place for place in range(3 * block)]
     later = [300 - place for place in range(3 * block)]
@@ -83,8 +86,23 @@ async def cut_events_leave_no_stale_block(
     await up.complete(later)  # the cleared cache is published with the next step
     await forwarding.enter_async_context(proxy.forwarding())
     await up.until_index(held, held=False)
+    if replays:
+        await up.until_index(later, held=True)
+    else:
+        await _until_events_arrive(up, block)
+        await up.until_index(later, held=False)
     assert await up.cached_tokens(held) == 0, "the engine's own usage: nothing was left of it"
-    await up.until_index(later, held=True)
+
+
+async def _until_events_arrive(up: EngineFileSuite, block: int) -> None:
+    """Completes prompts until one is indexed: what is published before the connection is back is lost."""
+    async with asyncio.timeout(60):
+        for number in count():
+            prompt = [(100 + number + 3 * place) % 400 + 10 for place in range(2 * block)]
+            await up.complete(prompt)
+            with contextlib.suppress(TimeoutError):
+                await up.until_index(prompt, held=True, wait_s=2)
+                return
 
 
 async def repeats_land_together(up: EngineFileSuite, block: int, prompts: int, start: int) -> None:

@@ -84,7 +84,9 @@ async def test_plain_sglang_servers_in_a_file_are_routed_by_prefix(tmp_path: Pat
             up.list(name)
             await up.until_workers(1)
             clear = f"{server['url']}/flush_cache"
-            await cut_events_leave_no_stale_block(up, clear, PAGE, proxies[name], forwarding[name])
+            await cut_events_leave_no_stale_block(
+                up, clear, PAGE, proxies[name], forwarding[name], replays="kv_replay" in engines[name]
+            )
             up.list(*servers)
             await up.until_workers(2)
         await repeats_land_together(up, PAGE, PROMPTS, start=200)

@@ -88,10 +88,10 @@ class EngineFileSuite:
         await self.until_index(prompt, held=True)
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-    async def until_index(self, prompt: Sequence[int], *, held: bool) -> None:
+    async def until_index(self, prompt: Sequence[int], *, held: bool, wait_s: float = WAIT_S) -> None:
         """Waits until the router has no reservation, and a worker that holds a prompt's blocks or none of them."""
         wanted = set(block_hashes(prompt, self._block))
-        async with open_channel(self._router) as channel, asyncio.timeout(WAIT_S):
+        async with open_channel(self._router) as channel, asyncio.timeout(wait_s):
             router = router_pb2_grpc.RouterStub(channel)
             while True:
                 loads = (await router.GetLoads(router_pb2.GetLoadsRequest(), wait_for_ready=True)).loads
