@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -69,6 +71,25 @@ async def test_up_with_an_engine_that_fails_restarts_its_worker(tmp_path: Path) 
         await suite.complete(PROMPTS[0])
         first.healthy = True
         await suite.until_workers(2)
+
+
+async def test_up_with_engines_of_different_block_sizes_names_both_and_serves_them_with_a_common_one(
+    tmp_path: Path,
+) -> None:
+    root = str(build_tiny_model(tmp_path / "tiny"))
+    async with served(FakeVllm(root)) as first_url, served(FakeVllm(root, block=2 * BLOCK)) as second_url:
+        engines = {"first": {"url": first_url}, "second": {"url": second_url}}
+        async with up_with_engines(tmp_path, engines, 2 * BLOCK) as suite:
+            await suite.until_workers(1)
+            problem = re.compile(r"blocks of (\d+) tokens .* this worker has (\d+) .*; use the same block size")
+            await suite.until(lambda: bool(problem.findall(suite.log)))
+            ((held, rejected),) = {(int(one), int(other)) for one, other in problem.findall(suite.log)}
+            assert {held, rejected} == {BLOCK, 2 * BLOCK}
+            common = [{"name": name, **fields, "block_size": 2 * BLOCK} for name, fields in engines.items()]
+            suite.file.write_text(json.dumps(common))
+            await suite.until_workers(2)
+            for prompt in PROMPTS:
+                assert [await suite.cached_tokens(prompt) for _ in range(2)] == [0, 4 * BLOCK]
 
 
 async def test_up_with_engines_of_kubernetes_follows_the_api_server_and_its_failures(tmp_path: Path) -> None:
