@@ -29,6 +29,8 @@ for service in gateway preprocess router postprocess worker; do
     [ "$service" = preprocess ] && fast="--extra fast" || fast=
     pin "$service.txt" --extra "$service" $fast $same
 done
+rm -f requirements/engines.txt
+pin engines.txt --extra worker --extra http --extra vllm-grpc --extra kubernetes --extra cli $same
 # The image of the transformers engine, with the torch that the tests of engines run with.
 rm -f requirements/engines/worker-transformers.txt
 sed -n 's/^torch=/torch==/p' scripts/engines.sh |

@@ -32,17 +32,12 @@ class DirectSelector:
         """Implements PlaceStage.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when no worker is named, or one with another role; NOT_FOUND when none of the
-                named workers is registered.
+            SluiceError: INVALID_ARGUMENT when no worker is named, none of the named ones is registered, or one has
+                another role or too few ranks.
         """
         hints = placement_request.request.hints
         if not hints.answering:
-            raise invalid(
-                f"Missing worker: this gateway uses routing direct; name a worker in the header {WORKER_HEADER} or in "
-                "nvext.decode_worker_id.",
-                param=WORKER_HEADER,
-                code="no_worker_named",
-            )
+            raise _no_worker_named(hints)
         prefill, prefill_link = await self._prefill(hints, placement_request, excluded)
         entry, link = await self._first(hints.answering, hints.answering_source, placement_request, excluded)
         _check_roles(hints, entry, prefill)
@@ -68,6 +63,7 @@ class DirectSelector:
                 f"{described(source)} names a prefill worker, but this gateway cannot disaggregate this request; "
                 "omit the prefill worker.",
                 param=source,
+                code="not_disaggregated",
             )
         return await self._first(hints.prefill, source, placement_request, excluded)
 
@@ -93,6 +89,17 @@ class DirectSelector:
             raise failure or no_such_worker(names, placement_request.request.model, source)
         finally:
             del failure  # break the reference cycle: the traceback references this frame
+
+
+def _no_worker_named(hints: RoutingHints) -> SluiceError:
+    sent = [hints.sources[name] for name in ("workers", "endpoints") if name in hints.sources]  # without a name in it
+    source = sent[0] if sent else WORKER_HEADER
+    return invalid(
+        f"Missing worker: this gateway uses routing direct; name a worker in {described(source)} or in "
+        "nvext.decode_worker_id.",
+        param=source,
+        code="no_worker_named",
+    )
 
 
 def _check_roles(hints: RoutingHints, entry: WorkerEntry, prefill: WorkerEntry | None) -> None:

@@ -179,7 +179,8 @@ class WorkerSelector:
         """Returns the ids of the workers that may be chosen, or None for all workers of the model.
 
         Raises:
-            SluiceError: UNAVAILABLE when none is left, INVALID_ARGUMENT when none has the required capabilities.
+            SluiceError: UNAVAILABLE when none is left; INVALID_ARGUMENT when the request names no registered worker, or
+                none has the required capabilities.
         """
         request, prompt = placement_request.request, placement_request.prompt
         model, hints = request.model, request.hints
@@ -303,7 +304,7 @@ def no_such_worker(names: Sequence[str], model: str, source: str) -> SluiceError
         f"Model {model!r} does not have a worker {' or '.join(names)}, named in {described(source)}; name a registered "
         "worker."
     )
-    return SluiceError(ErrorKind.NOT_FOUND, message, param=source, code="worker_not_found", retryable=True)
+    return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param=source, code="worker_not_found", retryable=True)
 
 
 def _no_allowed_worker(model: str, source: str) -> SluiceError:

@@ -123,6 +123,13 @@ class EventSequencer:
         self._lose("the connection to the engine was interrupted")
         self._joins = True
 
+    def disconnected(self) -> None:
+        """Handles the end of a connection: what cannot be replayed is unknown from now on."""
+        if self._can_replay:
+            self.check()
+        else:
+            self.interrupted()
+
     def unreadable(self, sequence: int) -> None:
         """Skips a batch that cannot be decoded."""
         self._lose(f"batch {sequence} cannot be decoded")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from services.common.errors import ErrorKind, SluiceError
@@ -55,6 +56,7 @@ class ZmqFeed:
         self._binds = binds
         self._context: Context = _context()
         self._socket: Socket | None = None
+        self._monitor: Socket | None = None  # receives what happens to the connection
 
     def open(self) -> None:
         """Subscribes to the publisher; events are queued until `run`.
@@ -67,12 +69,14 @@ class ZmqFeed:
         socket = self._context.socket(zmq.SUB)
         socket.set(zmq.RCVHWM, QUEUED_MESSAGES)
         socket.set(zmq.SUBSCRIBE, self._topic)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             if self._binds:
                 socket.bind(self._endpoint)
             else:
                 socket.connect(self._endpoint)
         except zmq.ZMQError as error:
+            socket.disable_monitor()
             socket.close(linger=0)
             raise SluiceError(
                 ErrorKind.INVALID_ARGUMENT, f"The worker cannot receive KV events from {self._endpoint}: {error}."
@@ -81,8 +85,9 @@ class ZmqFeed:
 
     def close(self) -> None:
         """Closes the socket; idempotent."""
-        socket, self._socket = self._socket, None
+        socket, self._socket, self._monitor = self._socket, None, None
         if socket is not None:
+            socket.disable_monitor()
             socket.close(linger=0)
 
     async def run(self) -> None:
@@ -99,16 +104,37 @@ class ZmqFeed:
             self.close()
 
     async def _read_some(self) -> None:
-        socket = self._socket
+        import zmq
+        from zmq.asyncio import Poller
+
+        socket, monitor = self._socket, self._monitor
         assert socket is not None
-        if not await socket.poll(int(IDLE_S * 1000)):
+        assert monitor is not None
+        poller = Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        ready = dict(await poller.poll(int(IDLE_S * 1000)))
+        if not ready:
             self._sequencer.check()
+        if monitor in ready:
+            self._take_change(await monitor.recv_multipart())
+        if socket not in ready or self._sequencer.replay_from is not None:
             return
         for _ in range(MESSAGES_PER_TURN):
             self._take(await socket.recv_multipart())
             if self._sequencer.replay_from is not None or not await socket.poll(0):
                 return
         await asyncio.sleep(0)
+
+    def _take_change(self, frames: list[bytes]) -> None:
+        """Handles a connection that began or ended; a later one has missed what was published meanwhile."""
+        import zmq
+
+        if int.from_bytes(frames[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
+            log.info("the connection to the KV events ended", extra={"endpoint": self._endpoint})
+            self._sequencer.disconnected()
+        else:
+            self._sequencer.check()
 
     def _take(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != 8:

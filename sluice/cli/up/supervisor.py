@@ -113,7 +113,7 @@ async def supervise(
     Returns:
         The exit code: 0 after a signal, 1 after an unexpected exit.
     """
-    stop = _stop_on_signals()
+    stop = stop_on_signals()
     children = [Child(process, _line_of(view, process)) for process in processes]
     running: dict[asyncio.Task[int], Child] = {}
     becoming_ready: asyncio.Task[None] | None = None
@@ -156,7 +156,8 @@ async def _restart_ended(running: dict[asyncio.Task[int], Child], restarts: Rest
     return True
 
 
-def _stop_on_signals() -> asyncio.Event:
+def stop_on_signals() -> asyncio.Event:
+    """Returns an event that SIGINT, SIGTERM and SIGHUP set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

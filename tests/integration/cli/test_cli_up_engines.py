@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -14,6 +16,8 @@ import pytest
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.fake_http_engines import BLOCK, FakeServer, FakeSglang, FakeVllm, served
 from tests.support.fakes.fake_kubernetes import FakeKubernetes, endpoint, endpoint_slice
+from tests.support.fakes.fake_vllm import FakeVllm as GrpcVllm
+from tests.support.fakes.fake_vllm import fake_vllm
 from tests.support.servers.engine_file_suite import EngineFileSuite, up_with_engines
 
 PROMPTS = [range(first, first + 4 * BLOCK + 3) for first in (0, 50, 100, 150)]
@@ -69,6 +73,25 @@ async def test_up_with_an_engine_that_fails_restarts_its_worker(tmp_path: Path) 
         await suite.until_workers(2)
 
 
+async def test_up_with_engines_of_different_block_sizes_names_both_and_serves_them_with_a_common_one(
+    tmp_path: Path,
+) -> None:
+    root = str(build_tiny_model(tmp_path / "tiny"))
+    async with served(FakeVllm(root)) as first_url, served(FakeVllm(root, block=2 * BLOCK)) as second_url:
+        engines = {"first": {"url": first_url}, "second": {"url": second_url}}
+        async with up_with_engines(tmp_path, engines, 2 * BLOCK) as suite:
+            await suite.until_workers(1)
+            problem = re.compile(r"blocks of (\d+) tokens .* this worker has (\d+) .*; use the same block size")
+            await suite.until(lambda: bool(problem.findall(suite.log)))
+            ((held, rejected),) = {(int(one), int(other)) for one, other in problem.findall(suite.log)}
+            assert {held, rejected} == {BLOCK, 2 * BLOCK}
+            common = [{"name": name, **fields, "block_size": 2 * BLOCK} for name, fields in engines.items()]
+            suite.file.write_text(json.dumps(common))
+            await suite.until_workers(2)
+            for prompt in PROMPTS:
+                assert [await suite.cached_tokens(prompt) for _ in range(2)] == [0, 4 * BLOCK]
+
+
 async def test_up_with_engines_of_kubernetes_follows_the_api_server_and_its_failures(tmp_path: Path) -> None:
     kubernetes = FakeKubernetes()
     with ExitStack() as stack:
@@ -96,6 +119,39 @@ async def test_up_with_engines_of_kubernetes_follows_the_api_server_and_its_fail
                 assert list(await suite.workers()) == ["vllm-1"]
                 await suite.complete(PROMPTS[0])
                 assert suite.log.count("cannot be reached") == 1, "a failure is reported once"
+
+
+async def test_up_with_grpc_servers_routes_by_prefix_and_keeps_no_stale_block_of_a_broken_stream(
+    tmp_path: Path,
+) -> None:
+    root = str(build_tiny_model(tmp_path / "tiny"))
+    first, second = (GrpcVllm(model_path=root, block=BLOCK, first_token=100) for _ in range(2))
+    async with fake_vllm(first) as (first_address, _), fake_vllm(second) as (second_address, _):
+        engines = {"first": {"url": f"grpc://{first_address}"}, "second": {"url": f"grpc://{second_address}"}}
+        async with up_with_engines(tmp_path, engines, BLOCK) as suite:
+            await suite.until_workers(2)
+            workers = await suite.workers()
+            assert {worker.engine for worker in workers.values()} == {"vllm-grpc"}
+            assert all("kv_events" in worker.card.capabilities for worker in workers.values())
+            for server in (first, second):
+                server.prompts.clear()  # those of the proof
+            for prompt in PROMPTS:
+                cached = [await suite.cached_tokens(prompt) for _ in range(3)]
+                assert cached == [0, *[4 * BLOCK] * 2], "the engine's own usage"
+            asked = [{prompt[0] for prompt in server.prompts} for server in (first, second)]
+            assert not asked[0] & asked[1], "each prompt went to one engine only"
+            assert asked[0] | asked[1] == {prompt[0] for prompt in PROMPTS}
+
+            holder = first if PROMPTS[0][0] in asked[0] else second
+            subscriptions = len(holder.starts)
+            holder.break_streams.set()
+            await suite.until(lambda: len(holder.starts) > subscriptions)
+            holder.clear()
+            holder.break_streams.clear()
+            await suite.until_index(PROMPTS[0], held=False)
+            assert holder.starts[-1] > 0, "resumed by sequence number"
+            assert await suite.cached_tokens(PROMPTS[0]) == 0
+            assert await suite.cached_tokens(PROMPTS[0]) == 4 * BLOCK
 
 
 def test_up_with_an_invalid_file_of_engines_names_line_and_field(tmp_path: Path) -> None:

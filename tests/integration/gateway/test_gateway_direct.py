@@ -58,11 +58,11 @@ async def test_pairs_are_named_too(folder: Path) -> None:
     ("said", "kind", "code"),
     [
         (RoutingHints(), ErrorKind.INVALID_ARGUMENT, "no_worker_named"),
-        (RoutingHints(workers=("w9",)), ErrorKind.NOT_FOUND, "worker_not_found"),
+        (RoutingHints(workers=("w9",)), ErrorKind.INVALID_ARGUMENT, "worker_not_found"),
         (RoutingHints(workers=("w0",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
         (RoutingHints(workers=("w1",), prefill=("w1",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
         (RoutingHints(workers=("w2",), prefill=("w0",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
-        (RoutingHints(workers=("w1",), prefill=("w9",)), ErrorKind.NOT_FOUND, "worker_not_found"),
+        (RoutingHints(workers=("w1",), prefill=("w9",)), ErrorKind.INVALID_ARGUMENT, "worker_not_found"),
     ],
 )
 async def test_what_cannot_be_is_refused(folder: Path, said: RoutingHints, kind: ErrorKind, code: str) -> None:
@@ -71,6 +71,17 @@ async def test_what_cannot_be_is_refused(folder: Path, said: RoutingHints, kind:
         with pytest.raises(SluiceError) as refused:
             await stage.ask(REQUEST)
         assert (refused.value.kind, refused.value.code) == (kind, code)
+        await stage.quiet()
+
+
+async def test_prefill_worker_where_no_pair_can_run_is_rejected_by_its_header(folder: Path) -> None:
+    config = PipelineConfig(routing="direct", migration=False, disaggregation="off")
+    async with staged(folder, roles=("prefill", "decode"), config=config) as stage:
+        context.enter(RequestContext(hints=RoutingHints(workers=("w1",), prefill=("w0",))))
+        with pytest.raises(SluiceError) as refused:
+            await stage.ask(REQUEST)
+        error = refused.value
+        assert (error.http_status, error.code, error.param) == (400, "not_disaggregated", "x-sluice-prefill-worker")
         await stage.quiet()
 
 

@@ -18,7 +18,8 @@ from services.common.net.ports import free_port
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams
-from services.worker.engines.http import HttpEngine, engine, events
+from services.worker.engines.http import HttpEngine, engine
+from services.worker.engines.inprocess import event_proof
 from services.worker.kv_events import zmq_feed
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
@@ -345,7 +346,7 @@ async def _runs_without_events(fake: FakeServer, caplog: pytest.LogCaptureFixtur
 async def test_events_of_other_tokens_are_not_used(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "PROOF_WAITS_S", (0.2, 0.3))
+    monkeypatch.setattr(event_proof, "PROOF_WAITS_S", (0.2, 0.3))
     fake = make()
     honest = fake.compute
 
@@ -360,7 +361,7 @@ async def test_events_of_other_tokens_are_not_used(
 async def test_events_that_never_arrive_are_not_used(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "PROOF_WAITS_S", (0.2, 0.3))
+    monkeypatch.setattr(event_proof, "PROOF_WAITS_S", (0.2, 0.3))
     fake = make()
     fake.tells = False
     await _runs_without_events(fake, caplog, "No KV events arrived from tcp://127.0.0.1:")

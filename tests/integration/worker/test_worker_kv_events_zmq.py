@@ -16,6 +16,7 @@ from services.common.errors import SluiceError
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
 from services.worker.contract.cache_events import CacheTier
+from services.worker.kv_events import zmq_feed
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import END_OF_REPLAY, ZmqFeed, endpoint_of_rank
 
@@ -27,11 +28,14 @@ class Publisher:
 
     def __init__(self, endpoint: str, replay_endpoint: str, *, connects: bool = False) -> None:
         self.log: list[bytes] = []
-        context = zmq.asyncio.Context.instance()
-        self.events, self.replays = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-        (self.events.connect if connects else self.events.bind)(endpoint)
+        self.replays = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self.open(endpoint, connects=connects)
         self.replays.bind(replay_endpoint)
         self.replayer = asyncio.get_running_loop().create_task(self.serve_replays())
+
+    def open(self, endpoint: str, *, connects: bool = False) -> None:
+        self.events = zmq.asyncio.Context.instance().socket(zmq.PUB)
+        (self.events.connect if connects else self.events.bind)(endpoint)
 
     async def store(self, name: int, *, heard: bool = True) -> None:
         event = {"type": "BlockStored", "block_hashes": [name], "token_ids": [name] * 4, "block_size": 4}
@@ -90,6 +94,55 @@ async def test_a_subscriber_that_comes_late_and_misses_some_has_it_all_in_the_en
         (stored,) = kv.translator.snapshot()
         assert set(stored.hashes) == {block_hashes([name] * 4, 4)[0] for name in range(7)}  # type: ignore[union-attr]
         assert kv.degraded == ""
+    finally:
+        publisher.close()
+
+
+async def test_connection_that_breaks_and_returns_is_caught_up_by_a_replay_without_a_later_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_feed, "IDLE_S", 3600.0)
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    publisher, kv = Publisher(endpoint, replay), source()
+    try:
+        async with following(ZmqFeed(kv.sequencer, endpoint, replay)):
+            await publisher.store(0)
+            await until(lambda: kv.translator.held() == 1)
+            publisher.events.close(linger=0)
+            await publisher.store(1, heard=False)
+            await until(lambda: kv.translator.held() == 2)
+            await publisher.store(2, heard=False)
+            publisher.open(endpoint)
+            await until(lambda: kv.translator.held() == 3)
+            assert kv.degraded == ""
+    finally:
+        publisher.close()
+
+
+async def test_connection_that_breaks_without_a_replay_drops_all_blocks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_feed, "IDLE_S", 3600.0)
+    endpoint = f"ipc://{tmp_path}/events"
+    publisher = Publisher(endpoint, f"ipc://{tmp_path}/replay")
+    kv = EngineCacheSource(0, 4, counts_copies=True, can_replay=False)
+    try:
+        async with following(ZmqFeed(kv.sequencer, endpoint)):
+            await publisher.store(0, heard=False)
+
+            async def publish_until_received(name: int) -> None:
+                while not kv.translator.holds(block_hashes([name] * 4, 4)):
+                    await publisher.store(name)
+                    await asyncio.sleep(0.05)
+
+            async with asyncio.timeout(DEADLINE_S):
+                await publish_until_received(1)
+                publisher.events.close(linger=0)
+                await until(lambda: kv.translator.held() == 0)
+                publisher.open(endpoint)
+                await publish_until_received(2)
+            assert not kv.translator.holds(block_hashes([1] * 4, 4)), "it may be gone from the engine"
+            assert kv.degraded == "kv_events_lost"
     finally:
         publisher.close()
 

@@ -16,6 +16,7 @@ from services.common.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams
+from services.worker.engines.inprocess import event_proof
 from services.worker.engines.vllm_grpc import VllmGrpcEngine
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
@@ -72,16 +73,19 @@ async def test_tokens_and_one_end(tmp_path: Path) -> None:
     async with started(FakeVllm(), tmp_path) as (engine, _, _server):
         *deltas, end = await answer(engine, asked())
         assert [token for delta in deltas for token in delta.token_ids] == [1000, 1001, 1002, 1003, 1004]
-        assert deltas[0].cached_tokens == BLOCK
+        assert deltas[0].cached_tokens == 0
         assert end.finish_reason is FinishReason.LENGTH
         assert end.usage is not None
-        assert (end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_tokens) == (10, 5, BLOCK)
+        assert (end.usage.prompt_tokens, end.usage.completion_tokens, end.usage.cached_tokens) == (10, 5, 0)
+        *_, end = await answer(engine, asked())
+        assert end.usage is not None
+        assert end.usage.cached_tokens == 2 * BLOCK
 
 
 async def test_who_stops_listening_ends_the_request_on_the_server(tmp_path: Path) -> None:
     servicer = FakeVllm()
-    servicer.gate.clear()
     async with started(servicer, tmp_path) as (engine, _, _server):
+        servicer.gate.clear()
         deltas = engine.generate(asked(), GenerateContext("r"))
         await anext(deltas)
         await deltas.aclose()
@@ -131,8 +135,8 @@ async def test_a_cleared_cache_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["gone", "unhealthy"])
 async def test_the_death_of_the_server_fails_the_worker(tmp_path: Path, how: str) -> None:
     servicer = FakeVllm()
-    servicer.gate.clear()
     async with started(servicer, tmp_path) as (engine, _, server):
+        servicer.gate.clear()
         failed: list[BaseException] = []
         engine.on_failure = lambda name, error: failed.append(error)
         deltas = engine.generate(asked(), GenerateContext("r"))
@@ -151,8 +155,8 @@ async def test_the_death_of_the_server_fails_the_worker(tmp_path: Path, how: str
 
 async def test_a_request_that_fails_because_the_engine_is_dead_can_be_retried(tmp_path: Path) -> None:
     servicer = FakeVllm()
-    servicer.gate.clear()
     async with started(servicer, tmp_path) as (engine, _, _server):
+        servicer.gate.clear()
         deltas = engine.generate(asked(), GenerateContext("r"))
         await anext(deltas)
         servicer.healthy = False
@@ -170,3 +174,61 @@ async def test_nobody_answers_at_the_address(tmp_path: Path) -> None:
         await engine.start("w")
     await engine.cleanup()
     await engine.cleanup()
+
+
+def at(address: str, *flags: str) -> VllmGrpcEngine:
+    argv = ["--engine", "vllm-grpc", "--engine-args", f"address={address}", *flags]
+    return VllmGrpcEngine.from_args(WorkerSettings.load(argv))
+
+
+async def test_running_server_without_a_model_flag_serves_its_own(tmp_path: Path) -> None:
+    folder = str(build_tiny_model(tmp_path))
+    async with fake_vllm(FakeVllm(model_path=folder)) as (address, _):
+        engine = at(address)
+        try:
+            config = await engine.start("w")
+            assert (config.model, config.source) == ("tiny", folder)
+        finally:
+            await engine.cleanup()
+
+
+async def test_running_server_with_a_larger_declared_block_size_reports_combined_blocks(tmp_path: Path) -> None:
+    folder = f"tiny={build_tiny_model(tmp_path)}"
+    async with fake_vllm(FakeVllm()) as (address, _):
+        engine = at(address, "--model", folder, "--block-size", "8")
+        try:
+            config = await engine.start("w")
+            assert (config.block_size, config.total_blocks) == (8, 32)
+            assert "kv_events" in config.capabilities
+            index = Index(engine)
+            await answer(engine, asked())
+            await until(lambda: index.held >= set(block_hashes(PROMPT, 8)))
+        finally:
+            await engine.cleanup()
+
+
+async def test_running_server_with_an_incompatible_block_size_is_rejected(tmp_path: Path) -> None:
+    folder = f"tiny={build_tiny_model(tmp_path)}"
+    async with fake_vllm(FakeVllm()) as (address, _):
+        engine = at(address, "--model", folder, "--block-size", "6")
+        with pytest.raises(SluiceError, match="--block-size is 6, but the engine's blocks have 4 tokens"):
+            await engine.start("w")
+        await engine.cleanup()
+
+
+async def test_running_server_whose_events_cannot_be_proven_runs_without_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_proof, "PROOF_WAITS_S", (0.2, 0.3))
+    servicer = FakeVllm()
+    servicer.tells = False
+    async with started(servicer, tmp_path) as (engine, config, _server):
+        assert "kv_events" not in config.capabilities
+        assert not engine.kv_event_sources()
+        assert (await answer(engine, asked()))[-1].finish_reason is FinishReason.LENGTH
+    assert "No KV events arrived from 127.0.0.1:" in caplog.text
+
+
+def test_address_that_is_no_host_and_port_is_rejected() -> None:
+    with pytest.raises(SluiceError, match="'unix:/tmp/socket', expected host:port"):
+        at("unix:/tmp/socket", "--model", "tiny=/models/tiny")

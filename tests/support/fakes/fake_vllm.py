@@ -16,15 +16,29 @@ BLOCK = 4
 
 
 class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Answers 1000, 1001, … and reports the prompt's blocks, by the numbers of their tokens.
+    """Answers 1000, 1001, … and reports the prompt's blocks, by their tokens.
+
+    Args:
+        model_path: folder of the model that the server reports, under the name "tiny".
+        block: tokens per block.
+        first_token: of every answer.
 
     Attributes:
         gate: closed: generations stop after their first token.
         starts: what subscribers of KV events asked to start from.
+        prompts: of all generations.
+        cached: prefixes whose blocks were computed.
+        tells: whether computed blocks are published.
     """
 
-    def __init__(self, *, resumes: bool = True) -> None:
+    def __init__(
+        self, *, resumes: bool = True, model_path: str = "", block: int = BLOCK, first_token: int = 1000
+    ) -> None:
         self.resumes = resumes
+        self.model_path, self.block, self.first_token = model_path, block, first_token
+        self.prompts: list[list[int]] = []
+        self.cached: set[tuple[int, ...]] = set()
+        self.tells = True
         self.healthy = True
         self.gate = asyncio.Event()
         self.gate.set()
@@ -45,14 +59,16 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):
             max_context_length=256,
             vocab_size=500,
             eos_token_ids=[2],
+            model_path=self.model_path,
+            served_model_name="tiny",
             default_sampling_params_json='{"top_k": 20}',
         )
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
-        return pb.GetServerInfoResponse(block_size=BLOCK, data_parallel_size=1, max_num_seqs=8)
+        return pb.GetServerInfoResponse(block_size=self.block, data_parallel_size=1, max_num_seqs=8)
 
     async def GetLoads(self, request: Any, context: Any) -> Any:
-        return pb.GetLoadsResponse(version="0.32.0", loads=[pb.SchedulerLoad(max_total_num_tokens=64 * BLOCK)])
+        return pb.GetLoadsResponse(version="0.32.0", loads=[pb.SchedulerLoad(max_total_num_tokens=64 * self.block)])
 
     async def FlushCache(self, request: Any, context: Any) -> Any:
         self.flushed += 1
@@ -64,10 +80,15 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         count = request.sampling_params.max_tokens
-        self.publish(list(request.tokenized.input_ids))
+        prompt = list(request.tokenized.input_ids)
+        cached = self._cached_tokens(prompt)
+        self.prompts.append(prompt)
+        if self.tells:
+            self.publish(prompt)
         try:
             for index in range(count):
-                yield pb.GenerateResponse(chunk=pb.GenerateStreamChunk(token_ids=[1000 + index], cached_tokens=BLOCK))
+                chunk = pb.GenerateStreamChunk(token_ids=[self.first_token + index], cached_tokens=cached)
+                yield pb.GenerateResponse(chunk=chunk)
                 await self.gate.wait()
                 if not self.healthy:
                     await context.abort(grpc.StatusCode.INTERNAL, "EngineDeadError")
@@ -76,15 +97,29 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):
             raise
         yield pb.GenerateResponse(complete=pb.GenerateComplete(finish_reason="length", completion_tokens=count))
 
+    def _cached_tokens(self, prompt: list[int]) -> int:
+        """Returns the tokens of a prompt's leading cached blocks, and caches the others."""
+        prefixes = [tuple(prompt[:end]) for end in range(self.block, len(prompt), self.block)]
+        known = [prefix for prefix in prefixes if prefix in self.cached]
+        self.cached.update(prefixes)
+        return len(known) * self.block
+
     def publish(self, token_ids: list[int]) -> None:
         """The whole blocks of a prompt as one batch."""
         blocks = [
-            common_pb2.KvBlock(block_hash=sum(token_ids[: end + BLOCK]), block_size=BLOCK)
-            for end in range(0, len(token_ids) - BLOCK + 1, BLOCK)
+            common_pb2.KvBlock(block_hash=hash(tuple(token_ids[: end + self.block])), block_size=self.block)
+            for end in range(0, len(token_ids) - self.block + 1, self.block)
         ]
         for index, block in enumerate(blocks):
-            block.token_ids.extend(token_ids[index * BLOCK : (index + 1) * BLOCK])
-        event = common_pb2.KvCacheEvent(stored=common_pb2.KvBlocksStored(blocks=blocks))
+            block.token_ids.extend(token_ids[index * self.block : (index + 1) * self.block])
+        self._log(common_pb2.KvCacheEvent(stored=common_pb2.KvBlocksStored(blocks=blocks)))
+
+    def clear(self) -> None:
+        """Drops the whole cache, and publishes that as one batch."""
+        self.cached.clear()
+        self._log(common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared()))
+
+    def _log(self, event: Any) -> None:
         batch = common_pb2.KvEventBatch(sequence_number=len(self.log), timestamp=float(len(self.log)), events=[event])
         self.log.append(batch)
         self.changed.set()

@@ -88,16 +88,15 @@ class EngineFileSuite:
         await self.until_index(prompt, held=True)
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-    async def until_index(self, prompt: Sequence[int], *, held: bool) -> None:
+    async def until_index(self, prompt: Sequence[int], *, held: bool, wait_s: float = WAIT_S) -> None:
         """Waits until the router has no reservation, and a worker that holds a prompt's blocks or none of them."""
         wanted = set(block_hashes(prompt, self._block))
-        async with open_channel(self._router) as channel, asyncio.timeout(WAIT_S):
+        async with open_channel(self._router) as channel, asyncio.timeout(wait_s):
             router = router_pb2_grpc.RouterStub(channel)
             while True:
-                loads = (await router.GetLoads(router_pb2.GetLoadsRequest())).loads
-                dumps = [
-                    set(unpack_u64(one.block_hashes)) async for one in router.DumpIndex(router_pb2.DumpIndexRequest())
-                ]
+                loads = (await router.GetLoads(router_pb2.GetLoadsRequest(), wait_for_ready=True)).loads
+                dump = router.DumpIndex(router_pb2.DumpIndexRequest(), wait_for_ready=True)
+                dumps = [set(unpack_u64(one.block_hashes)) async for one in dump]
                 found = any(wanted <= dump for dump in dumps) if held else not any(wanted & dump for dump in dumps)
                 if found and not any(load.requests for load in loads):
                     return
@@ -107,7 +106,7 @@ class EngineFileSuite:
         """The workers as registered at the router, by id."""
         async with open_channel(self._router) as channel:
             router = router_pb2_grpc.RouterStub(channel)
-            listed = await router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=WAIT_S)
+            listed = await router.ListWorkers(router_pb2.ListWorkersRequest(), timeout=WAIT_S, wait_for_ready=True)
         return {worker.worker_id: worker for worker in listed.workers}
 
 

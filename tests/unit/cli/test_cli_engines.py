@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.worker.engines.http.options import HttpOptions, read_http_options
+from services.worker.engines.vllm_grpc.options import read_server_options
 from services.worker.settings import WorkerSettings
 from sluice.cli.errors import BadFlag
 from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry
@@ -16,6 +17,7 @@ from sluice.cli.up.engines.nodes import MAX_FILE_BYTES
 from sluice.cli.up.plan import Options, check, engine_process, plan
 
 ONE = "- name: a\n  url: http://10.0.0.1:8000\n"
+GRPC = "- name: a\n  url: grpc://10.0.0.1:50051\n"
 
 
 def written(folder: Path, text: str) -> Path:
@@ -52,6 +54,15 @@ def test_engine_file_with_all_fields_gives_the_flags_of_a_worker(tmp_path: Path)
     assert read_http_options(settings) == HttpOptions("http://host:8001", "tcp://host:5557", "tcp://host:5558", key)
 
 
+@pytest.mark.parametrize("url", ["grpc://host:50051", "grpc://[fd00::1]:50051/"])
+def test_engine_file_with_a_grpc_server_gives_the_flags_of_a_vllm_grpc_worker(tmp_path: Path, url: str) -> None:
+    (entry,) = EngineFile(written(tmp_path, f"- {{name: a, url: '{url}', block_size: 32}}\n")).entries()
+    settings = WorkerSettings.load(list(entry.worker_arguments()))
+    assert (settings.worker_id, settings.engine, settings.block_size) == ("a", "vllm-grpc", 32)
+    address = url.removeprefix("grpc://").rstrip("/")
+    assert read_server_options(settings, "").address == address
+
+
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "[]"])
 def test_engine_file_without_entries_is_empty(tmp_path: Path, text: str) -> None:
     assert EngineFile(written(tmp_path, text)).entries() == ()
@@ -81,6 +92,10 @@ def test_engine_file_in_json_is_read(tmp_path: Path) -> None:
         ("- name: a\n  url: [http://h:1]\n", "engines.yaml:2: url must be a text; quote it."),
         ("- name: a\n  url: h:1\n", "engines.yaml:2: url is 'h:1', expected http://host:port."),
         ("- name: a\n  url: ftp://h:1\n", "engines.yaml:2: url is 'ftp://h:1', expected http://host:port."),
+        ("- name: a\n  url: grpc://h\n", "engines.yaml:2: url is 'grpc://h', expected grpc://host:port."),
+        ("- name: a\n  url: grpc://h:1/x\n", "engines.yaml:2: url is 'grpc://h:1/x', expected grpc://host:port."),
+        (GRPC + "  kv_events: tcp://h:5557\n", "engines.yaml:1: kv_events has no meaning with a grpc:// url."),
+        (GRPC + "  api: openai\n", "engines.yaml:1: api has no meaning with a grpc:// url."),
         ("- name: a\n  url: http://h:1/v1\n", "engines.yaml:2: url is 'http://h:1/v1', expected http://host:port."),
         ("- name: a\n  url: http://h:99999\n", "engines.yaml:2: url is 'http://h:99999', expected"),
         ("- name: a\n  url: http://u:p@h:1\n", "engines.yaml:2: url contains credentials; use api_key_file."),

@@ -56,6 +56,12 @@ def test_engines_of_kubernetes_with_all_fields_have_them(api: FakeKubernetes, tm
     assert "resourceVersion=0" in api.paths[0], "read from the API server's cache"
 
 
+def test_engines_of_kubernetes_with_scheme_grpc_are_grpc_servers(api: FakeKubernetes, tmp_path: Path) -> None:
+    api.slices = [endpoint_slice([endpoint("10.0.0.1", "vllm-0")])]
+    (entry,) = registry(api, tmp_path, service="vllm", scheme="grpc").entries()
+    assert entry == EngineEntry("vllm-0", "grpc://10.0.0.1:8000")
+
+
 def test_engines_of_kubernetes_by_labels_are_those_of_matching_slices(api: FakeKubernetes, tmp_path: Path) -> None:
     other = endpoint_slice([endpoint("10.0.0.9", "other")])
     other["metadata"]["labels"] = {"app": "other"}
@@ -187,7 +193,11 @@ def test_absent_configuration_is_reported(tmp_path: Path) -> None:
         ("kubernetes:\n  services: a\n", ":2: services is unknown; use service, selector, namespace, port, "),
         ("kubernetes:\n  service: A/b\n", ":2: service is 'A/b'; expected a name of Kubernetes."),
         ("kubernetes:\n  service: a\n  port: '70000'\n", ":3: port is '70000'; it must be between 1 and 65535."),
-        ("kubernetes:\n  service: a\n  scheme: ftp\n", ":3: scheme is 'ftp'; use http or https."),
+        (
+            "kubernetes:\n  service: a\n  scheme: grpc\n  kv_events_port: 5557\n",
+            ":2: kv_events_port has no meaning with scheme: grpc.",
+        ),
+        ("kubernetes:\n  service: a\n  scheme: ftp\n", ":3: scheme is 'ftp'; use http, https, grpc."),
         ("kubernetes:\n  service: a\n  kv_replay_port: 5558\n", ":2: kv_replay_port needs kv_events_port."),
         ("kubernetes:\n  service: a\n  kv_events_port: 5557x\n", ":3: kv_events_port must be a number."),
         ("kubernetes:\n  service: a\n  kubeconfig_file: none\n", ":3: kubeconfig_file 'none' is not a file."),

@@ -209,3 +209,9 @@ def test_only_gateways_that_share_something_reach_redis(tmp_path: Path) -> None:
     keys, shared = tmp_path / "keys", tmp_path / "shared"
     assert _reachable(with_components(keys, "api-keys")) == ARROWS_BY_OVERLAY["mock"]
     assert _reachable(with_components(shared, "gateway-redis")) == ARROWS_BY_OVERLAY["guarded"]
+
+
+def test_engines_component_adds_the_arrows_of_its_workers(tmp_path: Path) -> None:
+    added = _reachable(with_components(tmp_path, "engines")) - ARROWS_BY_OVERLAY["mock"]
+    # Gateways are open to every pod. The ports of the workers are a range, which the pod does not name.
+    assert {(source, target) for source, target, _ in added} == {("engines", "router"), ("engines", "gateway")}

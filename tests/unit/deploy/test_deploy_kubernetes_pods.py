@@ -383,5 +383,6 @@ def test_inference_gateway_component_makes_routers_the_picker_of_direct_gateways
     assert maps["sluice-gateway"]["SLUICE_GATEWAY_PRESET"] == "direct_execution"
     for one in (router, gateway):
         kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+    assert "engines" in workloads_of
     (backend,) = kinds["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
     assert (backend["kind"], backend["name"]) == ("InferencePool", kinds["InferencePool"]["metadata"]["name"])

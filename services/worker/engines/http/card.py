@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.common import models
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.generation_defaults import eos_ids
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig
@@ -50,16 +50,8 @@ def block_size(settings: WorkerSettings, engine_size: int) -> int:
     Raises:
         SluiceError: INVALID_ARGUMENT when --block-size is set and incompatible.
     """
-    if "block_size" not in settings.model_fields_set:
-        return engine_size * -(-LEAST_BLOCK // engine_size) if engine_size else 0
-    declared = settings.block_size
-    if engine_size and declared % engine_size and engine_size % declared:
-        raise invalid(
-            f"--block-size is {declared}, but the engine's blocks have {engine_size} tokens; one must be a multiple of "
-            "the other. Remove --block-size.",
-            param="block_size",
-        )
-    return declared
+    combined = engine_size * -(-LEAST_BLOCK // engine_size) if engine_size else 0
+    return card.declared_block_size(settings, engine_size) or combined
 
 
 def vocab_size(path: Path) -> int:

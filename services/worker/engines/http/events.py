@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import random
-import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.hashing import block_hashes
 from services.common.net.addresses import host_port, is_loopback, join
 from services.common.tasks import TaskOwner
 from services.worker.engines.http.dialect import Publisher
 from services.worker.engines.http.options import NO_EVENTS, HttpOptions
+from services.worker.engines.inprocess.event_proof import EventProof
 from services.worker.engines.inprocess.events import KvEventFeeds
-from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import endpoint_of_rank
 
-log = logging.getLogger(__name__)
-
-PROBE_S = 120.0
-PROOF_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-PROOF_BLOCKS = 2
-CHECK_INTERVAL_S = 0.02
 _WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
 
 Probe: TypeAlias = "Callable[[int, array[int]], Awaitable[None]]"
@@ -49,11 +38,8 @@ class RemoteEvents(KvEventFeeds):
     async def follow(self, publishers: Sequence[Publisher], block_size: int, probe: Probe, vocab_size: int) -> str:
         """Subscribes and proves the events of every rank.
 
-        Each rank computes a prompt of random tokens; the events that follow must contain the prompt's blocks. This
-        proves the endpoint, the block size, and that the tokens in the events are those of the prompt.
-
         Args:
-            vocab_size: tokens of the prompt are below it.
+            vocab_size: as of `EventProof`.
 
         Returns:
             Why the events cannot be used, as a sentence; empty: they are followed.
@@ -67,7 +53,8 @@ class RemoteEvents(KvEventFeeds):
                     publisher.rank, block_size, publisher.endpoint, publisher.replay, self._tasks, topic=publisher.topic
                 )
             for index, publisher in enumerate(publishers):
-                if problem := await self._prove(index, publisher, block_size, probe, vocab_size):
+                proof = EventProof(self.sources[index], publisher.endpoint, block_size, vocab_size)
+                if problem := await proof.run(partial(probe, publisher.rank), lambda: self._failure):
                     await self.stop()
                     return problem
         except BaseException:
@@ -81,43 +68,6 @@ class RemoteEvents(KvEventFeeds):
         await self._tasks.close()
         self.close()
         self.sources = ()
-
-    async def _prove(self, index: int, publisher: Publisher, block_size: int, probe: Probe, vocab_size: int) -> str:
-        """Returns why the events of one rank cannot be used; tries again, as the connection may still be opening."""
-        source = self.sources[index]
-        for wait_s in PROOF_WAITS_S:
-            prompt = array("I", random.choices(range(vocab_size), k=PROOF_BLOCKS * block_size + 1))
-            try:
-                async with asyncio.timeout(PROBE_S):
-                    await probe(publisher.rank, prompt)
-            except TimeoutError:
-                return f"The engine did not compute a prompt within {PROBE_S:g} s, so its KV events cannot be proven."
-            except SluiceError as error:
-                if error.kind is ErrorKind.ENGINE_SHUTDOWN:
-                    raise
-                return f"The engine did not compute a prompt, so its KV events cannot be proven: {error.message}"
-            if await self._arrived(source, block_hashes(prompt, block_size), wait_s):
-                return ""
-        if source.sequencer.expected:
-            return (
-                f"The KV events from {publisher.endpoint} do not contain the tokens of a prompt that the engine "
-                "computed; check that they are this engine's."
-            )
-        return (
-            f"No KV events arrived from {publisher.endpoint} after a prompt; check the endpoint, and that the engine "
-            "caches prefixes."
-        )
-
-    async def _arrived(self, source: EngineCacheSource, hashes: Sequence[int], wait_s: float) -> bool:
-        """Waits for blocks; raises the error with which the subscription failed."""
-        deadline = time.monotonic() + wait_s
-        while not source.translator.holds(hashes):
-            if self._failure is not None:
-                raise self._failure
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(CHECK_INTERVAL_S)
-        return True
 
     def _feed_failed(self, name: str, error: BaseException) -> None:
         self._failure = error

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common import models
+from services.common.errors import invalid
 from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import Role
@@ -45,6 +46,27 @@ def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     names = config.get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}  # transformers' own defaults
     return tuple(str(names[key]) for key in sorted(names, key=int))
+
+
+def declared_block_size(settings: WorkerSettings, engine_size: int) -> int:
+    """Returns --block-size, of an engine that runs already; 0 if it is not set.
+
+    Args:
+        engine_size: Tokens per block or page of the engine; 0 if unknown.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when the two sizes are incompatible.
+    """
+    if "block_size" not in settings.model_fields_set:
+        return 0
+    declared = settings.block_size
+    if engine_size and declared % engine_size and engine_size % declared:
+        raise invalid(
+            f"--block-size is {declared}, but the engine's blocks have {engine_size} tokens; one must be a multiple of "
+            "the other. Remove --block-size.",
+            param="block_size",
+        )
+    return declared
 
 
 def engine_config(settings: WorkerSettings, path: Path, engine: str, **measured: Any) -> EngineConfig:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from services.common import models
 from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.inprocess import card
@@ -22,6 +23,14 @@ _WITHOUT_FIELD = frozenset(
     }
 )
 CAPABILITIES = VLLM_AND_SGLANG | (SAMPLING - _WITHOUT_FIELD)
+
+
+def with_model(settings: WorkerSettings, model: Any) -> WorkerSettings:
+    """Returns the settings with the server's own model, unless --model is set."""
+    source = model.tokenizer_path or model.model_path
+    if "model" in settings.model_fields_set or not source:
+        return settings
+    return settings.model_copy(update={"model": f"{model.served_model_name or models.default_name(source)}={source}"})
 
 
 def capabilities(model: Any, server: Any, *, has_events: bool, profiles: bool) -> frozenset[Capability]:
@@ -63,13 +72,21 @@ def total_blocks(loads: Any, block_size: int) -> int:
 
 
 def engine_config(
-    settings: WorkerSettings, path: Path, source: str, model: Any, server: Any, loads: Any, **flags: bool
+    settings: WorkerSettings,
+    path: Path,
+    source: str,
+    block_size: int,
+    model: Any,
+    server: Any,
+    loads: Any,
+    **flags: bool,
 ) -> EngineConfig:
     """Returns the description of the server.
 
     Args:
         path: Folder of the model's tokenizer files.
         source: Folder or hub id of these files on the card.
+        block_size: Tokens per Sluice block; 0 if unknown.
         flags: Keyword arguments of `capabilities`.
     """
     return card.engine_config(
@@ -79,8 +96,8 @@ def engine_config(
         source=source,
         context_length=int(model.max_context_length),
         vocab_size=int(model.vocab_size),
-        block_size=int(server.block_size),
-        total_blocks=total_blocks(loads, int(server.block_size)),
+        block_size=block_size,
+        total_blocks=total_blocks(loads, block_size),
         max_sequences=int(server.max_num_seqs),
         max_batched_tokens=0,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,8 +21,10 @@ from services.common.net.ports import free_port
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, Role, StopParams
+from services.worker.engines.inprocess import card as inprocess_card
 from services.worker.engines.inprocess.engine import embed_each, embeddings_only, starting
+from services.worker.engines.inprocess.event_proof import EventProof
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.grammar_compiler import naming_constraint
@@ -73,15 +77,18 @@ class VllmGrpcEngine(LLMEngine):
         await self._wait_healthy(client)
         model, server, loads = await client.model_info(), await client.server_info(), await client.loads()
         self._check_role(server)
+        if self._options.address:
+            self._settings = card.with_model(self._settings, model)
+        size = self._block_size(server)
         self._facts = card.request_facts(model)
         self.on_phase("reading the model's files", None)
         path, source = await self._tokenizer_files(client)
         flags = {
-            "has_events": bool(model.is_generation) and await self._follow_events(client, server),
+            "has_events": bool(model.is_generation) and await self._follow_events(client, model, server, size),
             "profiles": self._options.profiles,
         }
         self._config = await asyncio.to_thread(
-            card.engine_config, self._settings, path, source, model, server, loads, **flags
+            card.engine_config, self._settings, path, source, size, model, server, loads, **flags
         )
         self._loads = [Load() for _ in range(self._config.data_parallel_size)]
         self.tasks.spawn(self._poll(client), "vllm-grpc-watch")
@@ -144,13 +151,19 @@ class VllmGrpcEngine(LLMEngine):
         folder = Path(await asyncio.to_thread(self._server.make_folder))
         return await tokenizer.fetch_into(client, folder), str(folder)
 
-    async def _follow_events(self, client: Client, server: Any) -> bool:
+    def _block_size(self, server: Any) -> int:
+        """Returns the tokens per Sluice block: for a running server --block-size if set, otherwise the server's."""
+        engine_size = int(server.block_size)
+        declared = inprocess_card.declared_block_size(self._settings, engine_size) if self._options.address else 0
+        return declared or engine_size
+
+    async def _follow_events(self, client: Client, model: Any, server: Any, block_size: int) -> bool:
         """Subscribes to the KV events of every rank; returns whether the server publishes them."""
         if not server.block_size:
             return False
         ranks = range(max(int(server.data_parallel_size), 1))
         self._sources = tuple(
-            EngineCacheSource(rank, int(server.block_size), counts_copies=True, can_replay=False) for rank in ranks
+            EngineCacheSource(rank, block_size, counts_copies=True, can_replay=False) for rank in ranks
         )
         opened = asyncio.Event()
         feed = GrpcFeed(client, self._sources, opened.set)
@@ -163,7 +176,42 @@ class VllmGrpcEngine(LLMEngine):
             self._sources = ()
             log.warning("vLLM's server publishes no KV events; start it with --kv-events-config")
             return False
-        return True
+        if problem := await self._prove_events(client, feed_task, block_size, int(model.vocab_size)):
+            feed_task.cancel()
+            self._sources = ()
+            log.warning("this worker runs without KV events, so routing predicts its cache: %s", problem)
+        return not problem
+
+    async def _prove_events(
+        self, client: Client, feed_task: asyncio.Task[None], block_size: int, vocab_size: int
+    ) -> str:
+        """Returns why the events of a server that runs elsewhere cannot be used; empty if they can."""
+        if not self._options.address:
+            return ""  # started here, with a configuration that is known to work
+
+        def failure() -> BaseException | None:
+            return feed_task.exception() if feed_task.done() and not feed_task.cancelled() else None
+
+        for source in self._sources:
+            proof = EventProof(source, self._options.address, block_size, vocab_size)
+            if problem := await proof.run(partial(self._probe, client, source.rank), failure):
+                return problem
+        return ""
+
+    async def _probe(self, client: Client, rank: int, prompt: array[int]) -> None:
+        """Computes a prompt on one rank."""
+        stop = StopParams(max_tokens=1, ignore_eos=True)
+        request = GenerateRequest(uuid.uuid4().hex, "", prompt, stop=stop, data_parallel_rank=rank or None)
+        message = wire.write_request(request, self._facts, None)
+        message.request_id = self._prefix + request.request_id
+        call = client.generate(message)
+        try:
+            async for _ in call:
+                pass
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         client = self._require_client()

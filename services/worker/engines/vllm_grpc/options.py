@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.errors import invalid, quoted
+from services.common.net.addresses import is_reachable
 from services.worker.engines.shared.arguments import parse_engine_args
 from services.worker.engines.vllm.options import command_line
 from services.worker.settings import WorkerSettings
@@ -45,6 +46,10 @@ def read_server_options(settings: WorkerSettings, model: str) -> ServerOptions:
     if isinstance(start_s, bool) or not isinstance(start_s, int | float) or start_s <= 0:
         raise invalid(
             "Option 'start_s' of the vllm-grpc engine must be a positive number of seconds.", param="engine_args"
+        )
+    if address and not is_reachable(address):
+        raise invalid(
+            f"The option address of the vllm-grpc engine is {quoted(address)}, expected host:port.", param="engine_args"
         )
     if address and (given or settings.engine_flags or program):
         raise invalid(

@@ -10,16 +10,29 @@ from typing import Protocol
 
 from services.common.errors import LONGEST_NAME, quoted
 from services.common.models import ModelSpec
+from services.common.net.addresses import is_reachable
 from services.worker.engines.http.options import NO_EVENTS, endpoint_problem, url_problem
 
 MAX_ENGINES = 990
 MAX_BLOCK = 1024
 OPENAI = "openai"
+GRPC = "grpc://"
+"""Scheme of the URL of a `vllm serve --grpc`."""
+WITHOUT_GRPC = ("kv_events", "kv_replay", "api_key_file", "api")
+"""Fields that mean nothing for such a server, whose KV events arrive over the same connection."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class BadRegistry(Exception):
     """Raised for an invalid or unavailable list; for a mistake in a file the message is `FILE:LINE: FIELD …`."""
+
+
+class RegistryUnavailable(BadRegistry):
+    """Raised when a valid list cannot be read at the moment."""
+
+
+class NothingListed(RegistryUnavailable):
+    """Raised when what lists the servers responds without a list, which must not remove all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +41,7 @@ class EngineEntry:
 
     Attributes:
         name: id of its worker.
+        url: http(s)://host:port, or grpc://host:port of a `vllm serve --grpc`.
         api: openai: text in and text out; empty: the API of vLLM or SGLang, with token ids.
         line: where it begins in its file; not part of its identity.
     """
@@ -44,9 +58,13 @@ class EngineEntry:
 
     def worker_arguments(self) -> tuple[str, ...]:
         """Returns the flags of its worker."""
-        options = {name: getattr(self, name) for name in ("url", "kv_events", "kv_replay", "api_key_file")}
+        if self.url.startswith(GRPC):
+            engine, options = "vllm-grpc", {"address": self.url.removeprefix(GRPC).rstrip("/")}
+        else:
+            engine = OPENAI if self.api == OPENAI else "http"
+            options = {name: getattr(self, name) for name in ("url", "kv_events", "kv_replay", "api_key_file")}
         return (
-            *("--worker-id", self.name, "--engine", OPENAI if self.api == OPENAI else "http"),
+            *("--worker-id", self.name, "--engine", engine),
             *("--engine-args", json.dumps({name: value for name, value in options.items() if value})),
             *(("--model", self.model) if self.model else ()),
             *(("--block-size", str(self.block_size)) if self.block_size else ()),
@@ -57,13 +75,24 @@ class EngineRegistry(Protocol):
     """Where the list of running servers comes from."""
 
     def entries(self) -> Sequence[EngineEntry]:
-        """Returns the current servers; blocks; raises BadRegistry when the list is invalid or unavailable."""
+        """Returns the current servers; blocks.
+
+        Raises:
+            BadRegistry: the list is invalid; RegistryUnavailable: it may be available later.
+        """
 
 
 def _name_problem(name: str) -> str:
     if _NAME.fullmatch(name) and len(name) <= LONGEST_NAME:
         return ""
     return f"is {quoted(name)}; use letters, digits, dots, dashes and underscores"
+
+
+def _url_problem(url: str) -> str:
+    if not url.startswith(GRPC):
+        return url_problem(url)
+    reachable = is_reachable(url.removeprefix(GRPC).rstrip("/"))
+    return "" if reachable else f"is {quoted(url)}, expected {GRPC}host:port"
 
 
 def _events_problem(endpoint: str) -> str:
@@ -94,7 +123,7 @@ def between(low: int, high: int) -> Callable[[str], str]:
 
 PROBLEMS: Mapping[str, Callable[[str], str]] = {
     "name": _name_problem,
-    "url": url_problem,
+    "url": _url_problem,
     "kv_events": _events_problem,
     "kv_replay": _endpoint_problem,
     "api_key_file": lambda path: "" if path else "must not be empty",

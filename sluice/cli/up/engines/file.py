@@ -1,7 +1,7 @@
 """The file of `sluice up --engines`: a list of running vLLM and SGLang servers, or where Kubernetes lists them.
 
 - name: first                          # worker id, unique
-  url: http://10.0.0.1:8000            # of the server
+  url: http://10.0.0.1:8000            # of the server; grpc://host:port of a `vllm serve --grpc`
   kv_events: tcp://10.0.0.1:5557       # optional; by default as the server reports it; "off": none
   kv_replay: tcp://10.0.0.1:5558       # optional, with kv_events
   api_key_file: keys/first             # optional; relative to this file
@@ -19,7 +19,15 @@ from pathlib import Path
 
 from services.common.errors import quoted
 from services.worker.engines.http.options import NO_EVENTS
-from sluice.cli.up.engines.entries import MAX_ENGINES, OPENAI, PROBLEMS, EngineEntry, EngineRegistry
+from sluice.cli.up.engines.entries import (
+    GRPC,
+    MAX_ENGINES,
+    OPENAI,
+    PROBLEMS,
+    WITHOUT_GRPC,
+    EngineEntry,
+    EngineRegistry,
+)
 from sluice.cli.up.engines.kubernetes import EndpointSlices
 from sluice.cli.up.engines.nodes import Node, YamlFile
 from sluice.cli.up.engines.slice_query import SLICE_NUMBERS, SLICE_PROBLEMS, SliceQuery
@@ -60,6 +68,10 @@ class EngineFile:
             raise self._file.mistake(node, KUBERNETES, "needs either service or selector")
         if query.api == OPENAI and (query.kv_events_port or query.block_size):
             raise self._file.mistake(node, "api", f"{OPENAI} excludes kv_events_port and block_size")
+        if query.scheme == "grpc":
+            for name in ("kv_events_port", "kv_replay_port", "api_key_file", "api"):
+                if getattr(query, name):
+                    raise self._file.mistake(node, name, "has no meaning with scheme: grpc")
         if query.kv_replay_port and not query.kv_events_port:
             raise self._file.mistake(node, "kv_replay_port", "needs kv_events_port")
         if self._slices is None or query != self._query:
@@ -89,4 +101,8 @@ class EngineFile:
             for name in ("kv_events", "kv_replay", "block_size"):
                 if name in values:
                     raise self._file.mistake(node, name, f"has no meaning with api: {OPENAI}")
+        if values["url"].startswith(GRPC):
+            for name in WITHOUT_GRPC:
+                if name in values:
+                    raise self._file.mistake(node, name, f"has no meaning with a {GRPC} url")
         return EngineEntry(**values, line=node.start_mark.line + 1)

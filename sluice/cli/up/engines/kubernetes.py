@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.common.net.addresses import join
-from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry
+from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry, NothingListed, RegistryUnavailable
 from sluice.cli.up.engines.slice_query import SliceQuery
 
 CONNECT_S, READ_S = 2.0, 5.0
@@ -31,7 +31,7 @@ class EndpointSlices:
         self._namespace = query.namespace
 
     def entries(self) -> Sequence[EngineEntry]:
-        """Returns the ready servers, by name; raises BadRegistry when the list is unavailable or ambiguous."""
+        """Returns the ready servers, by name; raises BadRegistry as EngineRegistry does."""
         found = engines_of(self._slices(), self._query)
         if len(found) > MAX_ENGINES:
             raise BadRegistry(f"{self._what} has more than {MAX_ENGINES} endpoints.")
@@ -63,14 +63,18 @@ class EndpointSlices:
         except ConfigException as error:
             raise BadRegistry(f"the configuration of Kubernetes is invalid: {str(error).rstrip('.')}.") from error
         except ApiException as error:
-            raise BadRegistry(f"{self._what} {_refusal(error.status or 0)}") from error
+            raise RegistryUnavailable(f"{self._what} {_refusal(error.status or 0)}") from error
         except (HTTPError, OSError) as error:
             self._api = None  # certificates and tokens are read again
-            raise BadRegistry(f"{self._what} the API server cannot be reached ({type(error).__name__}).") from error
+            raise RegistryUnavailable(
+                f"{self._what} the API server cannot be reached ({type(error).__name__})."
+            ) from error
         except ValueError as error:
-            raise BadRegistry(f"{self._what} the API server's response is not a list of EndpointSlices.") from error
+            raise RegistryUnavailable(
+                f"{self._what} the API server's response is not a list of EndpointSlices."
+            ) from error
         if not answer.items:
-            raise BadRegistry(f"{self._what} no EndpointSlice matches; check the name, the labels and the namespace.")
+            raise NothingListed(f"{self._what} no EndpointSlice matches; check the name, the labels and the namespace.")
         slices: Sequence[Any] = answer.items
         return slices
 

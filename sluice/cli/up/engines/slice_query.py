@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from services.common.errors import quoted
 from sluice.cli.up.engines.entries import PROBLEMS, between
 
-SCHEMES = ("http", "https")
+SCHEMES = ("http", "https", "grpc")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 LONGEST_SELECTOR = 1024
 
@@ -23,7 +23,7 @@ class SliceQuery:
         selector: selects EndpointSlices by label; Kubernetes copies the labels of a Service to its slices.
         namespace: by default that of the pod, or of the kubeconfig's context.
         port: name or number of a port of the slices; by default their only one.
-        scheme: http or https.
+        scheme: http, https, or grpc for `vllm serve --grpc`.
         kv_events_port: port of rank 0's KV events on the address of the endpoint; 0: as the server reports it.
         kv_replay_port: port from which missed events are requested.
         api_key_file, model, block_size, api: of every engine, as in a list.
@@ -63,7 +63,7 @@ def _text_problem(text: str) -> str:
 
 
 def _scheme_problem(scheme: str) -> str:
-    return "" if scheme in SCHEMES else f"is {quoted(scheme)}; use {' or '.join(SCHEMES)}"
+    return "" if scheme in SCHEMES else f"is {quoted(scheme)}; use {', '.join(SCHEMES)}"
 
 
 _port = between(1, 65535)

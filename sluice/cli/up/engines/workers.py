@@ -1,12 +1,13 @@
-"""Runs one worker for each server of a registry, and follows the registry while the suite runs."""
+"""Runs one worker for each server of a registry, and follows the registry."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from sluice.cli.up.engines.entries import BadRegistry, EngineEntry, EngineRegistry
+from services.common.net.ports import free_port
+from sluice.cli.up.engines.entries import BadRegistry, EngineEntry, EngineRegistry, NothingListed
 from sluice.cli.up.plan import Process
 from sluice.cli.up.process import Child, exit_words
 from sluice.cli.up.progress import View
@@ -16,6 +17,36 @@ KILL_AFTER_S = 6.0
 FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
 STEADY_S = 60.0
 """Seconds after which a worker counts as running steadily, so that its next restart is immediate again."""
+
+
+class WorkerPorts:
+    """Assigns a port to each worker, which keeps it when it is restarted; ports of removed workers are used again.
+
+    Args:
+        first: the first port of a range without gaps; 0: any free ports.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
+        self._ports: dict[str, int] = {}
+
+    def of(self, name: str, present: Collection[str]) -> int:
+        """Returns the port of a worker.
+
+        Args:
+            present: names of the workers that run or still stop, whose ports are taken.
+        """
+        if name in self._ports:
+            return self._ports[name]
+        gone = next((one for one in self._ports if one not in present), None)
+        if gone is not None:
+            port = self._ports.pop(gone)
+        elif self._first:
+            port = self._first + len(self._ports)
+        else:
+            port = free_port()
+        self._ports[name] = port
+        return port
 
 
 @dataclass
@@ -38,14 +69,19 @@ class EngineWorkers:
 
     Args:
         registry: read once a second; while it is invalid, the workers of the last valid list stay.
-        process_of: describes the worker of a server, on a free port.
+        process_of: describes the worker of a server, on a port.
+        kill_after_s: seconds that a worker has to leave the router and finish its requests.
+        on_list: called each time the registry was read, also when it lists nothing.
     """
 
     registry: EngineRegistry
-    process_of: Callable[[EngineEntry], Process]
+    process_of: Callable[[EngineEntry, int], Process]
     view: View
+    ports: WorkerPorts = field(default_factory=WorkerPorts)
+    kill_after_s: float = KILL_AFTER_S
+    on_list: Callable[[], None] = lambda: None
     _running: dict[str, _Running] = field(default_factory=dict)
-    _stopping: set[asyncio.Task[None]] = field(default_factory=set)
+    _stopping: dict[asyncio.Task[None], _Running] = field(default_factory=dict)
     _problem: str = ""
 
     async def run(self) -> None:
@@ -59,6 +95,11 @@ class EngineWorkers:
                 self._remove(name)
             if self._stopping:
                 await asyncio.wait(self._stopping)
+
+    def kill(self) -> None:
+        """Kills the workers that still stop."""
+        for running in self._stopping.values():
+            running.child.kill()
 
     async def _reconcile(self) -> None:
         wanted = await self._wanted()
@@ -83,12 +124,16 @@ class EngineWorkers:
             if str(error) != self._problem:
                 self.view.report(f"{error} The engines stay as they are.", "bold red")
             self._problem = str(error)
+            if isinstance(error, NothingListed):
+                self.on_list()
             return None
         self._problem = ""
+        self.on_list()
         return {entry.name: entry for entry in entries}
 
     async def _start(self, entry: EngineEntry, retry_s: float = FIRST_RETRY_S) -> None:
-        process = self.process_of(entry)
+        stopping = {task.get_name() for task in self._stopping}
+        process = self.process_of(entry, self.ports.of(entry.name, self._running.keys() | stopping))
         self.view.add(process)
         child = Child(process, lambda line: self.view.log(entry.name, line))
         task = await child.start()
@@ -110,15 +155,15 @@ class EngineWorkers:
 
     def _remove(self, name: str) -> None:
         running = self._running.pop(name)
-        task = asyncio.create_task(_stop(running), name=name)
-        self._stopping.add(task)
-        task.add_done_callback(self._stopping.discard)
+        task = asyncio.create_task(_stop(running, self.kill_after_s), name=name)
+        self._stopping[task] = running
+        task.add_done_callback(self._stopping.pop)
 
 
-async def _stop(running: _Running) -> None:
+async def _stop(running: _Running, kill_after_s: float) -> None:
     """Lets the worker leave the router and finish its requests; kills it when that takes long."""
     running.child.terminate()
-    await asyncio.wait({running.task}, timeout=KILL_AFTER_S)
+    await asyncio.wait({running.task}, timeout=kill_after_s)
     if not running.task.done():
         running.child.kill()
         await asyncio.wait({running.task}, timeout=KILL_AFTER_S)
