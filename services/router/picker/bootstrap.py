@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from contextlib import AsyncExitStack
 
@@ -19,6 +20,8 @@ from services.router.router import Router
 from services.router.settings import RouterSettings
 
 FLUSH_S = 2.0
+NOTICE_S = 3.0
+"""How long a picker that stops still accepts requests: until Envoy, which checks health once a second, sends it no more."""
 
 
 def read_objectives(texts: list[str]) -> dict[str, int]:
@@ -91,10 +94,15 @@ class PickerServers:
             await each.set_serving(True)
 
     async def stop(self, grace_s: float) -> None:
-        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the others' bookings."""
+        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the others' bookings.
+
+        For a part of that time it accepts new requests: Envoy rejects those that it sends to a picker which refuses them.
+        """
         for each in self._servers:
             await each.set_serving(False)
-        await self._servers[0].stop(grace_s)
+        notice_s = min(NOTICE_S, grace_s / 2)
+        await asyncio.sleep(notice_s)
+        await self._servers[0].stop(grace_s - notice_s)
         await self._picker.releases.flush(FLUSH_S)
         await self._lease.aclose()
         for each in self._servers[1:]:
