@@ -100,7 +100,7 @@ class PickerServers:
         """
         for each in self._servers:
             await each.set_serving(False)
-        notice_s = min(NOTICE_S, grace_s / 2)
+        notice_s = min(NOTICE_S, grace_s / 4)
         await asyncio.sleep(notice_s)
         await self._servers[0].stop(grace_s - notice_s)
         await self._picker.releases.flush(FLUSH_S)
