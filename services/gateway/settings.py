@@ -132,7 +132,7 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     preset: PresetName | None = Field(
         None,
         description="preset of the pipeline options below; full_discovery unless set here or in the pipeline "
-        "configuration file; direct_execution: routing direct without migration; query_only: routing query-only",
+        "configuration file; direct_execution: routing direct; query_only: routing query-only",
     )
     pipeline_config: Path | None = Field(
         None, description="TOML, YAML or JSON file with the pipeline options; flags take precedence"

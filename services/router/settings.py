@@ -122,6 +122,12 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     picker_health_listen: Address = Field(
         "", description="host:port of a gRPC health server for the picker alone, such as 0.0.0.0:9003; empty: none"
     )
+    picker_tls_cert: Path | None = Field(
+        None,
+        description="certificate chain (PEM file) of the picker and its health server, whose callers then need no "
+        "certificate; unset: TLS as of the router",
+    )
+    picker_tls_key: Path | None = Field(None, description="private key of picker-tls-cert (PEM file)")
     picker_gateways: AddressList = Field(
         [],
         description="host:port of the gateways (routing direct) that picked requests go to; names resolve to all "

@@ -18,6 +18,8 @@ OTHERS = {
     "traces": "SLUICE_TRACES_IMAGE",
     "grafana": "SLUICE_GRAFANA_IMAGE",
 }
+FOUND: dict[str, tuple[str, str]] = {}
+"""What runs as each service that is not ours, of those that a test has used."""
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +31,7 @@ def built() -> None:
 @pytest.fixture(scope="session")
 def images(built: None) -> dict[str, tuple[str, str]]:
     """What runs as each service that is not ours, and whether it is the public image."""
-    return {service: compose_suite.image(service) for service in OTHERS}
+    return {service: _image(service) for service in OTHERS}
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,19 @@ def suite(images: dict[str, tuple[str, str]]) -> Iterator[Suite]:
     yield from _running(made, LOGS / "compose-profiles.log")
 
 
+@pytest.fixture(scope="module")
+def fronted(built: None) -> Iterator[Suite]:
+    """The profile envoy with two gateways, two workers and one router."""
+    name, _ = _image("envoy")
+    made = Suite(("envoy",), {"SLUICE_ENVOY_IMAGE": name, "SLUICE_GATEWAYS": "2", "SLUICE_WORKERS": "2"})
+    yield from _running(made, LOGS / "compose-envoy.log")
+
+
+def _image(service: str) -> tuple[str, str]:
+    FOUND[service] = compose_suite.image(service)
+    return FOUND[service]
+
+
 def _running(made: Suite, log: Path) -> Iterator[Suite]:
     try:
         made.up()
@@ -60,9 +75,8 @@ def _running(made: Suite, log: Path) -> Iterator[Suite]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what was the real thing."""
-    if not compose_suite.image.cache_info().currsize:
+    if not FOUND:
         return
     terminalreporter.section("images that are not ours")
-    for service in OTHERS:
-        name, kind = compose_suite.image(service)
+    for service, (name, kind) in FOUND.items():
         terminalreporter.write_line(f"{service}: {kind}{f', {name}' if name else ', not started'}")

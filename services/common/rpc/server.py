@@ -22,6 +22,9 @@ from services.common.settings import GrpcServiceSettings
 
 log = logging.getLogger(__name__)
 
+MAX_PENDING_CALLS = 20_000
+"""Calls that wait to be started, as in a burst; by default gRPC cancels a random part of those beyond 1,000."""
+
 
 class GrpcServer:
     """One listening gRPC server.
@@ -53,6 +56,8 @@ class GrpcServer:
             ("grpc.keepalive_time_ms", 20_000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
             ("grpc.so_reuseport", 0),  # fail on a port in use instead of sharing it silently
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ]
         if settings.max_connection_age_s:
             options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))

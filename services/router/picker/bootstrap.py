@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from contextlib import AsyncExitStack
 
@@ -19,6 +20,8 @@ from services.router.router import Router
 from services.router.settings import RouterSettings
 
 FLUSH_S = 2.0
+NOTICE_S = 3.0
+"""How long a picker that stops still accepts requests: until Envoy, which checks health every second, sends none."""
 
 
 def read_objectives(texts: list[str]) -> dict[str, int]:
@@ -36,11 +39,27 @@ def read_objectives(texts: list[str]) -> dict[str, int]:
     return found
 
 
+def with_own_certificate(settings: RouterSettings) -> RouterSettings:
+    """Returns the settings of the picker's servers: with the picker's certificate, if it has one, for all callers.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT if the certificate or its key is missing.
+    """
+    certificate, key = settings.picker_tls_cert, settings.picker_tls_key
+    if (certificate is None) != (key is None):
+        message = "picker-tls-cert and picker-tls-key must be set together; one is missing."
+        raise SluiceError(ErrorKind.INVALID_ARGUMENT, message)
+    if certificate is None:
+        return settings
+    own = {"tls_cert": certificate, "tls_key": key, "tls_ca": None, "tls_require_client_cert": False}
+    return settings.model_copy(update=own)
+
+
 class PickerServers:
     """The picker of a router process: its gRPC servers, its tasks and the lease of its bookings."""
 
     def __init__(self, settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner) -> None:
-        self._settings = settings
+        self._settings = with_own_certificate(settings)
         self._router = router
         self._tasks = tasks
         self._gateways = Gateways(settings.picker_gateways) if settings.picker_gateways else None
@@ -91,10 +110,15 @@ class PickerServers:
             await each.set_serving(True)
 
     async def stop(self, grace_s: float) -> None:
-        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the others' bookings."""
+        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the others' bookings.
+
+        At first it still accepts new requests: Envoy rejects what it sends to a picker that refuses it.
+        """
         for each in self._servers:
             await each.set_serving(False)
-        await self._servers[0].stop(grace_s)
+        notice_s = min(NOTICE_S, grace_s / 4)
+        await asyncio.sleep(notice_s)
+        await self._servers[0].stop(grace_s - notice_s)
         await self._picker.releases.flush(FLUSH_S)
         await self._lease.aclose()
         for each in self._servers[1:]:

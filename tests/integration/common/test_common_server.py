@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -328,3 +329,21 @@ async def test_stopped_server_cannot_become_healthy_again() -> None:
         worker.may_finish.set()
         await running
         await asyncio.wait_for(stopping, 10)
+
+
+def burst(port: int, calls: int) -> list[Any]:
+    """Sends calls that arrive while the event loop of the caller, and so the server, is busy; returns their futures."""
+    channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+    stub = worker_pb2_grpc.WorkerStub(channel)
+    futures = [stub.GetInfo.future(worker_pb2.GetInfoRequest(), timeout=60) for _ in range(calls)]
+    time.sleep(1)
+    return [channel, *futures]
+
+
+async def test_burst_of_calls_while_the_process_is_busy_is_served_whole() -> None:
+    async with serving() as (server, _):
+        channel, *futures = burst(server.port, 2_500)
+        with channel:
+            answers = await asyncio.to_thread(lambda: [future.exception() or future.result() for future in futures])
+    assert [answer for answer in answers if isinstance(answer, Exception)] == []
+    assert {answer.worker_id for answer in answers} == {"w"}

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
+from services.router.picker import bootstrap
 from sluice.v1 import common_pb2, router_pb2
 from sluice.v1 import ext_proc_pb2 as ext_proc
 from tests.support.clients.ext_proc import Answered, Exchange
@@ -491,6 +492,27 @@ async def test_health_has_the_names_that_gateways_ask_for() -> None:
                     return bool(answer.status == serving)
 
                 await until(serves)
+
+
+async def test_stopping_picker_accepts_requests_until_its_health_is_known(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "NOTICE_S", 8.0)
+    async with picker(redis_url=redis.url), picker(names=(), redis_url=redis.url, drain_s=32) as found:
+        health = health_pb2_grpc.HealthStub(found.channel)
+
+        async def picked() -> bool:
+            return not (await found.pick(CHAT)).status
+
+        async def reports_that_it_stops() -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            return bool(answer.status == health_pb2.HealthCheckResponse.NOT_SERVING)
+
+        await until(picked)
+        stopping = asyncio.create_task(found.router.stop())
+        await until(reports_that_it_stops)
+        assert await picked()
+        await stopping
 
 
 async def test_pairs_are_booked_and_sent_in_the_headers() -> None:

@@ -29,6 +29,9 @@ REQUESTS = {
     "worker": "sluice_worker_requests_total",
 }
 
+FRONTS = {"balancer": "SLUICE_BALANCER_PORT", "envoy": "SLUICE_ENVOY_PORT"}
+"""Profiles that bring what stands before the gateways, and the variable of its port."""
+
 
 class Suite:
     """A Compose project that meets no other one on this machine.
@@ -44,7 +47,7 @@ class Suite:
     ) -> None:
         self.project = f"sluice-test-{secrets.token_hex(4)}"
         self.port = free_port()
-        port = "SLUICE_BALANCER_PORT" if "balancer" in profiles else "SLUICE_PORT"
+        port = next((name for profile, name in FRONTS.items() if profile in profiles), "SLUICE_PORT")
         # The mock engine is fast here, so that the load finds the services' limits and not the model's pace.
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLUICE_", "COMPOSE_"))},

@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from services.common.net.addresses import host_port
 from services.common.net.ports import free_port
 from tests.support.repository import ROOT
 
 VERSION = "1.40.0"
+DEPLOYED = ROOT / "deploy/compose/envoy/envoy.yaml"
 DESTINATION = "x-gateway-destination-endpoint"
 SUBSET_HEADER, SUBSET_LIST_HEADER = "x-test-subset", "x-test-subset-list"
 BODY_LIMIT = 64 << 20
@@ -39,6 +42,7 @@ class Envoy:
         endpoints: host:port of the servers that requests may go to.
         fail_open: send requests to any endpoint while no picker responds, instead of rejecting them.
         original_dst: connect to the endpoint in the header, instead of choosing it among known ones by metadata.
+        deployed: take the configuration of deploy/compose, and change only its addresses.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Envoy:
         original_dst: bool = False,
         version: str = VERSION,
         threads: int = 1,
+        deployed: bool = False,
     ) -> None:
         self._binary = envoy_binary(version)
         self._folder = folder
@@ -57,6 +62,7 @@ class Envoy:
         self.port, self.admin = free_port(), free_port()
         self._pickers, self._fail_open, self._original_dst = pickers, fail_open, original_dst
         self._endpoints = endpoints
+        self._deployed = deployed
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -114,13 +120,25 @@ class Envoy:
 
     def configuration(self) -> dict[str, Any]:
         """Returns its configuration."""
+        admin = {"address": _socket("127.0.0.1", self.admin)}
+        if self._deployed:
+            return {"admin": admin, "static_resources": self._deployed_resources()}
         clusters = [self._upstream()]
         if self._pickers:
             clusters.append(_picker_cluster(self._pickers))
         return {
-            "admin": {"address": _socket("127.0.0.1", self.admin)},
+            "admin": admin,
             "static_resources": {"listeners": [self._listener()], "clusters": clusters},
         }
+
+    def _deployed_resources(self) -> dict[str, Any]:
+        found: dict[str, Any] = yaml.safe_load(DEPLOYED.read_text())["static_resources"]
+        (listener,) = found["listeners"]
+        listener["address"] = _socket("127.0.0.1", self.port)
+        addresses = {"gateways": self._endpoints, "pickers": self._pickers}
+        for cluster in found["clusters"]:
+            cluster["load_assignment"] = _assignment(cluster["name"], addresses[cluster["name"]])
+        return found
 
     def _listener(self) -> dict[str, Any]:
         filters = [_subset_filter(), self._ext_proc()] if self._pickers else []

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-STATS, RESET = "/test/stats", "/test/reset"
+STATS, RESET, READY = "/test/stats", "/test/reset", "/ready"
 MOST_HEAD = 256 << 10
 
 
@@ -44,12 +44,18 @@ class Upstream:
         hold_s: how long it waits before the first byte of an answer.
         chunks: events of an answer.
         chunk_s: how long it waits between them.
+
+    Attributes:
+        gate: holds all answers back while it is not set.
     """
 
     def __init__(self, hold_s: float = 0.0, chunks: int = 4, chunk_s: float = 0.0) -> None:
         self.hold_s, self.chunks, self.chunk_s = hold_s, chunks, chunk_s
         self.served = Served("")
+        self.gate = asyncio.Event()
+        self.gate.set()
         self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self, port: int = 0) -> None:
         """Listens on this machine; port 0 takes a free one."""
@@ -57,17 +63,21 @@ class Upstream:
         self.served.endpoint = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Stops listening."""
+        """Stops listening, and closes all connections."""
         assert self._server is not None
         self._server.close()
+        for each in self._connections:
+            each.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
         try:
             while await self._serve(reader, writer):
                 continue
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
+            self._connections.discard(writer)
             writer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -75,7 +85,7 @@ class Upstream:
         path = head[0].split(" ")[1]
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await _body(reader, headers)
-        if path in (STATS, RESET):
+        if path in (STATS, RESET, READY):
             if path == RESET:
                 self.served.most = self.served.requests = 0
             answer = json.dumps(vars(self.served)).encode()
@@ -95,6 +105,7 @@ class Upstream:
         return True
 
     async def _answer(self, writer: asyncio.StreamWriter, body: bytes) -> None:
+        await self.gate.wait()
         if self.hold_s:
             await asyncio.sleep(self.hold_s)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")

@@ -386,3 +386,34 @@ def test_inference_gateway_component_makes_routers_the_picker_of_direct_gateways
     assert "engines" in workloads_of
     (backend,) = kinds["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
     assert (backend["kind"], backend["name"]) == ("InferencePool", kinds["InferencePool"]["metadata"]["name"])
+    # A data plane sends requests to a picker until it knows that its pod stops.
+    grace_s = router["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert before_stop_s(router) >= 5
+    assert grace_s > before_stop_s(router) + float(given["SLUICE_ROUTER_DRAIN_S"]) + 5
+    policies = [one["spec"] for one in objects if one["kind"] == "NetworkPolicy"]
+    of_router = [spec for spec in policies if matches(spec["podSelector"], pod_labels(router))]
+    allowed = [rule for spec in of_router for rule in spec.get("ingress", ())]
+    (reach,) = [rule["from"] for rule in allowed if {"port": "picker"} in rule["ports"]]
+    assert reach == [{"namespaceSelector": {}}], "the data plane's namespace is known to the overlay only"
+
+
+@pytest.mark.parametrize("others", [(), ("tls",)])
+def test_picker_tls_component_serves_the_pickers_own_certificate(tmp_path: Path, others: tuple[str, ...]) -> None:
+    objects = with_components(tmp_path, *others, "inference-gateway", "picker-tls")
+    (router,) = [one for one in objects if one["kind"] == "Deployment" and name_of(one) == "router"]
+    kubernetes_validate.validate(router, kubernetes_validate.latest_version(), strict=True)
+    container = container_of(router)
+    given = {one["name"]: one.get("value", "") for one in container["env"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    secrets = {
+        volume["name"]: volume["secret"]["secretName"]
+        for volume in router["spec"]["template"]["spec"]["volumes"]
+        if "secret" in volume
+    }
+    for name, file in (("PICKER_TLS_CERT", "tls.crt"), ("PICKER_TLS_KEY", "tls.key")):
+        assert name.lower() in SETTINGS["router"].model_fields
+        assert given[f"SLUICE_ROUTER_{name}"] == f"{mounts['picker-tls']}/{file}"
+    assert secrets["picker-tls"] == "sluice-picker-tls"
+    assert secrets.get("tls") == ("sluice-router-tls" if others else None)
+    (service,) = [one for one in objects if one["kind"] == "Service" and one["metadata"]["name"] == "picker"]
+    assert {port["appProtocol"] for port in service["spec"]["ports"]} == {"http2"}

@@ -29,7 +29,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 }
 OTHERS = {
     "docker": "build build-arg entrypoint env-file profile rm scale target wait",
-    "kubectl": "from-file from-literal",
+    "kubectl": "cert from-file from-literal key",
     "curl": "cacert",
     "git": "no-local",
     "vllm": "enable-prompt-embeds enable-prompt-tokens-details enable-scale-out "
