@@ -11,6 +11,7 @@ from starlette.requests import Request
 from services.common.errors import invalid, quoted
 from services.common.packing import unpack_u32
 from services.router.http_api.bodies import json_object
+from services.router.scheduling.queries import for_policies
 from sluice.v1 import router_pb2
 
 HEADERS = {
@@ -81,7 +82,7 @@ def query_of(request: Request, body: bytes) -> router_pb2.RouteQueryRequest:
         model=model,
         prompt=router_pb2.PromptRef(openai_body=body),
         mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY,
-        headers={name: value for name, value in request.headers.items() if name.startswith("x-")},
+        headers=for_policies({name: value for name, value in request.headers.items() if name.startswith("x-")}),
         **given,
     )
     if candidates is not None:

@@ -29,6 +29,7 @@ CHUNK = 62_000
 DROPPED = "x-llm-d-request-dropped-reason"
 DEGRADED = "x-sluice-degraded"
 FULL_DUPLEX = ext_proc.ProtocolConfiguration.FULL_DUPLEX_STREAMED
+NO_BODY = ext_proc.ProtocolConfiguration.NONE
 _OVERWRITE = ext_proc.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _DROPPED = {
     BusyReason.SATURATED: "rejected-saturated",
@@ -84,8 +85,12 @@ def _plain(value: Any) -> Any:
     return value.string_value if kind == "string_value" else ""
 
 
-def picked(pick: PickedEndpoint) -> Iterator[Any]:
-    """Yields the responses that send a request to its endpoint: headers, then its body."""
+def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterator[Any]:
+    """Yields the responses that send a request to its endpoint: headers, then its body and trailers.
+
+    Args:
+        last: kind of the message that ended the request.
+    """
     headers = {**pick.headers, "content-length": str(len(pick.body))} if pick.body else pick.headers
     destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=pick.headers[DESTINATION])})
     yield ext_proc.ProcessingResponse(
@@ -97,9 +102,11 @@ def picked(pick: PickedEndpoint) -> Iterator[Any]:
         ),
         dynamic_metadata=struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)}),
     )
-    if pick.body:
-        for part in streamed(pick.body, True):
+    if pick.body or last == "request_body":  # Envoy waits for the end of an empty body too
+        for part in streamed(pick.body, last == "request_body"):
             yield ext_proc.ProcessingResponse(request_body=part)
+    if last == "request_trailers":
+        yield REQUEST_TRAILERS
 
 
 def response_headers(pick: PickedEndpoint) -> Any:
@@ -155,6 +162,8 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
 def _status(error: SluiceError) -> tuple[int, dict[str, str]]:
     if isinstance(error, AllBusy):
         return 429, {DROPPED: _DROPPED[error.reason]}
+    if error.kind is ErrorKind.OVERLOADED:
+        return 429, {DROPPED: _DROPPED[BusyReason.SATURATED]}
     if error.code == "stopping":
         return 503, {DROPPED: "rejected-shutting-down"}
     if error.kind is ErrorKind.UNAVAILABLE or error.code == "no_candidates":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from services.common.errors import check_name, invalid
 from services.router.kv_index.index import Overlap
@@ -16,6 +17,7 @@ MOST_MS = 24 * 3600 * 1000
 MOST_HEADERS = 64
 MOST_HEADER = 4096  # characters of a header's name and value
 MOST_NAME = 512  # characters of a name chosen by the caller; names become keys
+SECRET_HEADERS = frozenset({"authorization", "cookie", "x-api-key", "proxy-authorization"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Query:
         fairness_id: caller among whose requests the admission queue shares places evenly.
         tokenize_ms: route by load alone if tokenizing takes longer or fails; 0: wait, and fail.
         fallbacks: number of further workers to return, cheapest first.
+        return_hashes: return the block hashes of the prompt, without its token ids.
     """
 
     model: str
@@ -78,6 +81,7 @@ class Query:
     tokenize_ms: int = 0
     fallbacks: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
+    return_hashes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,16 @@ def _check_headers(headers: Mapping[str, str]) -> None:
                 f"A header of headers has {len(name) + len(value)} characters; the maximum is {MOST_HEADER}.",
                 param="headers",
             )
+
+
+def for_policies(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers of a client that policies may read: no credentials, and no more than a query may have."""
+    shown = (
+        (name, value)
+        for name, value in headers.items()
+        if name not in SECRET_HEADERS and len(name) + len(value) <= MOST_HEADER
+    )
+    return dict(islice(shown, MOST_HEADERS))
 
 
 def check_owner(owner: str) -> None:
