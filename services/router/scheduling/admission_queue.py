@@ -3,7 +3,8 @@
 Each replica has one queue per model, ordered by priority, then by deadline, then by fairness among the callers, then by
 arrival. A queue is retried when a request completes on this replica, and periodically, because reservations are shared
 and requests of other replicas complete too. The store compares the first request of each replica's queue: a request
-that another replica's first one precedes is not placed, so priorities and deadlines hold across replicas.
+that another replica's first one precedes is not placed, so priorities and deadlines hold across replicas, and no queue
+is passed over for long by requests of equal order.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ class _Waiter(Generic[T]):
     terms: WaitTerms = field(compare=False)
     entry: _Entry[T] = field(compare=False)
     result: asyncio.Future[T] = field(compare=False)
+    since: float = field(compare=False, default_factory=time.monotonic)
+
+    @property
+    def announced(self) -> QueueOrder:
+        return self.order._replace(waited_ms=int((time.monotonic() - self.since) * 1000))
 
     def may_wait(self, reason: Reason) -> bool:
         terms = self.terms
@@ -310,7 +316,7 @@ class AdmissionQueues(Generic[T]):
             while queue.waiters:
                 queue.changed.clear()
                 reason = queue.reason
-                contended = await self._announce(model, queue.waiters[0].order) > 0
+                contended = await self._announce(model, queue.waiters[0].announced) > 0
                 await self._round(model, queue)
                 if queue.reason is not reason:
                     _log(model, queue)

@@ -57,6 +57,7 @@ class Query:
         tokenize_ms: route by load alone if tokenizing takes longer or fails; 0: wait, and fail.
         fallbacks: number of further workers to return, cheapest first.
         return_hashes: return the block hashes of the prompt, without its token ids.
+        waited_ms: how long it has waited so far.
     """
 
     model: str
@@ -82,6 +83,7 @@ class Query:
     fallbacks: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
     return_hashes: bool = False
+    waited_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
+from services.router.router import Router
+from services.router.scheduling.queries import Query
+from services.router.workers.worker import WorkerRank
 from sluice.v1 import ext_proc_pb2 as ext_proc
 from sluice.v1 import router_pb2
 from tests.support.clients.ext_proc import FULL_DUPLEX, Exchange, header_map, subset_metadata
@@ -171,6 +174,30 @@ async def test_envoy_that_ends_the_stream_at_any_step_leaves_nothing(step: str, 
             await exchange.end()
         await found.empty()
         assert (await found.pick(CHAT)).endpoints
+
+
+async def test_stream_that_ends_while_its_booking_moves_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    add, moved, queries = Router.add, asyncio.Event(), []
+
+    async def slow(router: Router, slot: WorkerRank, query: Query) -> Any:
+        booked = await add(router, slot, query)
+        queries.append(query)
+        moved.set()
+        await asyncio.sleep(60)
+        return booked
+
+    monkeypatch.setattr(Router, "add", slow)
+    async with tokenizing_picker() as found:
+        exchange = found.exchange()
+        long = {**CHAT, "messages": [{"role": "user", "content": "river " * 99}]}
+        _, second, *_ = (await exchange.request(long)).endpoints
+        await exchange.respond([], open_end=True, served=second)
+        await asyncio.wait_for(moved.wait(), 20)
+        assert sum(requests for requests, _ in (await found.bookings()).values()) == 2
+        exchange.cut()
+        await found.empty()
+    (query,) = queries
+    assert (query.prompt.body, len(query.prompt.block_hashes) > 0) == (None, True)
 
 
 async def test_stream_that_ends_while_its_request_waits_leaves_the_queue() -> None:

@@ -148,8 +148,9 @@ class Exchange:
                 fields={"upstream.address": struct_pb2.Value(string_value=upstream)}
             )
         headers = header_map({":status": str(status), "content-type": content_type})
+        ends = not chunks and not trailers and not open_end
         await self.send(
-            response_headers=ext_proc.HttpHeaders(headers=headers, end_of_stream=not chunks and not trailers),
+            response_headers=ext_proc.HttpHeaders(headers=headers, end_of_stream=ends),
             metadata_context=metadata,
             attributes=attributes,
         )
