@@ -148,6 +148,11 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     picker_objectives: CommaList = Field(
         [], description="names of inference objectives with their priorities, such as chat=10,batch=-5; higher is first"
     )
+    picker_receipts: bool = Field(
+        False,
+        description="answer requests with the header x-sluice-receipt: true with a route receipt, which names workers "
+        "and shows what their caches are expected to hold",
+    )
     picker_conformance: bool = Field(
         False, description="obey the header test-epp-endpoint-selection of the Gateway API's conformance tests"
     )

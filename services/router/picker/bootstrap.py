@@ -49,6 +49,7 @@ class PickerServers:
             settings.picker_fallbacks,
             objectives=read_objectives(settings.picker_objectives),
             conformance=settings.picker_conformance,
+            receipts=settings.picker_receipts,
         )
         self._owner = f"picker/{uuid.uuid4().hex}"
         self._picker = Picker(router, config, cost, self._owner, self._gateways)

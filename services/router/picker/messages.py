@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import orjson
 from google.protobuf import struct_pb2
 
 from services.common.errors import ErrorKind, SluiceError, word
+from services.common.receipts import RECEIPT
 from services.router.picker.http_request import (
     SERVED_KEY,
     SERVED_NAMESPACE,
@@ -109,14 +111,30 @@ def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterator[Any]:
         yield REQUEST_TRAILERS
 
 
-def response_headers(pick: PickedEndpoint) -> Any:
-    """Returns the response to the headers of a response, which marks a degraded choice."""
-    if not pick.degraded:
+def response_headers(pick: PickedEndpoint, given: Mapping[str, str]) -> Any:
+    """Returns the response to the headers of a response, which marks a degraded choice and has the route receipt.
+
+    Args:
+        given: the headers; a gateway's receipts, which lack what was predicted, are completed.
+    """
+    if not pick.degraded and not pick.receipt:
         return ext_proc.ProcessingResponse(response_headers=NOTHING)
-    mutation = ext_proc.HeaderMutation(set_headers=_set({DEGRADED: pick.degraded}))
+    headers = {DEGRADED: pick.degraded} if pick.degraded else {}
+    if pick.receipt:
+        headers[RECEIPT] = json.dumps([{**each, **pick.receipt} for each in _receipts(given.get(RECEIPT, ""))])
+    mutation = ext_proc.HeaderMutation(set_headers=_set(headers))
     return ext_proc.ProcessingResponse(
         response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse(header_mutation=mutation))
     )
+
+
+def _receipts(text: str) -> list[dict[str, Any]]:
+    """Returns the receipts that an endpoint has sent; one without content if it has sent none."""
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        found = []
+    return [each for each in found if isinstance(each, dict)] or [{}] if isinstance(found, list) else [{}]
 
 
 def response_body(body: bytes, end: bool) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.common.errors import SluiceError, invalid, quoted, unavailable
+from services.common.receipts import ASKED, is_asked
 from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
 from services.router.picker.releases import Releases
@@ -50,6 +51,7 @@ class PickerConfig:
     fallbacks: int = 2
     objectives: Mapping[str, int] = field(default_factory=dict)
     conformance: bool = False
+    receipts: bool = False
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class PickedEndpoint:
         query: by which the booking is moved; None if it cannot be.
         degraded: why the choice is less than exact; empty: it is exact.
         gateway: that the request goes to, if it does not go to the worker itself.
+        receipt: the route receipt, if the request asks for one; else empty.
     """
 
     endpoints: tuple[str, ...]
@@ -75,6 +78,7 @@ class PickedEndpoint:
     query: Query | None = None
     degraded: str = ""
     gateway: GatewayEndpoint | None = None
+    receipt: Mapping[str, Any] = field(default_factory=dict)
     computed: bool = False
 
 
@@ -274,6 +278,8 @@ class Picker:
             pick = PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body)
             pick.query = _without_body(query, route)
         pick.reservation, pick.slot, pick.degraded = route.reservation_id, slot, route.degraded
+        if self._config.receipts and is_asked(request.headers.get(ASKED, "")):
+            pick.receipt = route.receipt
         return pick
 
     def _fallbacks(self, request: HttpRequest, route: RouteResult) -> Sequence[Worker]:

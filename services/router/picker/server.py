@@ -221,7 +221,7 @@ class _Exchange:
     async def _answer_headers(self, pick: PickedEndpoint, message: Any) -> None:
         headers = messages.read_headers(message.response_headers)
         self._failed = not headers.get(":status", "200").startswith("2")
-        await self._context.write(messages.response_headers(pick))
+        await self._context.write(messages.response_headers(pick, headers))
         if message.response_headers.end_of_stream:
             self._end(pick)
             return

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from services.common.errors import check_name, invalid
+from services.common.receipts import reason_of
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
 from services.router.scheduling.openai_body import Body
@@ -172,6 +174,21 @@ class RouteResult:
     def best_cached_tokens(self) -> int:
         """Most prompt tokens that any candidate is expected to have cached."""
         return max(self.best_overlap_blocks * self.block_size, self.predicted_cached_tokens)
+
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """The route receipt, before the worker has delivered anything."""
+        predicted, available = self.predicted_cached_tokens, self.best_cached_tokens
+        receipt = {
+            "worker": self.worker.worker_id,
+            "rank": self.rank,
+            "prompt_tokens": self.prompt_tokens,
+            "predicted_cached_tokens": min(predicted, self.prompt_tokens),
+            "available_cached_tokens": min(available, self.prompt_tokens),
+            "waited_ms": self.waited_ms,
+            "reason": reason_of(self.degraded, self.policy, self.session_hit, predicted, available),
+        }
+        return receipt | ({"prefill_worker": self.prefill_worker.worker_id} if self.prefill_worker else {})
 
 
 def check_tokens(name: str, tokens: int) -> None:

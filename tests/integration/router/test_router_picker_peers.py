@@ -339,3 +339,34 @@ async def test_subset_of_another_message_than_the_headers_is_obeyed() -> None:
         )
         assert (await exchange.answer()).endpoints == [http(2)]
         exchange.cut()
+
+
+@pytest.mark.parametrize("own", ["", '[{"worker": "x", "delivered_cached_tokens": 7}]', "no list", "5"])
+async def test_receipt_on_request_shows_what_was_predicted_and_why(own: str) -> None:
+    asked = {"x-sluice-receipt": "true"}
+    async with tokenizing_picker(names=("a",), picker_receipts=True) as found:
+        exchange = found.exchange()
+        await exchange.request(CHAT, asked)
+        headers, _ = await exchange.respond([b"{}"], extra={"x-sluice-route-receipt": own} if own else {})
+        (receipt,) = json.loads(headers["x-sluice-route-receipt"])
+        assert receipt.pop("delivered_cached_tokens", None) == (7 if "delivered" in own else None)
+        assert receipt.pop("prompt_tokens") > 5
+        assert receipt == {
+            "worker": "a",
+            "rank": 0,
+            "predicted_cached_tokens": 0,
+            "available_cached_tokens": 0,
+            "waited_ms": 0,
+            "reason": "least_load",
+        }
+        exchange.cut()
+        plain = found.exchange()
+        await plain.request(CHAT)
+        assert await plain.respond([b"{}"]) == ({}, b"{}")
+        plain.cut()
+    async with picker(names=("a",)) as found:
+        exchange = found.exchange()
+        await exchange.request(CHAT, asked)
+        headers, _ = await exchange.respond([b"{}"])
+        assert "x-sluice-route-receipt" not in headers
+        exchange.cut()
