@@ -120,6 +120,7 @@ async def test_gateway_runs_the_chosen_worker_and_tokenizes_only_where_it_has_to
         (receipt,) = json.loads(answer.headers["x-sluice-route-receipt"])
         assert receipt["worker"] == answered.headers["x-sluice-worker"]
         assert receipt["reason"] == "named_by_request"
+        assert "predicted_cached_tokens" not in receipt
         assert whole.booked() == 1, "booked by the picker alone"
         await exchange.respond([answer.content], content_type="application/json")
         await exchange.end()

@@ -109,6 +109,18 @@ async def test_route_reads_headers_and_makes_a_request_id(calls: Recorder) -> No
     assert not asking.HasField("candidates")
 
 
+async def test_route_shows_policies_no_credentials_and_as_many_headers_as_a_query_may_have(calls: Recorder) -> None:
+    headers = {"x-api-key": "secret", "x-zone": "eu", "x-long": "v" * 5_000, **{f"x-{n:03}": "v" for n in range(90)}}
+    async with client(calls) as http:
+        answer = await http.post("/route", json={"model": "m", "prompt": "x"}, headers=headers)
+    assert answer.status_code == 200
+    (request,) = calls.requests
+    assert isinstance(request, router_pb2.RouteQueryRequest)
+    assert (request.headers["x-zone"], len(request.headers)) == ("eu", 64)
+    assert "x-api-key" not in request.headers
+    assert "x-long" not in request.headers
+
+
 BODY = {"model": "m", "prompt": "x"}
 WRONG: list[tuple[str, Any, str]] = [
     ("/route", [], ""),
