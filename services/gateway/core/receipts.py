@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NotRequired, TypedDict
 
-from services.common.receipts import NAMED
+from services.common.observability.receipts import NAMED
 from services.gateway.core.request import Route
 
 

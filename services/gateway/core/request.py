@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 from services.common.errors import SluiceError
-from services.common.receipts import reason_of
+from services.common.observability.receipts import reason_of
 from services.common.types import FinishReason as FinishReason
 from services.common.types import PositionLogprobs as PositionLogprobs
 from services.common.types import Role as Role

@@ -8,7 +8,7 @@ from typing import Protocol
 import orjson
 from starlette.responses import Response
 
-from services.common.receipts import RECEIPT
+from services.common.observability.receipts import RECEIPT
 from services.gateway.core.receipts import Receipt
 
 DEGRADED = "x-sluice-degraded"

@@ -10,7 +10,7 @@ import orjson
 from google.protobuf import struct_pb2
 
 from services.common.errors import ErrorKind, SluiceError, word
-from services.common.receipts import RECEIPT
+from services.common.observability.receipts import RECEIPT
 from services.router.picker.http_request import (
     SERVED_KEY,
     SERVED_NAMESPACE,
@@ -22,6 +22,7 @@ from services.router.picker.http_request import (
 from services.router.picker.picker import PickedEndpoint, stale_headers
 from services.router.reservations.table import AllBusy, BusyReason
 from services.router.scheduling.agent_bodies import Api
+from services.router.scheduling.openai_body import PARAM
 from services.router.scheduling.route_headers import DESTINATION
 from sluice.v1 import ext_proc_pb2 as ext_proc
 
@@ -190,15 +191,16 @@ def _status(error: SluiceError) -> tuple[int, dict[str, str]]:
 
 
 def _error_body(error: SluiceError, status: int, request: HttpRequest | None) -> Mapping[str, Any]:
+    message = error.message.replace("The openai_body", "The request body", 1)  # what RouteQuery names it
     if request is not None and request.api is Api.MESSAGES:
         kind = _ANTHROPIC_TYPES.get(status, "overloaded_error" if status == 503 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        return {"type": "error", "error": {"type": kind, "message": message}}
     kind = "invalid_request_error" if 400 <= status < 500 and status != 429 else "server_error"
     return {
         "error": {
-            "message": error.message,
+            "message": message,
             "type": "rate_limit_error" if status == 429 else kind,
-            "param": error.param or None,
+            "param": error.param.removeprefix(PARAM) or None,
             "code": error.code or None,
         }
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.common.errors import SluiceError, invalid, quoted, unavailable
-from services.common.receipts import ASKED, is_asked
+from services.common.observability.receipts import ASKED, is_asked
 from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
 from services.router.picker.releases import Releases
@@ -30,10 +30,15 @@ log = logging.getLogger(__name__)
 
 LONGEST_ID = 200
 OWN_PROMPTS = frozenset({Api.CHAT, Api.COMPLETION})  # whose token ids are exactly those of the gateway
-ROUTE_FIELDS = frozenset(
-    {"backend_instance_id", "decode_worker_id", "prefill_worker_id", "dp_rank", "prefill_dp_rank", "token_data"}
-)
-"""Fields of `nvext` that engines and gateways take as a routing decision, or as the prompt that was routed."""
+_RANKS = frozenset({"data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "kv_hints"})
+ROUTE_FIELDS: Mapping[str, frozenset[str]] = {
+    "nvext": frozenset(
+        {"backend_instance_id", "decode_worker_id", "prefill_worker_id", "dp_rank", "prefill_dp_rank", "token_data"}
+    ),
+    "vllm_xargs": _RANKS,
+    "custom_params": _RANKS,
+}
+"""Fields of objects in a body that engines and gateways take as a routing decision, or as the prompt."""
 
 
 ATTEMPTS = 2
@@ -203,8 +208,8 @@ class Picker:
 
     def _query(self, request: HttpRequest, document: Mapping[str, Any], model: str, prompt: Prompt) -> Query:
         priority = document.get("priority")
-        if request.objective in self._config.objectives:
-            priority = -self._config.objectives[request.objective]  # of an objective, higher is more important
+        if self._config.objectives:  # clients do not overrule them; of an objective, higher is more important
+            priority = -self._config.objectives.get(request.objective, 0)
         session = request.session_id or document.get("prompt_cache_key")
         two_stages = self._gateways is not None
         return Query(
@@ -303,15 +308,19 @@ def _unique(request_id: str) -> str:
 
 def _rewrite(document: dict[str, Any], model: str) -> bool:
     """Writes the model, if any, into a body without a routing decision; returns whether that changed it."""
-    changed = False
+    ranks = _RANKS & document.keys()
+    changed = bool(ranks)
+    for name in ranks:
+        del document[name]
     if model and model != document.get("model"):
         document["model"], changed = model, True
-    extension = document.get("nvext")
-    if isinstance(extension, dict) and not ROUTE_FIELDS.isdisjoint(extension):
-        kept = {name: value for name, value in extension.items() if name not in ROUTE_FIELDS}
-        document.pop("nvext")
-        document |= {"nvext": kept} if kept else {}
-        return True
+    for name, fields in ROUTE_FIELDS.items():
+        found = document.get(name)
+        if isinstance(found, dict) and not fields.isdisjoint(found):
+            del document[name]
+            kept = {field: value for field, value in found.items() if field not in fields}
+            document |= {name: kept} if kept else {}
+            changed = True
     return changed
 
 

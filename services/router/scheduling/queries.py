@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from services.common.errors import check_name, invalid
-from services.common.receipts import reason_of
+from services.common.observability.receipts import reason_of
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
 from services.router.scheduling.openai_body import Body

@@ -83,6 +83,12 @@ async def test_routing_decision_in_the_body_is_removed() -> None:
         assert json.loads(answered.body) == {**CHAT, "nvext": {"annotations": ["query_instance_id:"]}}
         assert answered.headers["content-length"] == str(len(answered.body))
         assert json.loads((await found.pick({**CHAT, "nvext": route})).body) == CHAT
+        ranks = {
+            "data_parallel_rank": 3,
+            "vllm_xargs": {"routed_dp_rank": 3, "x": 1},
+            "custom_params": {"kv_hints": "y"},
+        }
+        assert json.loads((await found.pick({**CHAT, **ranks})).body) == {**CHAT, "vllm_xargs": {"x": 1}}
         escaped = json.dumps({**CHAT, "nvext": route}).replace("nvext", "n\\u0076ext").encode()
         assert json.loads((await found.pick(escaped)).body) == CHAT
 
@@ -370,3 +376,31 @@ async def test_receipt_on_request_shows_what_was_predicted_and_why(own: str) -> 
         headers, _ = await exchange.respond([b"{}"])
         assert "x-sluice-route-receipt" not in headers
         exchange.cut()
+
+
+async def test_error_about_a_body_names_the_body_that_the_client_sent() -> None:
+    async with picker() as found:
+        error = json.loads((await found.pick(b"{")).error)["error"]
+        assert (error["message"], error["param"]) == ("The request body is not valid JSON.", None)
+
+
+async def test_priority_in_the_body_does_not_overrule_objectives() -> None:
+    settings = {"names": ("a",), "busy_requests": 1, "wait_ms": 60_000, "picker_objectives": ["chat=10"]}
+    async with picker(**settings) as found:
+        running, served = found.exchange(), []
+        await running.request(CHAT)
+
+        async def ask(name: str, body: Any, headers: dict[str, str]) -> None:
+            exchange = found.exchange()
+            await exchange.request(body, headers)
+            served.append(name)
+            exchange.cut()
+
+        pushing = asyncio.ensure_future(ask("pushing", {**CHAT, "priority": -1_000}, {}))
+        await until(lambda: waiting(found, 1))
+        chat = asyncio.ensure_future(ask("chat", CHAT, {"x-llm-d-inference-objective": "chat"}))
+        await until(lambda: waiting(found, 2))
+        running.cut()
+        await asyncio.gather(pushing, chat)
+        assert served == ["chat", "pushing"]
+        await found.empty()

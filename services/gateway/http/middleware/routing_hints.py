@@ -8,7 +8,7 @@ from dataclasses import replace
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError, invalid
-from services.common.receipts import ASKED, is_asked
+from services.common.observability.receipts import ASKED, is_asked
 from services.gateway import context
 from services.gateway.core.routing_hints import MOST_RANKS, NO_HINTS, RoutingHints
 from services.gateway.http.errors import error_response
