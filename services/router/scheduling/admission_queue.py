@@ -3,8 +3,8 @@
 Each replica has one queue per model, ordered by priority, then by deadline, then by fairness among the callers, then by
 arrival. A queue is retried when a request completes on this replica, and periodically, because reservations are shared
 and requests of other replicas complete too. The store compares the first request of each replica's queue: a request
-that another replica's first one precedes is not placed, so priorities and deadlines hold across replicas, and no queue
-is passed over for long by requests of equal order.
+that another replica's first one precedes is not placed, so priorities and deadlines hold across replicas. Of equals,
+the one that has waited clearly longer precedes.
 """
 
 from __future__ import annotations
@@ -142,10 +142,6 @@ class _Waiter(Generic[T]):
     result: asyncio.Future[T] = field(compare=False)
     since: float = field(compare=False, default_factory=time.monotonic)
 
-    @property
-    def announced(self) -> QueueOrder:
-        return self.order._replace(waited_ms=int((time.monotonic() - self.since) * 1000))
-
     def may_wait(self, reason: Reason) -> bool:
         terms = self.terms
         return bool(terms.max_wait_ms if reason is Reason.CAPACITY else terms.max_wait_for_workers_ms)
@@ -259,14 +255,12 @@ class AdmissionQueues(Generic[T]):
         return await self._wait(model, _Entry(attempt, prepare), terms, reason)
 
     async def _wait(self, model: str, entry: _Entry[T], terms: WaitTerms, reason: Reason) -> tuple[T, int]:
-        started = time.monotonic()
-        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        started, result = time.monotonic(), asyncio.get_running_loop().create_future()
         queue = self._join(model, entry, terms, result, reason)
         max_wait_ms = terms.max_wait_ms if reason is Reason.CAPACITY else terms.max_wait_for_workers_ms
         self._bytes += terms.size
         try:
-            # Requests that may not wait are resolved by the next round.
-            async with asyncio.timeout(min(max_wait_ms or LONGEST_WAIT_MS, LONGEST_WAIT_MS) / 1000):
+            async with asyncio.timeout(min(max_wait_ms or LONGEST_WAIT_MS, LONGEST_WAIT_MS) / 1000):  # 0: one round
                 return await result, int((time.monotonic() - started) * 1000)
         except BaseException as error:
             if _placed(result):  # placed just as its caller gave up
@@ -316,7 +310,7 @@ class AdmissionQueues(Generic[T]):
             while queue.waiters:
                 queue.changed.clear()
                 reason = queue.reason
-                contended = await self._announce(model, queue.waiters[0].announced) > 0
+                contended = await self._announce(model, _announced(queue.waiters[0])) > 0
                 await self._round(model, queue)
                 if queue.reason is not reason:
                     _log(model, queue)
@@ -375,12 +369,8 @@ async def _prepare(waiters: Sequence[_Waiter[Any]]) -> None:
 
 def no_workers(model: str) -> NoWorkers:
     """Returns the error for a model without workers that accept requests."""
-    return NoWorkers(
-        ErrorKind.UNAVAILABLE,
-        f"No worker serves model {quoted(model)} at the moment; retry later.",
-        code="no_workers",
-        retry_after_ms=1000,
-    )
+    message = f"No worker serves model {quoted(model)} at the moment; retry later."
+    return NoWorkers(ErrorKind.UNAVAILABLE, message, code="no_workers", retry_after_ms=1000)
 
 
 def _log(model: str, queue: _AdmissionQueue[Any]) -> None:
@@ -390,6 +380,10 @@ def _log(model: str, queue: _AdmissionQueue[Any]) -> None:
 def _fail(waiter: _Waiter[T], error: Exception) -> None:
     if not waiter.result.done():
         waiter.result.set_exception(error)
+
+
+def _announced(waiter: _Waiter[Any]) -> QueueOrder:
+    return waiter.order._replace(waited_ms=int((time.monotonic() - waiter.since) * 1000))
 
 
 def _placed(result: asyncio.Future[T]) -> bool:
