@@ -15,13 +15,14 @@ from services.router.scheduling.queries import for_policies
 from sluice.v1 import router_pb2
 
 HEADERS = {
-    "request_id": "x-request-id",
-    "session_id": "x-session-id",
-    "priority": "x-sluice-priority",
-    "max_wait_ms": "x-sluice-max-wait-ms",
-    "fairness_id": "x-gateway-inference-fairness-id",
+    "x-request-id": "request_id",
+    "x-session-id": "session_id",
+    "x-sluice-priority": "priority",
+    "x-sluice-max-wait-ms": "max_wait_ms",
+    "x-gateway-inference-fairness-id": "fairness_id",
+    "x-llm-d-inference-fairness-id": "fairness_id",
 }
-"""Parameters that may be sent as a header as well; the query parameter takes precedence."""
+"""Headers in place of parameters; of two names the later one here counts, and the query parameter takes precedence."""
 
 _MOST_U32 = 2**32 - 1
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -95,7 +96,7 @@ def query_of(request: Request, body: bytes) -> router_pb2.RouteQueryRequest:
 
 
 def _parameters(request: Request) -> dict[str, Any]:
-    found = {name: request.headers[header] for name, header in HEADERS.items() if header in request.headers}
+    found = {name: request.headers[header] for header, name in HEADERS.items() if header in request.headers}
     for name, value in request.query_params.multi_items():
         if name not in PARAMETERS:
             raise invalid(f"Unknown parameter {quoted(name)}; use one of {', '.join(PARAMETERS)}.", param=name)

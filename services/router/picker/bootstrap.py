@@ -50,6 +50,7 @@ class PickerServers:
             objectives=read_objectives(settings.picker_objectives),
             conformance=settings.picker_conformance,
             receipts=settings.picker_receipts,
+            store_timeout_s=settings.redis_timeout_s,
         )
         self._owner = f"picker/{uuid.uuid4().hex}"
         self._picker = Picker(router, config, cost, self._owner, self._gateways)

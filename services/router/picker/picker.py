@@ -57,6 +57,7 @@ class PickerConfig:
     objectives: Mapping[str, int] = field(default_factory=dict)
     conformance: bool = False
     receipts: bool = False
+    store_timeout_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Picker:
         self._owner = owner
         self._gateways = gateways
         self._turn = 0
-        self.releases = Releases(router.lifecycle)
+        self.releases = Releases(router.lifecycle, config.store_timeout_s)
 
     async def pick(self, request: HttpRequest, body: bytes) -> PickedEndpoint:
         """Chooses the endpoint of a request, and books the request there if it has a prompt.

@@ -100,7 +100,11 @@ async def test_route_reads_headers_and_makes_a_request_id(calls: Recorder) -> No
         headers = {"x-session-id": "s", "x-sluice-priority": "3", "x-sluice-max-wait-ms": "9"}
         await http.post("/route", json={"model": "m", "prompt": "x"}, headers=headers)
         await http.post("/route?reserve=false", json={"model": "m", "prompt": "x"})
-    reserving, asking = calls.requests
+        names = {"x-gateway-inference-fairness-id": "old", "x-llm-d-inference-fairness-id": "new"}
+        await http.post("/route", json={"model": "m", "prompt": "x"}, headers=names)
+    reserving, asking, sharing = calls.requests
+    assert isinstance(sharing, router_pb2.RouteQueryRequest)
+    assert sharing.fairness_id == "new"
     assert isinstance(reserving, router_pb2.RouteQueryRequest)
     assert isinstance(asking, router_pb2.RouteQueryRequest)
     assert (reserving.session_id, reserving.priority, reserving.max_wait_ms) == ("s", 3, 9)
