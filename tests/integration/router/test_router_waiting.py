@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
+from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from services.router.reservations.cost import Limits, Offer
 from services.router.reservations.table import AllBusy, QueueOrder, ReservationParams
@@ -172,3 +174,39 @@ async def test_queue_of_a_killed_replica_does_not_hold_up_the_others(redis: Redi
 
 async def _waits(router: RouterProcess) -> bool:
     return bool(await waiting(router))
+
+
+async def test_event_and_metric_say_what_waits_for_what(tmp_path: Path) -> None:
+    metrics = f"127.0.0.1:{free_port()}"
+    flags = ["--models", MODEL, "--busy-requests", "1", "--metrics-listen", metrics]
+    child = RouterChild(tmp_path, *flags)
+    await child.start()
+    watch = child.stub.WatchQueues(router_pb2.GetQueuesRequest())
+
+    async def next_event() -> list[tuple[str, int, int]]:
+        event = await asyncio.wait_for(watch.read(), 20)
+        return [(each.model, each.reason, each.requests) for each in event.queues]
+
+    async def gauge() -> list[str]:
+        async with httpx.AsyncClient(timeout=20) as client:
+            text = (await client.get(f"http://{metrics}/metrics")).text
+        return [line for line in text.splitlines() if line.startswith("sluice_router_waiting_queries{")]
+
+    assert await next_event() == []
+    patience = {"max_wait_for_workers_ms": 60_000, "max_wait_ms": 60_000}
+    asked = [asyncio.ensure_future(child.stub.RouteQuery(query("one", **patience)))]
+    assert await next_event() == [(MODEL, router_pb2.WaitingQueue.REASON_WORKERS, 1)]
+    assert [line.split()[-1] for line in await gauge() if 'for="workers"' in line and f'"{MODEL}"' in line] == ["1.0"]
+    worker = FakeWorker("w")
+    await worker.attach(child)
+    assert (await asked[0]).decode.worker_id == "w"
+    assert await next_event() == []
+    asked.append(asyncio.ensure_future(child.stub.RouteQuery(query("two", **patience))))
+    assert await next_event() == [(MODEL, router_pb2.WaitingQueue.REASON_CAPACITY, 1)]
+    assert [line.split()[-1] for line in await gauge() if 'for="capacity"' in line] == ["1.0"]
+    asked[1].cancel()
+    assert await next_event() == []
+    assert await gauge() == []
+    watch.cancel()
+    await worker.detach()
+    await child.stop()
