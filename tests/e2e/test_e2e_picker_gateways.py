@@ -32,6 +32,7 @@ class TwoStages:
         self.metrics = f"127.0.0.1:{free_port()}"
         env = {
             "SLUICE_ROUTER_PICKER_LISTEN": self.picker,
+            "SLUICE_ROUTER_PICKER_NOTICE_S": "0",
             "SLUICE_ROUTER_PICKER_GATEWAYS": f"127.0.0.1:{port}",
             "SLUICE_PREPROCESS_METRICS_LISTEN": self.metrics,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from contextlib import AsyncExitStack
 
@@ -92,10 +93,14 @@ class PickerServers:
         for each in self._servers:
             await each.set_serving(True)
 
-    async def stop(self, grace_s: float) -> None:
-        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the others' bookings."""
+    async def announce_stop(self) -> None:
+        """Reports that it drains, and serves on until Envoy's health checks have seen it."""
         for each in self._servers:
             await each.set_serving(False)
+        await asyncio.sleep(self._settings.picker_notice_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets requests finish for `grace_s` seconds and releases the others' bookings."""
         await self._servers[0].stop(grace_s)
         await self._picker.releases.flush(FLUSH_S)
         await self._lease.aclose()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +411,31 @@ async def test_health_has_the_names_that_gateways_ask_for() -> None:
                     return bool(answer.status == serving)
 
                 await until(serves)
+
+
+async def test_stopping_picker_serves_until_its_health_has_been_seen(tmp_path: Path) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    child = RouterChild(tmp_path, "--models", MODEL, "--picker-listen", listen, "--picker-notice-s", "3")
+    await child.start()
+    worker = FakeWorker("a")
+    worker.registration.http_address = http(1)
+    await worker.attach(child)
+    worker.keep_beating()
+    channel = open_channel(listen)
+    health = health_pb2_grpc.HealthStub(channel)
+
+    async def reports(status: Any) -> bool:
+        return bool((await health.Check(health_pb2.HealthCheckRequest())).status == status)
+
+    await until(lambda: reports(health_pb2.HealthCheckResponse.SERVING))
+    os.kill(child.pid, signal.SIGTERM)
+    await until(lambda: reports(health_pb2.HealthCheckResponse.NOT_SERVING))
+    exchange = Exchange(channel)
+    assert (await exchange.request(CHAT)).endpoints == [http(1)]
+    await exchange.respond([b"{}"])
+    await exchange.end()
+    await child.stop()
+    await channel.close()
 
 
 async def test_pairs_are_booked_and_sent_in_the_headers() -> None:

@@ -61,7 +61,7 @@ class Picker:
 @asynccontextmanager
 async def picker(names: tuple[str, ...] = NAMES, **settings: Any) -> AsyncIterator[Picker]:
     ports = free_port(), free_port()
-    settings = {"picker_listen": f"127.0.0.1:{ports[0]}", "drain_s": 1, **settings}
+    settings = {"picker_listen": f"127.0.0.1:{ports[0]}", "drain_s": 1, "picker_notice_s": 0, **settings}
     if "picker_health_listen" in settings:
         settings["picker_health_listen"] = f"127.0.0.1:{ports[1]}"
     async with routers(**settings) as [router]:
