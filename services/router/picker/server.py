@@ -237,8 +237,9 @@ class _Exchange:
     async def _pass_on(self, pick: PickedEndpoint, body: Any) -> None:
         for part in messages.response_body(body.body, body.end_of_stream):
             await self._context.write(part)
-        self._picker.first_byte(pick)
-        self._usage.feed(body.body)
+        if body.body:
+            self._picker.first_byte(pick)
+            self._usage.feed(body.body)
         if body.end_of_stream:
             self._end(pick)
 

@@ -378,6 +378,25 @@ async def test_receipt_on_request_shows_what_was_predicted_and_why(own: str) -> 
         exchange.cut()
 
 
+async def test_chunk_without_bytes_is_not_the_first_byte() -> None:
+    async with tokenizing_picker() as found:
+        exchange = found.exchange()
+        await exchange.request({**CHAT, "messages": [{"role": "user", "content": "river " * 99}]})
+        await exchange.respond([], open_end=True)
+        await exchange.response_chunk(b"")
+        await asyncio.sleep(0.3)  # longer than reports are collected
+        ((_, prefill),) = (await found.bookings()).values()
+        assert prefill > 0
+        await exchange.response_chunk(b"data: {}")
+
+        async def computed() -> bool:
+            return [each[1] for each in (await found.bookings()).values()] == [0.0]
+
+        await until(computed)
+        exchange.cut()
+        await found.empty()
+
+
 async def test_error_about_a_body_names_the_body_that_the_client_sent() -> None:
     async with picker() as found:
         error = json.loads((await found.pick(b"{")).error)["error"]
