@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers.envoy_front import Front, chat, front
+from tests.support.servers.envoy_front import VERSIONS, Front, chat, front
 from tests.support.servers.http_upstream import digest
 from tests.support.servers.redis_server import RedisServer
 
@@ -34,9 +34,10 @@ def in_chunks(body: bytes, size: int) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
 
 
-async def test_chunked_bodies_and_trailers_reach_the_endpoint(tmp_path: Path, redis: RedisServer) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_chunked_bodies_and_trailers_reach_the_endpoint(tmp_path: Path, redis: RedisServer, version: str) -> None:
     body = chat("x" * 70_000)
-    async with front(tmp_path, redis) as found:
+    async with front(tmp_path, redis, version=version) as found:
         expected = f'"digest": "{digest(body)}"'.encode()
         plain = await raw(found, CHUNKED + b"\r\n" + in_chunks(body, 10_000) + b"0\r\n\r\n")
         assert expected in plain
@@ -45,8 +46,9 @@ async def test_chunked_bodies_and_trailers_reach_the_endpoint(tmp_path: Path, re
         await found.empty()
 
 
-async def test_empty_bodies_are_answered(tmp_path: Path, redis: RedisServer) -> None:
-    async with front(tmp_path, redis) as found:
+@pytest.mark.parametrize("version", VERSIONS)
+async def test_empty_bodies_are_answered(tmp_path: Path, redis: RedisServer, version: str) -> None:
+    async with front(tmp_path, redis, version=version) as found:
         for end in (b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n", b"content-length: 0\r\n\r\n"):
             assert b" 200 OK" in await raw(found, HEAD + end)
         with_trailers = b"transfer-encoding: chunked\r\ntrailer: t\r\n\r\n0\r\nt: 1\r\n\r\n"
