@@ -146,6 +146,8 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         log.info("router is ready", extra={"store": "redis" if settings.redis_url.get_secret_value() else "memory"})
     await stop.wait()
     await server.set_serving(False)
+    if picker is not None:
+        await picker.announce_stop()
     service.stop()
     if http is not None:
         await http.stop()

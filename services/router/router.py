@@ -175,7 +175,7 @@ class Router:
                 for an invalid prompt or policy, OVERLOADED if all workers stay busy.
         """
         check(query)
-        pending = _PendingQuery(query, self._tokenize)
+        pending, started = _PendingQuery(query, self._tokenize), time.monotonic()
         if self.registry.serving(query.model):
             await pending.prepare()
             if query.candidates is None:
@@ -183,7 +183,7 @@ class Router:
 
         async def attempt(*, place: bool = True) -> RouteResult:
             view, workers = self._serving(query.model)
-            ready = await pending.ready()
+            ready = replace(await pending.ready(), waited_ms=int((time.monotonic() - started) * 1000))
             return await self._scheduler.decide(ready, view, with_adapter(workers, query.prompt.lora), place)
 
         try:

@@ -154,6 +154,17 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     picker_objectives: CommaList = Field(
         [], description="names of inference objectives with their priorities, such as chat=10,batch=-5; higher is first"
     )
+    picker_notice_s: float = Field(
+        5.0,
+        ge=0,
+        description="seconds for which a stopping picker reports NOT_SERVING and still serves; longer than the "
+        "interval of Envoy's health checks, so that no request finds it gone",
+    )
+    picker_receipts: bool = Field(
+        False,
+        description="answer requests with the header x-sluice-receipt: true with a route receipt, which names workers "
+        "and shows what their caches are expected to hold",
+    )
     picker_conformance: bool = Field(
         False, description="obey the header test-epp-endpoint-selection of the Gateway API's conformance tests"
     )

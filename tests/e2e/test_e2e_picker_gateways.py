@@ -32,6 +32,7 @@ class TwoStages:
         self.metrics = f"127.0.0.1:{free_port()}"
         env = {
             "SLUICE_ROUTER_PICKER_LISTEN": self.picker,
+            "SLUICE_ROUTER_PICKER_NOTICE_S": "0",
             "SLUICE_ROUTER_PICKER_GATEWAYS": f"127.0.0.1:{port}",
             "SLUICE_PREPROCESS_METRICS_LISTEN": self.metrics,
         }
@@ -120,9 +121,27 @@ async def test_gateway_runs_the_chosen_worker_and_tokenizes_only_where_it_has_to
         (receipt,) = json.loads(answer.headers["x-sluice-route-receipt"])
         assert receipt["worker"] == answered.headers["x-sluice-worker"]
         assert receipt["reason"] == "named_by_request"
+        assert "predicted_cached_tokens" not in receipt
         assert whole.booked() == 1, "booked by the picker alone"
         await exchange.respond([answer.content], content_type="application/json")
         await exchange.end()
+
+
+async def test_token_ids_and_workers_of_the_client_do_not_reach_the_second_stage(whole: TwoStages) -> None:
+    lying = {**CHAT, "nvext": {"token_data": [5] * 3_000, "decode_worker_id": "gone", "prefill_worker_id": "gone"}}
+    async with first_stage(whole, lying, PATH) as (_, answered):
+        answer = (await second_stage(whole, answered, PATH)).json()
+    async with first_stage(whole, CHAT, PATH) as (_, answered):
+        honest = (await second_stage(whole, answered, PATH)).json()
+    assert answer["usage"]["prompt_tokens"] == honest["usage"]["prompt_tokens"]
+    assert answer["choices"][0]["message"] == honest["choices"][0]["message"]
+
+
+async def test_several_prompts_of_one_request_are_answered(whole: TwoStages) -> None:
+    body = {"model": "tekken", "prompt": [QUESTION, "And now?"], "max_tokens": 4}
+    async with first_stage(whole, body, "/v1/completions") as (_, answered):
+        answer = await second_stage(whole, answered, "/v1/completions")
+    assert len(answer.json()["choices"]) == 2
 
 
 async def test_answer_of_two_stages_is_that_of_one(whole: TwoStages) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 from services.common.errors import SluiceError
+from services.common.observability.receipts import reason_of
 from services.common.types import FinishReason as FinishReason
 from services.common.types import PositionLogprobs as PositionLogprobs
 from services.common.types import Role as Role
@@ -290,17 +291,9 @@ class Route:
     @property
     def reason(self) -> str:
         """Why this worker: a word for receipts."""
-        if self.degraded:
-            return self.degraded
-        if self.policy in ("", "direct"):
-            return "named_by_request"
-        if self.session_hit:
-            return "session"
-        if self.policy != "kv":
-            return f"policy_{self.policy}"
-        if not self.best_cached_tokens:
-            return "least_load"
-        return "longest_prefix" if self.predicted_cached_tokens >= self.best_cached_tokens else "load_over_prefix"
+        return reason_of(
+            self.degraded, self.policy, self.session_hit, self.predicted_cached_tokens, self.best_cached_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True)

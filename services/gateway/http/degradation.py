@@ -8,11 +8,11 @@ from typing import Protocol
 import orjson
 from starlette.responses import Response
 
+from services.common.observability.receipts import RECEIPT
 from services.gateway.core.receipts import Receipt
 
 DEGRADED = "x-sluice-degraded"
 MIGRATIONS = "x-sluice-migrations"
-RECEIPT = "x-sluice-route-receipt"
 MOST_RECEIPTS = 8  # in the header; each choice has its own in the body
 
 

@@ -11,16 +11,18 @@ from starlette.requests import Request
 from services.common.errors import invalid, quoted
 from services.common.packing import unpack_u32
 from services.router.http_api.bodies import json_object
+from services.router.scheduling.queries import for_policies
 from sluice.v1 import router_pb2
 
 HEADERS = {
-    "request_id": "x-request-id",
-    "session_id": "x-session-id",
-    "priority": "x-sluice-priority",
-    "max_wait_ms": "x-sluice-max-wait-ms",
-    "fairness_id": "x-gateway-inference-fairness-id",
+    "x-request-id": "request_id",
+    "x-session-id": "session_id",
+    "x-sluice-priority": "priority",
+    "x-sluice-max-wait-ms": "max_wait_ms",
+    "x-gateway-inference-fairness-id": "fairness_id",
+    "x-llm-d-inference-fairness-id": "fairness_id",
 }
-"""Parameters that may be sent as a header as well; the query parameter takes precedence."""
+"""Headers in place of parameters; of two names the later one here counts, and the query parameter takes precedence."""
 
 _MOST_U32 = 2**32 - 1
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
@@ -81,7 +83,7 @@ def query_of(request: Request, body: bytes) -> router_pb2.RouteQueryRequest:
         model=model,
         prompt=router_pb2.PromptRef(openai_body=body),
         mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY,
-        headers={name: value for name, value in request.headers.items() if name.startswith("x-")},
+        headers=for_policies({name: value for name, value in request.headers.items() if name.startswith("x-")}),
         **given,
     )
     if candidates is not None:
@@ -94,7 +96,7 @@ def query_of(request: Request, body: bytes) -> router_pb2.RouteQueryRequest:
 
 
 def _parameters(request: Request) -> dict[str, Any]:
-    found = {name: request.headers[header] for name, header in HEADERS.items() if header in request.headers}
+    found = {name: request.headers[header] for header, name in HEADERS.items() if header in request.headers}
     for name, value in request.query_params.multi_items():
         if name not in PARAMETERS:
             raise invalid(f"Unknown parameter {quoted(name)}; use one of {', '.join(PARAMETERS)}.", param=name)

@@ -20,8 +20,6 @@ from services.router.router import Router
 from services.router.settings import RouterSettings
 
 FLUSH_S = 2.0
-NOTICE_S = 3.0
-"""How long a picker that stops still accepts requests: until Envoy, which checks health every second, sends none."""
 
 
 def read_objectives(texts: list[str]) -> dict[str, int]:
@@ -68,6 +66,8 @@ class PickerServers:
             settings.picker_fallbacks,
             objectives=read_objectives(settings.picker_objectives),
             conformance=settings.picker_conformance,
+            receipts=settings.picker_receipts,
+            store_timeout_s=settings.redis_timeout_s,
         )
         self._owner = f"picker/{uuid.uuid4().hex}"
         self._picker = Picker(router, config, cost, self._owner, self._gateways)
@@ -109,16 +109,15 @@ class PickerServers:
         for each in self._servers:
             await each.set_serving(True)
 
-    async def stop(self, grace_s: float) -> None:
-        """Reports that it drains, lets requests finish for `grace_s` seconds and releases the others' bookings.
-
-        At first it still accepts new requests: Envoy rejects what it sends to a picker that refuses it.
-        """
+    async def announce_stop(self) -> None:
+        """Reports that it drains, and serves on until Envoy's health checks have seen it."""
         for each in self._servers:
             await each.set_serving(False)
-        notice_s = min(NOTICE_S, grace_s / 4)
-        await asyncio.sleep(notice_s)
-        await self._servers[0].stop(grace_s - notice_s)
+        await asyncio.sleep(self._settings.picker_notice_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Lets requests finish for `grace_s` seconds and releases the others' bookings."""
+        await self._servers[0].stop(grace_s)
         await self._picker.releases.flush(FLUSH_S)
         await self._lease.aclose()
         for each in self._servers[1:]:

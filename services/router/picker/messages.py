@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import orjson
 from google.protobuf import struct_pb2
 
 from services.common.errors import ErrorKind, SluiceError, word
+from services.common.observability.receipts import RECEIPT
 from services.router.picker.http_request import (
     SERVED_KEY,
     SERVED_NAMESPACE,
@@ -20,6 +22,7 @@ from services.router.picker.http_request import (
 from services.router.picker.picker import PickedEndpoint, stale_headers
 from services.router.reservations.table import AllBusy, BusyReason
 from services.router.scheduling.agent_bodies import Api
+from services.router.scheduling.openai_body import PARAM
 from services.router.scheduling.route_headers import DESTINATION
 from sluice.v1 import ext_proc_pb2 as ext_proc
 
@@ -29,6 +32,7 @@ CHUNK = 62_000
 DROPPED = "x-llm-d-request-dropped-reason"
 DEGRADED = "x-sluice-degraded"
 FULL_DUPLEX = ext_proc.ProtocolConfiguration.FULL_DUPLEX_STREAMED
+NO_BODY = ext_proc.ProtocolConfiguration.NONE
 _OVERWRITE = ext_proc.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _DROPPED = {
     BusyReason.SATURATED: "rejected-saturated",
@@ -84,8 +88,12 @@ def _plain(value: Any) -> Any:
     return value.string_value if kind == "string_value" else ""
 
 
-def picked(pick: PickedEndpoint) -> Iterator[Any]:
-    """Yields the responses that send a request to its endpoint: headers, then its body."""
+def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterator[Any]:
+    """Yields the responses that send a request to its endpoint: headers, then its body and trailers.
+
+    Args:
+        last: kind of the message that ended the request.
+    """
     headers = {**pick.headers, "content-length": str(len(pick.body))} if pick.body else pick.headers
     destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=pick.headers[DESTINATION])})
     yield ext_proc.ProcessingResponse(
@@ -97,19 +105,37 @@ def picked(pick: PickedEndpoint) -> Iterator[Any]:
         ),
         dynamic_metadata=struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)}),
     )
-    if pick.body:
-        for part in streamed(pick.body, True):
+    if pick.body or last == "request_body":  # Envoy waits for the end of an empty body too
+        for part in streamed(pick.body, last == "request_body"):
             yield ext_proc.ProcessingResponse(request_body=part)
+    if last == "request_trailers":
+        yield REQUEST_TRAILERS
 
 
-def response_headers(pick: PickedEndpoint) -> Any:
-    """Returns the response to the headers of a response, which marks a degraded choice."""
-    if not pick.degraded:
+def response_headers(pick: PickedEndpoint, given: Mapping[str, str]) -> Any:
+    """Returns the response to the headers of a response, which marks a degraded choice and has the route receipt.
+
+    Args:
+        given: the headers; a gateway's receipts, which lack what was predicted, are completed.
+    """
+    if not pick.degraded and not pick.receipt:
         return ext_proc.ProcessingResponse(response_headers=NOTHING)
-    mutation = ext_proc.HeaderMutation(set_headers=_set({DEGRADED: pick.degraded}))
+    headers = {DEGRADED: pick.degraded} if pick.degraded else {}
+    if pick.receipt:
+        headers[RECEIPT] = json.dumps([{**each, **pick.receipt} for each in _receipts(given.get(RECEIPT, ""))])
+    mutation = ext_proc.HeaderMutation(set_headers=_set(headers))
     return ext_proc.ProcessingResponse(
         response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse(header_mutation=mutation))
     )
+
+
+def _receipts(text: str) -> list[dict[str, Any]]:
+    """Returns the receipts that an endpoint has sent; one without content if it has sent none."""
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        found = []
+    return [each for each in found if isinstance(each, dict)] or [{}] if isinstance(found, list) else [{}]
 
 
 def response_body(body: bytes, end: bool) -> Iterator[Any]:
@@ -155,6 +181,8 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
 def _status(error: SluiceError) -> tuple[int, dict[str, str]]:
     if isinstance(error, AllBusy):
         return 429, {DROPPED: _DROPPED[error.reason]}
+    if error.kind is ErrorKind.OVERLOADED:
+        return 429, {DROPPED: _DROPPED[BusyReason.SATURATED]}
     if error.code == "stopping":
         return 503, {DROPPED: "rejected-shutting-down"}
     if error.kind is ErrorKind.UNAVAILABLE or error.code == "no_candidates":
@@ -163,15 +191,16 @@ def _status(error: SluiceError) -> tuple[int, dict[str, str]]:
 
 
 def _error_body(error: SluiceError, status: int, request: HttpRequest | None) -> Mapping[str, Any]:
+    message = error.message.replace("The openai_body", "The request body", 1)  # what RouteQuery names it
     if request is not None and request.api is Api.MESSAGES:
         kind = _ANTHROPIC_TYPES.get(status, "overloaded_error" if status == 503 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        return {"type": "error", "error": {"type": kind, "message": message}}
     kind = "invalid_request_error" if 400 <= status < 500 and status != 429 else "server_error"
     return {
         "error": {
-            "message": error.message,
+            "message": message,
             "type": "rate_limit_error" if status == 429 else kind,
-            "param": error.param or None,
+            "param": error.param.removeprefix(PARAM) or None,
             "code": error.code or None,
         }
     }

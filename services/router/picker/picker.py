@@ -7,10 +7,10 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 from services.common.errors import SluiceError, invalid, quoted, unavailable
+from services.common.observability.receipts import ASKED, is_asked
 from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
 from services.router.picker.releases import Releases
@@ -18,10 +18,10 @@ from services.router.picker.usage import UsageReader
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import reservation_id
 from services.router.router import Router
-from services.router.scheduling.agent_bodies import Api, read_prompt
+from services.router.scheduling.agent_bodies import Api, has_several_prompts, read_prompt
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.openai_body import dump_json, parse_object
-from services.router.scheduling.queries import MOST_HEADER, MOST_HEADERS, Prompt, Query, RouteResult
+from services.router.scheduling.queries import Prompt, Query, RouteResult, for_policies
 from services.router.scheduling.route_headers import DESTINATION, ROUTE_HEADERS, headers_of
 from services.router.store.memory import unix_ms
 from services.router.workers.worker import Worker, WorkerRank
@@ -29,8 +29,23 @@ from services.router.workers.worker import Worker, WorkerRank
 log = logging.getLogger(__name__)
 
 LONGEST_ID = 200
-SECRET_HEADERS = frozenset({"authorization", "cookie", "x-api-key", "proxy-authorization"})
 OWN_PROMPTS = frozenset({Api.CHAT, Api.COMPLETION})  # whose token ids are exactly those of the gateway
+_RANKS = frozenset({"data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "kv_hints"})
+ROUTE_FIELDS: Mapping[str, frozenset[str]] = {
+    "nvext": frozenset(
+        {"backend_instance_id", "decode_worker_id", "prefill_worker_id", "dp_rank", "prefill_dp_rank", "token_data"}
+    ),
+    "vllm_xargs": _RANKS,
+    "custom_params": _RANKS,
+}
+"""Fields of objects in a body that engines and gateways take as a routing decision, or as the prompt."""
+
+
+ATTEMPTS = 2
+
+
+class _OutsideSubset(Exception):
+    """A query chose a worker outside the subset: it could not name those inside, because the model had no worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,8 @@ class PickerConfig:
     fallbacks: int = 2
     objectives: Mapping[str, int] = field(default_factory=dict)
     conformance: bool = False
+    receipts: bool = False
+    store_timeout_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -53,9 +70,10 @@ class PickedEndpoint:
         body: to send to the endpoint.
         reservation: empty: nothing is booked, as for requests without a prompt.
         slot: the booked rank.
-        query: which was routed; None without a booking.
+        query: by which the booking is moved; None if it cannot be.
         degraded: why the choice is less than exact; empty: it is exact.
         gateway: that the request goes to, if it does not go to the worker itself.
+        receipt: the route receipt, if the request asks for one; else empty.
     """
 
     endpoints: tuple[str, ...]
@@ -66,6 +84,7 @@ class PickedEndpoint:
     query: Query | None = None
     degraded: str = ""
     gateway: GatewayEndpoint | None = None
+    receipt: Mapping[str, Any] = field(default_factory=dict)
     computed: bool = False
 
 
@@ -86,7 +105,7 @@ class Picker:
         self._owner = owner
         self._gateways = gateways
         self._turn = 0
-        self.releases = Releases(router.lifecycle)
+        self.releases = Releases(router.lifecycle, config.store_timeout_s)
 
     async def pick(self, request: HttpRequest, body: bytes) -> PickedEndpoint:
         """Chooses the endpoint of a request, and books the request there if it has a prompt.
@@ -109,18 +128,34 @@ class Picker:
             return self._any(request, body)
         model, adapter = self._model(request, document)
         prompt = read_prompt(document, request.api)
-        if request.model and request.model != document.get("model"):
-            document["model"] = request.model
+        if _rewrite(document, request.model):
             body = dump_json(document)
         if prompt is None:
             return self._any(request, body, model)
         query = self._query(request, document, model, Prompt(body=prompt, lora=adapter))
+        for _ in range(ATTEMPTS):
+            route = await self._route(query)
+            try:
+                return self._routed(request, body, query, route)
+            except _OutsideSubset:
+                self._release(route)
+                candidates = self._candidates(request, model)
+                query = replace(query, request_id=_unique(request.request_id), candidates=candidates)
+            except BaseException:
+                self._release(route)
+                raise
+        raise _no_endpoints("No worker of the subset serves this request at the moment")
+
+    async def _route(self, query: Query) -> RouteResult:
         try:
-            route = await self._router.query(query)
+            return await self._router.query(query)
         except asyncio.CancelledError:
             self.releases.abandon(reservation_id(query.model, query.request_id, paired=True))
             raise
-        return self._routed(request, body, query, route)
+
+    def _release(self, route: RouteResult) -> None:
+        """Releases the booking of a request that has not been sent anywhere."""
+        self.releases.free(route.reservation_id, Outcome(route.reservation_id, None, 0))
 
     def first_byte(self, pick: PickedEndpoint) -> None:
         """Records that the response has begun: the prompt is computed."""
@@ -157,10 +192,13 @@ class Picker:
         worker = next((each for each in workers if endpoint_of(each) == endpoint), None)
         if worker is None or worker.worker_id == pick.slot.worker_id:
             return False
-        query = replace(query, request_id=f"{query.request_id}~", candidates=None)
+        query = replace(query, request_id=f"{query.request_id}~")
         slot = WorkerRank(worker.worker_id, 0)
         try:
             await self._router.add(slot, query)
+        except asyncio.CancelledError:
+            self.releases.abandon(reservation_id(query.model, query.request_id))
+            raise
         except SluiceError as error:
             log.warning("the booking of a request that %s serves stays where it is: %s", endpoint, error.message)
             return False
@@ -171,26 +209,26 @@ class Picker:
 
     def _query(self, request: HttpRequest, document: Mapping[str, Any], model: str, prompt: Prompt) -> Query:
         priority = document.get("priority")
-        if request.objective in self._config.objectives:
-            priority = -self._config.objectives[request.objective]  # of an objective, higher is more important
+        if self._config.objectives:  # clients do not overrule them; of an objective, higher is more important
+            priority = -self._config.objectives.get(request.objective, 0)
         session = request.session_id or document.get("prompt_cache_key")
-        given = request.request_id[:LONGEST_ID].replace("\0", "")
+        two_stages = self._gateways is not None
         return Query(
             model,
             prompt,
             self._cost,
-            # Clients may repeat their ids, but each of their requests is booked.
-            f"{given}.{uuid.uuid4().hex[:12]}" if given else uuid.uuid4().hex,
+            _unique(request.request_id),
             candidates=self._candidates(request, model),
             owner=self._owner,
             priority=priority if isinstance(priority, int) and abs(priority) < 1 << 31 else 0,
             session_id=session[:LONGEST_ID] if isinstance(session, str) else "",
-            return_token_ids=self._gateways is not None and request.api in OWN_PROMPTS,
+            return_token_ids=two_stages and request.api in OWN_PROMPTS and not has_several_prompts(document),
             deadline_unix_ms=unix_ms() + request.first_token_ms if request.first_token_ms else 0,
             fairness_id=request.fairness_id,
             tokenize_ms=self._config.tokenize_ms,
             fallbacks=self._config.fallbacks,
-            headers=_for_policies(request.headers),
+            headers=for_policies(request.headers),
+            return_hashes=not two_stages,
         )
 
     def _model(self, request: HttpRequest, document: Mapping[str, Any]) -> tuple[str, str]:
@@ -214,7 +252,7 @@ class Picker:
             return None
         workers = self._router.registry.serving(model)
         allowed = frozenset(worker.worker_id for worker in workers if request.allows(endpoint_of(worker)))
-        if not allowed and workers:
+        if not allowed and (workers or not request.subset):
             raise _no_endpoints(f"None of the {len(request.subset)} endpoints of the subset serves {quoted(model)}")
         return allowed if workers else None
 
@@ -239,14 +277,19 @@ class Picker:
             if route.prompt is not None and route.prompt.token_ids:
                 body = with_token_ids(body, route.prompt.token_ids)
             pick = self._through_gateway(request, headers, body)
+        elif not request.allows(endpoint_of(route.worker)):
+            raise _OutsideSubset
         else:
-            endpoints = (endpoint_of(route.worker), *map(endpoint_of, self._fallbacks(query, route)))
+            endpoints = (endpoint_of(route.worker), *map(endpoint_of, self._fallbacks(request, route)))
             pick = PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body)
-        pick.reservation, pick.slot, pick.query, pick.degraded = route.reservation_id, slot, query, route.degraded
+            pick.query = _without_body(query, route)
+        pick.reservation, pick.slot, pick.degraded = route.reservation_id, slot, route.degraded
+        if self._config.receipts and is_asked(request.headers.get(ASKED, "")):
+            pick.receipt = route.receipt
         return pick
 
-    def _fallbacks(self, query: Query, route: RouteResult) -> Sequence[Worker]:
-        return [each for each in route.fallbacks if query.candidates is None or each.worker_id in query.candidates]
+    def _fallbacks(self, request: HttpRequest, route: RouteResult) -> Sequence[Worker]:
+        return [each for each in route.fallbacks if request.allows(endpoint_of(each))]
 
     def _through_gateway(self, request: HttpRequest, headers: Mapping[str, str], body: bytes) -> PickedEndpoint:
         assert self._gateways is not None
@@ -258,14 +301,39 @@ class Picker:
         return PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body, gateway=first)
 
 
-def _for_policies(headers: Mapping[str, str]) -> dict[str, str]:
-    """Returns the headers that policies may read: no credentials, and no more than a query may have."""
-    shown = (
-        (name, value)
-        for name, value in headers.items()
-        if name not in SECRET_HEADERS and len(name) + len(value) <= MOST_HEADER
-    )
-    return dict(islice(shown, MOST_HEADERS))
+def _unique(request_id: str) -> str:
+    """Returns the id of a booking. Clients may repeat their ids, but each of their requests is booked."""
+    given = request_id[:LONGEST_ID].replace("\0", "")
+    return f"{given}.{uuid.uuid4().hex[:12]}" if given else uuid.uuid4().hex
+
+
+def _rewrite(document: dict[str, Any], model: str) -> bool:
+    """Writes the model, if any, into a body without a routing decision; returns whether that changed it."""
+    ranks = _RANKS & document.keys()
+    changed = bool(ranks)
+    for name in ranks:
+        del document[name]
+    if model and model != document.get("model"):
+        document["model"], changed = model, True
+    for name, fields in ROUTE_FIELDS.items():
+        found = document.get(name)
+        if isinstance(found, dict) and not fields.isdisjoint(found):
+            del document[name]
+            kept = {field: value for field, value in found.items() if field not in fields}
+            document |= {name: kept} if kept else {}
+            changed = True
+    return changed
+
+
+def _without_body(query: Query, route: RouteResult) -> Query:
+    """Returns a query with the hashes of its prompt instead of its body, which may be megabytes."""
+    found = route.prompt
+    prompt = Prompt(prompt_tokens=route.prompt_tokens, lora=query.prompt.lora)
+    if found is not None and found.block_hashes:
+        prompt = replace(
+            prompt, block_hashes=found.block_hashes, hash_scheme=found.hash_scheme, block_size=found.block_size
+        )
+    return replace(query, prompt=prompt, headers={}, candidates=None, return_hashes=False)
 
 
 def stale_headers(pick: PickedEndpoint) -> list[str]:

@@ -7,7 +7,6 @@ import asyncio
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.lifecycle import RequestLifecycle
 
-FREE_AGAIN_S = 2.0  # exceeds the time limit of the store's commands
 COLLECT_S = 0.005  # how long reports collect: one call of the store for all requests that progress meanwhile
 
 
@@ -15,10 +14,14 @@ class Releases:
     """Collects the reports of requests; run `run` as a task.
 
     A request that has ended supersedes the report that its prompt is computed.
+
+    Args:
+        store_timeout_s: time limit of the store's commands.
     """
 
-    def __init__(self, lifecycle: RequestLifecycle) -> None:
+    def __init__(self, lifecycle: RequestLifecycle, store_timeout_s: float = 1.0) -> None:
         self._lifecycle = lifecycle
+        self._again_s = 2 * store_timeout_s
         self._computed: dict[str, None] = {}
         self._ended: dict[str, Outcome | None] = {}
         self._pending = asyncio.Event()
@@ -39,7 +42,7 @@ class Releases:
     def abandon(self, reservation: str) -> None:
         """Releases a booking whose query was cancelled: now, and again once the store must have run the query."""
         self.free(reservation)
-        asyncio.get_running_loop().call_later(FREE_AGAIN_S, self.free, reservation)
+        asyncio.get_running_loop().call_later(self._again_s, self.free, reservation)
 
     def _wake(self) -> None:
         self._idle.clear()

@@ -112,6 +112,7 @@ class _Exchange:
         self._usage = UsageReader()
         self._failed = False
         self._first_response: Any = None
+        self._last = "request_headers"
         self.outcome = "disconnected"
 
     def close(self) -> None:
@@ -142,7 +143,7 @@ class _Exchange:
             if error.code == "not_ready":
                 raise
             return await self._reject(error, request)
-        for message in messages.picked(self._pick):
+        for message in messages.picked(self._pick, self._last):
             await self._context.write(message)
         self._let_go()
         self._pick.body = b""
@@ -174,7 +175,7 @@ class _Exchange:
                 self._first_response = message
                 return None, b""
             if done and request is not None:
-                request.subset = subset
+                request.subset, self._last = subset, kind
                 return request, b"".join(chunks)
         return None, b""
 
@@ -187,7 +188,7 @@ class _Exchange:
             )
         if not self._bodies.try_grow(size):
             reason = f"Bodies of {self._bodies.used} bytes are being received"
-            raise self._bodies.refuse(reason, kind=ErrorKind.UNAVAILABLE, retry_after_ms=1000)
+            raise self._bodies.refuse(reason, kind=ErrorKind.OVERLOADED, retry_after_ms=1000)
         self._held += size
 
     def _let_go(self) -> None:
@@ -220,7 +221,7 @@ class _Exchange:
     async def _answer_headers(self, pick: PickedEndpoint, message: Any) -> None:
         headers = messages.read_headers(message.response_headers)
         self._failed = not headers.get(":status", "200").startswith("2")
-        await self._context.write(messages.response_headers(pick))
+        await self._context.write(messages.response_headers(pick, headers))
         if message.response_headers.end_of_stream:
             self._end(pick)
             return
@@ -236,8 +237,9 @@ class _Exchange:
     async def _pass_on(self, pick: PickedEndpoint, body: Any) -> None:
         for part in messages.response_body(body.body, body.end_of_stream):
             await self._context.write(part)
-        self._picker.first_byte(pick)
-        self._usage.feed(body.body)
+        if body.body:
+            self._picker.first_byte(pick)
+            self._usage.feed(body.body)
         if body.end_of_stream:
             self._end(pick)
 
@@ -250,8 +252,9 @@ def _check_modes(message: Any) -> None:
     """Raises SluiceError (INVALID_ARGUMENT) if Envoy does not stream bodies as the picker needs them."""
     if not message.HasField("protocol_config"):
         return  # an Envoy that does not send its modes
-    mode = message.protocol_config.request_body_mode
-    if mode != messages.FULL_DUPLEX and not message.request_headers.end_of_stream:
+    modes = message.protocol_config
+    streamed = modes.request_body_mode == messages.FULL_DUPLEX or message.request_headers.end_of_stream
+    if not streamed or modes.response_body_mode not in (messages.FULL_DUPLEX, messages.NO_BODY):
         raise invalid(
             "The ext_proc filter must have request_body_mode and response_body_mode FULL_DUPLEX_STREAMED.",
             code="wrong_body_mode",

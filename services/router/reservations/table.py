@@ -24,11 +24,19 @@ class Owner(NamedTuple):
 NO_DEADLINE = 1 << 53  # Unix milliseconds that are never reached; Lua counts in doubles
 
 
+LONGER_MS = 1_000
+
+
 class QueueOrder(NamedTuple):
-    """What the requests of several queues are ordered by: priority, then deadline; lower is served first."""
+    """What the requests of several queues are ordered by: priority, then deadline; lower is served first.
+
+    Of equal ones, the first of a queue that has waited LONGER_MS longer is served first: it would otherwise depend on
+    which replica learns of a free place.
+    """
 
     priority: int = 0
     deadline_unix_ms: int = NO_DEADLINE
+    waited_ms: int = 0
 
 
 FIRST_COME = QueueOrder()

@@ -3,7 +3,8 @@
 Each replica has one queue per model, ordered by priority, then by deadline, then by fairness among the callers, then by
 arrival. A queue is retried when a request completes on this replica, and periodically, because reservations are shared
 and requests of other replicas complete too. The store compares the first request of each replica's queue: a request
-that another replica's first one precedes is not placed, so priorities and deadlines hold across replicas.
+that another replica's first one precedes is not placed, so priorities and deadlines hold across replicas. Of equals,
+the one that has waited clearly longer precedes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.tasks import TaskOwner
 from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
+from services.router.scheduling.service_rate import UNKNOWN_MS, ServiceRate
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +30,6 @@ POLL_S = 0.25
 PREPARED_AT_ONCE = 32
 CONTENDED_POLL_S = 0.025  # while other replicas have queues: their workers become free without notice to this one
 LONGEST_WAIT_MS = 600_000
-SOONEST_MS, LATEST_MS, UNKNOWN_MS = 100, 30_000, 1_000
 
 T = TypeVar("T")
 
@@ -65,6 +66,10 @@ class WaitTerms:
         """What the queues of several replicas are compared by."""
         return QueueOrder(self.priority, self.deadline_unix_ms)
 
+    def limit_ms(self, reason: Reason) -> int:
+        """Returns the longest wait for a reason; 0: none."""
+        return self.max_wait_ms if reason is Reason.CAPACITY else self.max_wait_for_workers_ms
+
 
 DEFAULT_TERMS = WaitTerms()
 
@@ -97,35 +102,6 @@ class Reason(Enum):
     WORKERS = "workers"
 
 
-class ServiceRate:
-    """Completion rate of a model's requests, from which waiting times are estimated.
-
-    Args:
-        now_s: returns seconds of a monotonic clock.
-    """
-
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
-        self._interval_s: float | None = None
-        self._last = 0.0
-
-    def ended(self, number: int) -> None:
-        """Records that this number of requests completed now."""
-        if not number:
-            return
-        now = self._now_s()
-        if self._last:
-            each = (now - self._last) / number
-            self._interval_s = each if self._interval_s is None else 0.8 * self._interval_s + 0.2 * each
-        self._last = now
-
-    def wait_ms(self, ahead: int) -> int:
-        """Returns the estimated time until a worker is free for a request with this many ahead of it."""
-        if self._interval_s is None:
-            return UNKNOWN_MS
-        return round(min(max(self._interval_s * 1000 * (ahead + 1), SOONEST_MS), LATEST_MS))
-
-
 class _Entry(NamedTuple, Generic[T]):
     attempt: SchedulingAttempt[T]
     prepare: Callable[[], Awaitable[None]]
@@ -139,10 +115,13 @@ class _Waiter(Generic[T]):
     terms: WaitTerms = field(compare=False)
     entry: _Entry[T] = field(compare=False)
     result: asyncio.Future[T] = field(compare=False)
+    limit: asyncio.Timeout = field(compare=False)
+    since: float = field(compare=False, default_factory=lambda: _now())
 
-    def may_wait(self, reason: Reason) -> bool:
-        terms = self.terms
-        return bool(terms.max_wait_ms if reason is Reason.CAPACITY else terms.max_wait_for_workers_ms)
+    def restart(self, reason: Reason) -> None:
+        """Starts the longest wait for a reason; without one, the next round fails the request."""
+        limit_ms = min(self.terms.limit_ms(reason) or LONGEST_WAIT_MS, LONGEST_WAIT_MS)
+        self.limit.reschedule(min(_now() + limit_ms / 1000, self.since + LONGEST_WAIT_MS / 1000))
 
 
 class _AdmissionQueue(Generic[T]):
@@ -253,14 +232,12 @@ class AdmissionQueues(Generic[T]):
         return await self._wait(model, _Entry(attempt, prepare), terms, reason)
 
     async def _wait(self, model: str, entry: _Entry[T], terms: WaitTerms, reason: Reason) -> tuple[T, int]:
-        started = time.monotonic()
-        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        queue = self._join(model, entry, terms, result, reason)
-        max_wait_ms = terms.max_wait_ms if reason is Reason.CAPACITY else terms.max_wait_for_workers_ms
+        started, result = time.monotonic(), asyncio.get_running_loop().create_future()
+        queue, waiter = self._join(model, entry, terms, result, reason)
         self._bytes += terms.size
         try:
-            # Requests that may not wait are resolved by the next round.
-            async with asyncio.timeout(min(max_wait_ms or LONGEST_WAIT_MS, LONGEST_WAIT_MS) / 1000):
+            async with waiter.limit:
+                waiter.restart(reason)
                 return await result, int((time.monotonic() - started) * 1000)
         except BaseException as error:
             if _placed(result):  # placed just as its caller gave up
@@ -270,7 +247,7 @@ class AdmissionQueues(Generic[T]):
         finally:
             self._bytes -= terms.size
             queue.waiters = [waiter for waiter in queue.waiters if waiter.result is not result]
-            del result  # break the reference cycle: the traceback references this frame
+            del result, waiter  # break the reference cycle: the traceback references this frame
         # Outside the handler: the TimeoutError references this task.
         raise no_workers(model) if queue.reason is Reason.WORKERS else self._all_busy(model, BusyReason.EXPIRED)
 
@@ -281,14 +258,15 @@ class AdmissionQueues(Generic[T]):
         terms: WaitTerms,
         result: asyncio.Future[T],
         reason: Reason,
-    ) -> _AdmissionQueue[T]:
+    ) -> tuple[_AdmissionQueue[T], _Waiter[T]]:
         if self._bytes + terms.size > self._most_bytes:
             raise self._all_busy(model)
         queue = self._queues.get(model)
         if queue is None:
             queue = self._queues[model] = _AdmissionQueue(reason)
             self._tasks.spawn(self._serve(model, queue), f"admission-queue-{model}")
-        waiter = _Waiter(terms.order, queue.next_turn(terms.fairness_id), next(self._numbers), terms, entry, result)
+        turn, number = queue.next_turn(terms.fairness_id), next(self._numbers)
+        waiter = _Waiter(terms.order, turn, number, terms, entry, result, asyncio.timeout(None))
         if len(queue.waiters) >= self._most:
             last = queue.waiters[-1]
             if last < waiter:
@@ -297,7 +275,7 @@ class AdmissionQueues(Generic[T]):
             _fail(last, self._all_busy(model, BusyReason.DISPLACED))
         bisect.insort(queue.waiters, waiter)
         queue.changed.set()
-        return queue
+        return queue, waiter
 
     def _all_busy(self, model: str, reason: BusyReason = BusyReason.SATURATED) -> AllBusy:
         rate = self._rates.get(model)
@@ -310,7 +288,7 @@ class AdmissionQueues(Generic[T]):
             while queue.waiters:
                 queue.changed.clear()
                 reason = queue.reason
-                contended = await self._announce(model, queue.waiters[0].order) > 0
+                contended = await self._announce(model, _announced(queue.waiters[0])) > 0
                 await self._round(model, queue)
                 if queue.reason is not reason:
                     _log(model, queue)
@@ -339,10 +317,13 @@ class AdmissionQueues(Generic[T]):
                     blocked.add(waiter.terms.scope)
                 except NoWorkers as missing:
                     reason, error = Reason.WORKERS, missing.with_traceback(None)
-            if (reason is Reason.WORKERS or waiter.terms.scope in blocked) and not waiter.may_wait(reason):
+            if (reason is Reason.WORKERS or waiter.terms.scope in blocked) and not waiter.terms.limit_ms(reason):
                 _fail(waiter, error)
-        queue.reason = reason
         queue.waiters = [waiter for waiter in queue.waiters if not waiter.result.done()]
+        if queue.reason is not reason:
+            queue.reason = reason
+            for waiter in queue.waiters:
+                waiter.restart(reason)
         queue.forget_callers()
 
     async def _try(self, queue: _AdmissionQueue[T], waiter: _Waiter[T]) -> None:
@@ -369,12 +350,8 @@ async def _prepare(waiters: Sequence[_Waiter[Any]]) -> None:
 
 def no_workers(model: str) -> NoWorkers:
     """Returns the error for a model without workers that accept requests."""
-    return NoWorkers(
-        ErrorKind.UNAVAILABLE,
-        f"No worker serves model {quoted(model)} at the moment; retry later.",
-        code="no_workers",
-        retry_after_ms=1000,
-    )
+    message = f"No worker serves model {quoted(model)} at the moment; retry later."
+    return NoWorkers(ErrorKind.UNAVAILABLE, message, code="no_workers", retry_after_ms=1000)
 
 
 def _log(model: str, queue: _AdmissionQueue[Any]) -> None:
@@ -384,6 +361,14 @@ def _log(model: str, queue: _AdmissionQueue[Any]) -> None:
 def _fail(waiter: _Waiter[T], error: Exception) -> None:
     if not waiter.result.done():
         waiter.result.set_exception(error)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _announced(waiter: _Waiter[Any]) -> QueueOrder:
+    return waiter.order._replace(waited_ms=int((_now() - waiter.since) * 1000))
 
 
 def _placed(result: asyncio.Future[T]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 from services.router.scheduling.openai_body import Body, read_chat, read_completion, wrong_body
@@ -59,16 +60,29 @@ def read_prompt(body: Mapping[str, Any], api: Api | None) -> Body | None:
         return _of_embeddings(body)
     if "messages" in body:
         return read_chat(body)
-    return read_completion(body) if "prompt" in body else None
+    return read_completion({**body, "prompt": _as_one(body["prompt"])}) if "prompt" in body else None
+
+
+def has_several_prompts(body: Mapping[str, Any]) -> bool:
+    """Returns whether a completion has more than one prompt."""
+    given = body.get("prompt")
+    return isinstance(given, list) and len(given) > 1 and isinstance(given[0], str | list)
 
 
 def _of_embeddings(body: Mapping[str, Any]) -> Body | None:
     if "messages" in body:
         return read_chat(body)
-    given = body.get("input")
-    if isinstance(given, list) and given and isinstance(given[0], str | list):
-        given = given[0]  # several inputs are computed in turn; the first one stands for all
+    given = _as_one(body.get("input"))
     return None if given is None else read_completion({"prompt": given})
+
+
+def _as_one(given: Any) -> Any:
+    """Returns several prompts as one of their total length, which is what a request with them adds to a worker."""
+    if not isinstance(given, list) or len(given) < 2:
+        return given
+    if all(isinstance(each, str) for each in given):
+        return "".join(given)
+    return list(chain.from_iterable(given)) if all(isinstance(each, list) for each in given) else given
 
 
 def _of_messages(body: Mapping[str, Any]) -> dict[str, Any]:

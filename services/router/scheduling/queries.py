@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 from services.common.errors import check_name, invalid
+from services.common.observability.receipts import reason_of
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
 from services.router.scheduling.openai_body import Body
@@ -16,6 +19,7 @@ MOST_MS = 24 * 3600 * 1000
 MOST_HEADERS = 64
 MOST_HEADER = 4096  # characters of a header's name and value
 MOST_NAME = 512  # characters of a name chosen by the caller; names become keys
+SECRET_HEADERS = frozenset({"authorization", "cookie", "x-api-key", "proxy-authorization"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Query:
         fairness_id: caller among whose requests the admission queue shares places evenly.
         tokenize_ms: route by load alone if tokenizing takes longer or fails; 0: wait, and fail.
         fallbacks: number of further workers to return, cheapest first.
+        return_hashes: return the block hashes of the prompt, without its token ids.
+        waited_ms: how long it has waited so far.
     """
 
     model: str
@@ -78,6 +84,8 @@ class Query:
     tokenize_ms: int = 0
     fallbacks: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)
+    return_hashes: bool = False
+    waited_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +175,21 @@ class RouteResult:
         """Most prompt tokens that any candidate is expected to have cached."""
         return max(self.best_overlap_blocks * self.block_size, self.predicted_cached_tokens)
 
+    @property
+    def receipt(self) -> dict[str, Any]:
+        """The route receipt, before the worker has delivered anything."""
+        predicted, available = self.predicted_cached_tokens, self.best_cached_tokens
+        receipt = {
+            "worker": self.worker.worker_id,
+            "rank": self.rank,
+            "prompt_tokens": self.prompt_tokens,
+            "predicted_cached_tokens": min(predicted, self.prompt_tokens),
+            "available_cached_tokens": min(available, self.prompt_tokens),
+            "waited_ms": self.waited_ms,
+            "reason": reason_of(self.degraded, self.policy, self.session_hit, predicted, available),
+        }
+        return receipt | ({"prefill_worker": self.prefill_worker.worker_id} if self.prefill_worker else {})
+
 
 def check_tokens(name: str, tokens: int) -> None:
     """Raises SluiceError (INVALID_ARGUMENT) for a length that no model supports."""
@@ -200,6 +223,16 @@ def _check_headers(headers: Mapping[str, str]) -> None:
                 f"A header of headers has {len(name) + len(value)} characters; the maximum is {MOST_HEADER}.",
                 param="headers",
             )
+
+
+def for_policies(headers: Mapping[str, str]) -> dict[str, str]:
+    """Returns the headers of a client that policies may read: no credentials, and no more than a query may have."""
+    shown = (
+        (name, value)
+        for name, value in headers.items()
+        if name not in SECRET_HEADERS and len(name) + len(value) <= MOST_HEADER
+    )
+    return dict(islice(shown, MOST_HEADERS))
 
 
 def check_owner(owner: str) -> None:

@@ -13,6 +13,7 @@ ROUTE_HEADERS = (
     "x-sluice-prefill-dp-rank",
     "x-dynamo-worker-instance-id",
     "x-dynamo-dp-rank",
+    "x-dynamo-routing-mode",
     "x-dynamo-prefill-instance-id",
     "x-dynamo-prefill-dp-rank",
     "x-worker-instance-id",
@@ -35,11 +36,13 @@ def headers_of(route: RouteResult) -> dict[str, str]:
         "x-sluice-dp-rank": rank,
         "x-dynamo-worker-instance-id": worker.worker_id,
         "x-dynamo-dp-rank": rank,
+        "x-dynamo-routing-mode": "aggregated" if route.prefill_worker is None else "disaggregated",
         "x-worker-instance-id": worker.worker_id,
         "x-dp-rank": rank,
     }
     if worker.ranks > 1:
         headers["x-data-parallel-host-port"] = worker.http_address or worker.address
+        headers["x-data-parallel-rank"] = rank  # what vLLM and SGLang read
     if (prefill := route.prefill_worker) is not None:
         prefill_rank = str(route.prefill_rank)
         headers |= {

@@ -10,8 +10,8 @@ from services.router.reservations.ids import reservation_id
 from services.router.reservations.table import AllBusy
 from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWorkers
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
-from services.router.scheduling.prompts import in_blocks, routed
-from services.router.scheduling.queries import PrefixPeer, Query, RouteResult, Score
+from services.router.scheduling.prompts import Blocks, in_blocks, routed
+from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RoutedPrompt, RouteResult, Score
 from services.router.scheduling.requests import Part, SchedulingRequest
 from services.router.scheduling.selection import Selection, Selector
 from services.router.store.base import Store
@@ -22,6 +22,7 @@ from services.router.workers.worker import Worker, WorkerRank
 
 BLIND = "no_block_hashes"
 PAIR_BUSY = "pair_busy"
+NO_PROMPT = Prompt()
 
 
 class Scheduler:
@@ -132,7 +133,7 @@ class Scheduler:
             repeated=decode.choice.repeated,
             seconds=stopwatch.seconds,
             stages=stopwatch.laps,
-            prompt=routed(query.prompt, blocks) if query.return_token_ids else None,
+            prompt=_prompt(query, blocks),
             fallbacks=self._selector.fallbacks(request, decode) if query.fallbacks else (),
             peer=self._peer(request, decode, prefill),
         )
@@ -160,6 +161,13 @@ class Scheduler:
             return []
         found = self._selector.scores(request, decode, booked)
         return found + self._selector.scores(request, prefill, booked) if prefill else found
+
+
+def _prompt(query: Query, blocks: Blocks) -> RoutedPrompt | None:
+    """Returns what the query requests of its prompt."""
+    if query.return_token_ids:
+        return routed(query.prompt, blocks)
+    return routed(NO_PROMPT, blocks) if query.return_hashes else None
 
 
 class Stopwatch:

@@ -335,7 +335,7 @@ class Selector:
             query.candidates,
             0 if part is Part.PREFILL else request.demand.output_blocks * MILLI,
             Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
-            QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE),
+            QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE, query.waited_ms),
         )
 
 

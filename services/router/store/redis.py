@@ -305,7 +305,7 @@ class RedisStore(Store):
             await self._client.run("renew_owners", self._tag(model), lease_ms, *owners[start : start + MOST_IDS])
 
     async def announce_queue(self, model: str, order: QueueOrder | None) -> int:
-        numbers = order or ("", "")
+        numbers = order or ("", "", "")
         return int(await self._client.run("announce_queue", self._tag(model), self._replica, *numbers, QUEUE_LEASE_MS))
 
     async def session(self, model: str, session_id: str) -> WorkerRank | None:

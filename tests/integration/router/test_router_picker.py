@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,99 +16,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
-from services.router.picker import bootstrap
 from sluice.v1 import common_pb2, router_pb2
 from sluice.v1 import ext_proc_pb2 as ext_proc
-from tests.support.clients.ext_proc import Answered, Exchange
+from tests.support.clients.ext_proc import Exchange
 from tests.support.data.loaded_tokenizers import tekken
-from tests.support.servers.preprocess_server import preprocess
+from tests.support.servers.picker import CHAT, NAMES, http, picker, tokenizing_picker
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import RouterChild
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, routers, until
 
 DROPPED = "x-llm-d-request-dropped-reason"
 CALL = "c12345678"
-NAMES = ("a", "b", "c")
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Which way does the river run?"}]}
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
-
-
-def http(number: int) -> str:
-    return f"192.168.1.{number}:8000"
-
-
-class Picker:
-    """A router with a picker, and workers a, b and c with HTTP servers at 192.168.1.1 to .3."""
-
-    def __init__(
-        self, router: RouterProcess, channel: grpc.aio.Channel, workers: list[FakeWorker], health: str
-    ) -> None:
-        self.health = health
-        self.router = router
-        self.channel = channel
-        self.workers = workers
-
-    def exchange(self) -> Exchange:
-        return Exchange(self.channel)
-
-    async def pick(self, body: Any, *args: Any, **kwargs: Any) -> Answered:
-        """The answer to one request, whose stream is then broken off."""
-        exchange = self.exchange()
-        answered = await exchange.request(body, *args, **kwargs)
-        exchange.cut()
-        return answered
-
-    async def bookings(self) -> dict[str, tuple[int, float]]:
-        """Requests and prefill blocks booked by worker."""
-        loads = (await self.router.stub.GetLoads(router_pb2.GetLoadsRequest())).loads
-        return {load.worker_id: (load.requests, load.prefill_blocks) for load in loads if load.requests}
-
-    async def empty(self) -> None:
-        """Waits until nothing is booked."""
-
-        async def nothing() -> bool:
-            return not await self.bookings()
-
-        await until(nothing)
-
-
-@asynccontextmanager
-async def picker(names: tuple[str, ...] = NAMES, **settings: Any) -> AsyncIterator[Picker]:
-    ports = free_port(), free_port()
-    settings = {"picker_listen": f"127.0.0.1:{ports[0]}", "drain_s": 1, **settings}
-    if "picker_health_listen" in settings:
-        settings["picker_health_listen"] = f"127.0.0.1:{ports[1]}"
-    async with routers(**settings) as [router]:
-        await router.ready()
-        workers = []
-        for number, name in enumerate(names, 1):
-            worker = FakeWorker(name)
-            worker.registration.http_address = http(number)
-            await worker.attach(router)
-            worker.keep_beating()
-            workers.append(worker)
-        channel = open_channel(settings["picker_listen"])
-        try:
-            yield Picker(router, channel, workers, settings.get("picker_health_listen", ""))
-        finally:
-            for worker in workers:
-                await worker.detach()
-            await channel.close()
-
-
-@asynccontextmanager
-async def tokenizing_picker(**settings: Any) -> AsyncIterator[Picker]:
-    async with preprocess() as address, picker(preprocess=[address], **settings) as found:
-
-        async def tokenizes() -> bool:
-            exchange = found.exchange()
-            await exchange.request(CHAT)
-            headers, _ = await exchange.respond([b"{}"])
-            return "x-sluice-degraded" not in headers
-
-        await until(tokenizes)
-        await found.empty()
-        yield found
 
 
 async def test_chat_goes_to_one_endpoint_in_header_and_metadata_and_comes_back_whole() -> None:
@@ -494,25 +413,29 @@ async def test_health_has_the_names_that_gateways_ask_for() -> None:
                 await until(serves)
 
 
-async def test_stopping_picker_accepts_requests_until_its_health_is_known(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bootstrap, "NOTICE_S", 8.0)
-    async with picker(redis_url=redis.url), picker(names=(), redis_url=redis.url, drain_s=32) as found:
-        health = health_pb2_grpc.HealthStub(found.channel)
+async def test_stopping_picker_serves_until_its_health_has_been_seen(tmp_path: Path) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    child = RouterChild(tmp_path, "--models", MODEL, "--picker-listen", listen, "--picker-notice-s", "3")
+    await child.start()
+    worker = FakeWorker("a")
+    worker.registration.http_address = http(1)
+    await worker.attach(child)
+    worker.keep_beating()
+    channel = open_channel(listen)
+    health = health_pb2_grpc.HealthStub(channel)
 
-        async def picked() -> bool:
-            return not (await found.pick(CHAT)).status
+    async def reports(status: Any) -> bool:
+        return bool((await health.Check(health_pb2.HealthCheckRequest())).status == status)
 
-        async def reports_that_it_stops() -> bool:
-            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
-            return bool(answer.status == health_pb2.HealthCheckResponse.NOT_SERVING)
-
-        await until(picked)
-        stopping = asyncio.create_task(found.router.stop())
-        await until(reports_that_it_stops)
-        assert await picked()
-        await stopping
+    await until(lambda: reports(health_pb2.HealthCheckResponse.SERVING))
+    os.kill(child.pid, signal.SIGTERM)
+    await until(lambda: reports(health_pb2.HealthCheckResponse.NOT_SERVING))
+    exchange = Exchange(channel)
+    assert (await exchange.request(CHAT)).endpoints == [http(1)]
+    await exchange.respond([b"{}"])
+    await exchange.end()
+    await child.stop()
+    await channel.close()
 
 
 async def test_pairs_are_booked_and_sent_in_the_headers() -> None:

@@ -173,6 +173,7 @@ async def test_a_pair_is_told_in_the_headers_of_three_schedulers() -> None:
             "x-sluice-prefill-dp-rank": rank,
             "x-dynamo-worker-instance-id": "d",
             "x-dynamo-dp-rank": "0",
+            "x-dynamo-routing-mode": "disaggregated",
             "x-worker-instance-id": "d",
             "x-dp-rank": "0",
             "x-prefiller-host-port": "p.test:50051",

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
-from sluice.v1 import router_pb2
+from services.common.net.ports import free_port
+from services.common.rpc.channels import open_channel
+from services.router.reservations.cost import Limits, Offer
+from services.router.reservations.table import AllBusy, QueueOrder, ReservationParams
+from services.router.store.redis import RedisStore
+from services.router.workers.worker import WorkerRank
+from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.router_child import RouterChild
 from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
@@ -102,3 +111,102 @@ async def test_priority_and_deadline_hold_across_replicas(redis: RedisServer) ->
         assert served == ["urgent", "due", "plain", "last"]
         await asyncio.gather(*asked)
         await worker.detach()
+
+
+async def test_queue_that_waits_longer_precedes_equal_requests_of_other_replicas(redis: RedisServer) -> None:
+    one, two = RedisStore(redis.url), RedisStore(redis.url)
+    offers = [Offer(WorkerRank("w", 0), 1.0, 1.0, 0, 0, 1_000, Limits(100, 100, 100))]
+
+    async def placed(request_id: str, order: QueueOrder) -> bool:
+        try:
+            await two.select(MODEL, offers, ReservationParams(request_id, 60_000, order=order))
+        except AllBusy:
+            return False
+        return True
+
+    try:
+        await one.announce_queue(MODEL, QueueOrder(waited_ms=10_000))
+        assert not await placed("new", QueueOrder())
+        assert not await placed("younger", QueueOrder(waited_ms=5_000))
+        assert await placed("as-old", QueueOrder(waited_ms=10_000))
+        assert await placed("more-important", QueueOrder(priority=-1))
+        await one.announce_queue(MODEL, QueueOrder(waited_ms=0))
+        assert await placed("soon-after", QueueOrder())
+        await one.announce_queue(MODEL, None)
+        assert await placed("alone", QueueOrder())
+    finally:
+        await one.close()
+        await two.close()
+
+
+async def test_queue_of_a_killed_replica_does_not_hold_up_the_others(redis: RedisServer, tmp_path: Path) -> None:
+    async with routers(redis_url=redis.url, busy_requests=1, owner_lease_ms=900) as [survivor]:
+        await survivor.ready()
+        worker = FakeWorker("w")
+        await worker.attach(survivor)
+        worker.keep_beating()
+        child = RouterChild(tmp_path, "--redis-url", redis.url, "--busy-requests", "1")
+        await child.start()
+        running = (await ask(survivor, "first")).reservation_id
+
+        async def knows() -> bool:
+            return bool((await child.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers)
+
+        await until(knows)
+        channel = open_channel(f"127.0.0.1:{child.port}")
+        call = router_pb2_grpc.RouterStub(channel).RouteQuery(query("urgent", priority=-9, max_wait_ms=60_000))
+        urgent = asyncio.ensure_future(call)
+
+        async def queued() -> bool:
+            return bool((await child.stub.GetQueues(router_pb2.GetQueuesRequest())).queues)
+
+        await until(queued)
+        patient = ask(survivor, "patient", max_wait_ms=60_000)
+        await until(lambda: _waits(survivor))
+        await child.kill()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await urgent
+        await channel.close()
+        await free(survivor, running)
+        assert (await patient).decode.worker_id == "w"
+        await worker.detach()
+
+
+async def _waits(router: RouterProcess) -> bool:
+    return bool(await waiting(router))
+
+
+async def test_event_and_metric_say_what_waits_for_what(tmp_path: Path) -> None:
+    metrics = f"127.0.0.1:{free_port()}"
+    flags = ["--models", MODEL, "--busy-requests", "1", "--metrics-listen", metrics]
+    child = RouterChild(tmp_path, *flags)
+    await child.start()
+    watch = child.stub.WatchQueues(router_pb2.GetQueuesRequest())
+
+    async def next_event() -> list[tuple[str, int, int]]:
+        event = await asyncio.wait_for(watch.read(), 20)
+        return [(each.model, each.reason, each.requests) for each in event.queues]
+
+    async def gauge() -> list[str]:
+        async with httpx.AsyncClient(timeout=20) as client:
+            text = (await client.get(f"http://{metrics}/metrics")).text
+        return [line for line in text.splitlines() if line.startswith("sluice_router_waiting_queries{")]
+
+    assert await next_event() == []
+    patience = {"max_wait_for_workers_ms": 60_000, "max_wait_ms": 60_000}
+    asked = [asyncio.ensure_future(child.stub.RouteQuery(query("one", **patience)))]
+    assert await next_event() == [(MODEL, router_pb2.WaitingQueue.REASON_WORKERS, 1)]
+    assert [line.split()[-1] for line in await gauge() if 'for="workers"' in line and f'"{MODEL}"' in line] == ["1.0"]
+    worker = FakeWorker("w")
+    await worker.attach(child)
+    assert (await asked[0]).decode.worker_id == "w"
+    assert await next_event() == []
+    asked.append(asyncio.ensure_future(child.stub.RouteQuery(query("two", **patience))))
+    assert await next_event() == [(MODEL, router_pb2.WaitingQueue.REASON_CAPACITY, 1)]
+    assert [line.split()[-1] for line in await gauge() if 'for="capacity"' in line] == ["1.0"]
+    asked[1].cancel()
+    assert await next_event() == []
+    assert await gauge() == []
+    watch.cancel()
+    await worker.detach()
+    await child.stop()

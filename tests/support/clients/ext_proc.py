@@ -129,6 +129,7 @@ class Exchange:
         trailers: bool = False,
         content_type: str = "text/event-stream",
         open_end: bool = False,
+        extra: Mapping[str, str] | None = None,
     ) -> tuple[dict[str, str], bytes]:
         """Sends a response; returns the headers that the picker sets and the body that it passes on.
 
@@ -136,6 +137,7 @@ class Exchange:
             served: endpoint that served the request, as in the metadata of the extension's protocol.
             upstream: the same, as an attribute of Envoy.
             open_end: do not end the response.
+            extra: further headers.
         """
         metadata = None
         if served:
@@ -147,9 +149,10 @@ class Exchange:
             attributes["envoy.filters.http.ext_proc"] = struct_pb2.Struct(
                 fields={"upstream.address": struct_pb2.Value(string_value=upstream)}
             )
-        headers = header_map({":status": str(status), "content-type": content_type})
+        headers = header_map({":status": str(status), "content-type": content_type, **(extra or {})})
+        ends = not chunks and not trailers and not open_end
         await self.send(
-            response_headers=ext_proc.HttpHeaders(headers=headers, end_of_stream=not chunks and not trailers),
+            response_headers=ext_proc.HttpHeaders(headers=headers, end_of_stream=ends),
             metadata_context=metadata,
             attributes=attributes,
         )

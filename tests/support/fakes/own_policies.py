@@ -40,6 +40,8 @@ class Misbehaving(Scorer):
                 raise RuntimeError(f"{sorted(os.environ)}")
             case "change":
                 candidates[0].requests = 5  # type: ignore[misc]
+            case "reorder":
+                candidates.reverse()  # type: ignore[attr-defined]
         return [float(candidate.worker_id == request.headers.get("prefer")) for candidate in candidates]
 
 

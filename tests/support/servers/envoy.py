@@ -149,6 +149,7 @@ class Envoy:
             stat_prefix="in",
             codec_type="AUTO",
             stream_idle_timeout="0s",
+            http_protocol_options={"enable_trailers": True},
             route_config={
                 "virtual_hosts": [
                     {

@@ -102,7 +102,7 @@ async def front(
     upstreams = [Upstream(shape.hold_s, shape.chunks, shape.chunk_s) for _ in range(count)]
     for each in upstreams:
         await each.start()
-    shared = ["--redis-url", redis.url, *flags]
+    shared = ["--redis-url", redis.url, "--picker-notice-s", "0", *flags]
     children: list[RouterChild] = []
     async with routers(redis_url=redis.url) as [router]:
         await router.ready()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import SluiceError, invalid
+from services.common.observability.receipts import ASKED, is_asked
 from services.gateway import context
 from services.gateway.core.routing_hints import MOST_RANKS, NO_HINTS, RoutingHints
 from services.gateway.http.errors import error_response
@@ -24,9 +25,8 @@ PREFILL = (
 RANK = ("x-sluice-dp-rank", "x-dynamo-dp-rank", "x-dp-rank", "x-data-parallel-rank")
 PREFILL_RANK = ("x-sluice-prefill-dp-rank", "x-dynamo-prefill-dp-rank", "x-prefill-dp-rank")
 SUBSET = "x-gateway-destination-endpoint-subset"
-RECEIPT = "x-sluice-receipt"
 _FIELDS = {"workers": WORKER, "endpoints": (ENDPOINT,), "prefill": PREFILL, "rank": RANK, "prefill_rank": PREFILL_RANK}
-HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET, RECEIPT)}
+HEADERS = {name.encode(): name for name in (*WORKER, ENDPOINT, *PREFILL, *RANK, *PREFILL_RANK, SUBSET, ASKED)}
 """All of these headers, by their ASGI names."""
 
 
@@ -48,7 +48,7 @@ def of_headers(headers: Mapping[str, str]) -> RoutingHints:
         rank=_rank(headers, sources.get("rank")),
         prefill_rank=_rank(headers, sources.get("prefill_rank")),
         subset=None if subset is None else _split(subset),
-        receipt=headers.get(RECEIPT, "").lower() in ("1", "true", "yes"),
+        receipt=is_asked(headers.get(ASKED, "")),
         sources=sources,
     )
 

@@ -110,9 +110,9 @@ class StagePipeline:
             StageFailed: names the stage that raised or broke its contract.
         """
         positions = {(each.worker_id, each.rank): at for at, each in enumerate(candidates)}
-        kept: Sequence[Candidate] = candidates
+        kept = tuple(candidates)  # which no stage can reorder
         for name, stage in self._filters:
-            kept = _subset(name, _run(name, stage.keep, request, kept), kept)
+            kept = tuple(_subset(name, _run(name, stage.keep, request, kept), kept))
             if not kept:
                 return Ranking([], [], [])
         scores = self._scores(request, kept)

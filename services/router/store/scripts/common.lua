@@ -11,6 +11,7 @@ local EXPIRIES = base .. ':expiries'
 local OWNERS = base .. ':owners'
 local QUEUES = base .. ':queues'
 local OP_HEADER = 6
+local LONGER_MS = 1000 -- as in reservations/table.py
 local CHUNK = 4000 -- Lua's stack limits the number of arguments of a call
 
 local function now_ms()
@@ -28,25 +29,28 @@ local function blocks_key(id, epoch, rank, tier)
 end
 
 -- Returns the number of queues of other replicas, and whether the first request of any precedes this request.
-local function count_queues(replica, priority, deadline)
+-- Of equal ones, a request that has waited LONGER_MS longer precedes.
+local function count_queues(replica, priority, deadline, waited)
   local queues, now, count, precedes = redis.call('HGETALL', QUEUES), now_ms(), 0, false
   for at = 1, #queues, 2 do
     local until_ms, first, due = struct.unpack('<ddd', queues[at + 1])
+    local since = #queues[at + 1] < 32 and now or struct.unpack('<d', queues[at + 1], 25) -- as older versions write it
     if queues[at] ~= replica then
       if until_ms < now then
         redis.call('HDEL', QUEUES, queues[at])
       else
         count = count + 1
         precedes = precedes or first < priority or (first == priority and due < deadline)
+          or (first == priority and due == deadline and since + LONGER_MS < now - waited)
       end
     end
   end
   return count, precedes
 end
 
-local function is_preceded(replica, priority, deadline)
+local function is_preceded(replica, priority, deadline, waited)
   if redis.call('EXISTS', QUEUES) == 0 then return false end
-  local _, precedes = count_queues(replica, priority, deadline)
+  local _, precedes = count_queues(replica, priority, deadline, waited)
   return precedes
 end
 

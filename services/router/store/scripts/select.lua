@@ -1,11 +1,12 @@
 -- ARGV: request id ("": no reservation), TTL in ms, prefill scale, temperature, random number in [0, 1), number of offers,
 -- "*" if any worker is allowed, output, owner ("" for none), its lease in ms, "1" if offers have limits, the replica, priority
--- and deadline of the request, numbers of the offers, then their slots, then the allowed workers. An offer's numbers are 5 doubles (uncached, added, held, prefill and
--- decode to reserve), with limits 3 more (prefill, decode and requests at which the slot accepts no more).
+-- and deadline of the request and the ms it has waited, numbers of the offers, then their slots, then the allowed workers.
+-- An offer's numbers are 5 doubles (uncached, added, held, prefill and decode to reserve), with limits 3 more (prefill,
+-- decode and requests at which the slot accepts no more).
 -- Returns {slot, expiry in Unix ms, 1 if it was reserved before}; the slot is "" if all are at their limits, or if there
 -- are limits and the first request in another replica's queue precedes this one.
 local request, scale, temperature = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
-local offers, first, limited, numbers = tonumber(ARGV[6]), 16, ARGV[11] == '1', ARGV[15]
+local offers, first, limited, numbers = tonumber(ARGV[6]), 17, ARGV[11] == '1', ARGV[16]
 local width = limited and 64 or 40
 
 if request ~= '' then
@@ -19,7 +20,7 @@ if request ~= '' then
   end
 end
 
-if limited and is_preceded(ARGV[12], tonumber(ARGV[13]), tonumber(ARGV[14])) then return {'', 0, 0} end
+if limited and is_preceded(ARGV[12], tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])) then return {'', 0, 0} end
 
 local last = first + offers - 1
 local prefills = redis.call('HMGET', PREFILL, unpack(ARGV, first, last))

@@ -100,13 +100,29 @@ async def test_route_reads_headers_and_makes_a_request_id(calls: Recorder) -> No
         headers = {"x-session-id": "s", "x-sluice-priority": "3", "x-sluice-max-wait-ms": "9"}
         await http.post("/route", json={"model": "m", "prompt": "x"}, headers=headers)
         await http.post("/route?reserve=false", json={"model": "m", "prompt": "x"})
-    reserving, asking = calls.requests
+        names = {"x-gateway-inference-fairness-id": "old", "x-llm-d-inference-fairness-id": "new"}
+        await http.post("/route", json={"model": "m", "prompt": "x"}, headers=names)
+    reserving, asking, sharing = calls.requests
+    assert isinstance(sharing, router_pb2.RouteQueryRequest)
+    assert sharing.fairness_id == "new"
     assert isinstance(reserving, router_pb2.RouteQueryRequest)
     assert isinstance(asking, router_pb2.RouteQueryRequest)
     assert (reserving.session_id, reserving.priority, reserving.max_wait_ms) == ("s", 3, 9)
     assert len(reserving.request_id) == 32
     assert (asking.mode, asking.request_id) == (router_pb2.RouteQueryRequest.MODE_QUERY_ONLY, "")
     assert not asking.HasField("candidates")
+
+
+async def test_route_shows_policies_no_credentials_and_as_many_headers_as_a_query_may_have(calls: Recorder) -> None:
+    headers = {"x-api-key": "secret", "x-zone": "eu", "x-long": "v" * 5_000, **{f"x-{n:03}": "v" for n in range(90)}}
+    async with client(calls) as http:
+        answer = await http.post("/route", json={"model": "m", "prompt": "x"}, headers=headers)
+    assert answer.status_code == 200
+    (request,) = calls.requests
+    assert isinstance(request, router_pb2.RouteQueryRequest)
+    assert (request.headers["x-zone"], len(request.headers)) == ("eu", 64)
+    assert "x-api-key" not in request.headers
+    assert "x-long" not in request.headers
 
 
 BODY = {"model": "m", "prompt": "x"}

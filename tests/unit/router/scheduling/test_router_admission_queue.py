@@ -14,16 +14,13 @@ from services.common.tasks import TaskOwner
 from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 from services.router.scheduling import admission_queue as line_module
 from services.router.scheduling.admission_queue import (
-    LATEST_MS,
-    SOONEST_MS,
-    UNKNOWN_MS,
     AdmissionQueues,
     NoWorkers,
     Reason,
-    ServiceRate,
     WaitTerms,
     no_workers,
 )
+from services.router.scheduling.service_rate import LATEST_MS, SOONEST_MS, UNKNOWN_MS, ServiceRate
 from tests.support.oracles.circles import circles_of
 from tests.support.waiting import settle
 
@@ -423,6 +420,33 @@ async def test_model_without_workers_makes_requests_wait_until_it_has_some(desk:
     await tasks.close()
 
 
+async def test_each_reason_to_wait_has_its_own_limit(desk: Desk) -> None:
+    tasks = TaskOwner()
+    queues: AdmissionQueues[str] = AdmissionQueues(tasks, 100, desk.abandon)
+    up = False
+
+    async def attempt(*, place: bool = True) -> str:
+        if not up:
+            raise no_workers(M)
+        raise AllBusy
+
+    waiting = [
+        asyncio.create_task(queues.admit(M, attempt, WaitTerms(max_wait_ms=50, max_wait_for_workers_ms=600_000))),
+        asyncio.create_task(queues.admit(M, attempt, WaitTerms(max_wait_ms=600_000, max_wait_for_workers_ms=5_000))),
+    ]
+    await settle()
+    up = True
+    queues.ended(M, 0)
+    with pytest.raises(AllBusy) as refused:
+        await asyncio.wait_for(waiting[0], 20)
+    assert refused.value.reason is BusyReason.EXPIRED
+    done, _ = await asyncio.wait(waiting[1:], timeout=6)
+    assert not done, "it waits for capacity, no longer for workers"
+    waiting[1].cancel()
+    await asyncio.wait(waiting)
+    await tasks.close()
+
+
 async def test_first_request_of_a_queue_is_announced_and_withdrawn(desk: Desk) -> None:
     announced: list[QueueOrder | None] = []
 
@@ -439,7 +463,8 @@ async def test_first_request_of_a_queue_is_announced_and_withdrawn(desk: Desk) -
     await free(queues, desk, 2)
     await asyncio.gather(*waiting)
     await settle()
-    assert announced[0] == QueueOrder(3, 5)
-    assert QueueOrder(2, 7) in announced
+    orders = [each and each._replace(waited_ms=0) for each in announced]
+    assert orders[0] == QueueOrder(3, 5)
+    assert QueueOrder(2, 7) in orders
     assert announced[-1] is None
     await tasks.close()

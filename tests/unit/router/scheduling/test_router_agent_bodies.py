@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.packing import pack_u32
 from services.router.scheduling.agent_bodies import Api, api_of, read_prompt
-from services.router.scheduling.openai_body import Body, ChatBody, TextBody
+from services.router.scheduling.openai_body import Body, ChatBody, TextBody, TokenBody
 from tests.support.oracles.errors import raises_error
 
 
@@ -94,8 +95,13 @@ def test_responses_become_a_chat_with_calls_in_the_assistants_message() -> None:
     assert [tool["function"] for tool in tools] == [{"name": "f", "parameters": {"type": "object"}}]
 
 
-def test_first_of_several_inputs_stands_for_an_embedding_request() -> None:
-    assert read_prompt({"input": ["one", "two"]}, Api.EMBEDDINGS) == TextBody("one")
+def test_several_prompts_or_inputs_are_one_of_their_total_length() -> None:
+    assert read_prompt({"input": ["one", "two"]}, Api.EMBEDDINGS) == TextBody("onetwo")
+    assert read_prompt({"prompt": ["one", "two"]}, Api.COMPLETION) == TextBody("onetwo")
+    assert read_prompt({"prompt": [[1], [2, 3]]}, Api.COMPLETION) == TokenBody(pack_u32([1, 2, 3]))
+    for mixed in (["one", [2]], [1, "two"], [[1], 2]):
+        with pytest.raises(SluiceError):
+            read_prompt({"prompt": mixed}, Api.COMPLETION)
 
 
 def test_body_without_a_prompt_is_none() -> None:

@@ -157,7 +157,7 @@ async def test_parts_of_a_pair_are_ranked_separately() -> None:
 
 
 @pytest.mark.parametrize(
-    "do", ["raise", "nan", "high", "low", "text", "few", "none", "change", "memory", "environment"]
+    "do", ["raise", "nan", "high", "low", "text", "few", "none", "change", "reorder", "memory", "environment"]
 )
 async def test_stage_that_breaks_its_contract_is_replaced_by_policy_kv_for_that_query(do: str) -> None:
     async with cluster(composition(scorers={f"{OWN}:Misbehaving": {}})) as (made, policies):
