@@ -9,6 +9,7 @@ import orjson
 from google.protobuf import struct_pb2
 
 from services.common.errors import ErrorKind, SluiceError, word
+from services.router.picker.http2.call import PREFIX, framed
 from services.router.picker.http_request import (
     SERVED_KEY,
     SERVED_NAMESPACE,
@@ -41,7 +42,6 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-NOTHING = ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
 
 
 def read_headers(message: Any) -> dict[str, str]:
@@ -50,6 +50,14 @@ def read_headers(message: Any) -> dict[str, str]:
         each.key.lower(): each.raw_value.decode("latin-1") if each.raw_value else each.value
         for each in message.headers.headers
     }
+
+
+def status_of(message: Any) -> str:
+    """Returns the status in an HttpHeaders message, such as 200, which is also that of a message without one."""
+    for each in message.headers.headers:
+        if each.key == ":status":
+            return str(each.raw_value.decode("latin-1") or each.value)
+    return "200"
 
 
 def subset_of(message: Any) -> tuple[str, ...] | None:
@@ -84,11 +92,11 @@ def _plain(value: Any) -> Any:
     return value.string_value if kind == "string_value" else ""
 
 
-def picked(pick: PickedEndpoint) -> Iterator[Any]:
-    """Yields the responses that send a request to its endpoint: headers, then its body."""
+def picked(pick: PickedEndpoint) -> bytes:
+    """Returns the messages that send a request to its endpoint: headers, then its body."""
     headers = {**pick.headers, "content-length": str(len(pick.body))} if pick.body else pick.headers
     destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=pick.headers[DESTINATION])})
-    yield ext_proc.ProcessingResponse(
+    message = ext_proc.ProcessingResponse(
         request_headers=ext_proc.HeadersResponse(
             response=ext_proc.CommonResponse(
                 clear_route_cache=True,
@@ -97,52 +105,79 @@ def picked(pick: PickedEndpoint) -> Iterator[Any]:
         ),
         dynamic_metadata=struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)}),
     )
-    if pick.body:
-        for part in streamed(pick.body, True):
-            yield ext_proc.ProcessingResponse(request_body=part)
+    head = framed(message.SerializeToString())
+    return head + b"".join(_streamed(REQUEST_BODY, pick.body, True)) if pick.body else head
 
 
-def response_headers(pick: PickedEndpoint) -> Any:
-    """Returns the response to the headers of a response, which marks a degraded choice."""
-    if not pick.degraded:
-        return ext_proc.ProcessingResponse(response_headers=NOTHING)
+def response_headers(pick: PickedEndpoint | None) -> bytes:
+    """Returns the message that answers the headers of a response; it marks a degraded choice."""
+    if pick is None or not pick.degraded:
+        return RESPONSE_HEADERS
     mutation = ext_proc.HeaderMutation(set_headers=_set({DEGRADED: pick.degraded}))
-    return ext_proc.ProcessingResponse(
-        response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse(header_mutation=mutation))
-    )
+    common = ext_proc.CommonResponse(header_mutation=mutation)
+    response = ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse(response=common))
+    return framed(response.SerializeToString())
 
 
-def response_body(body: bytes, end: bool) -> Iterator[Any]:
-    """Yields the responses that pass on a chunk of a response."""
-    for part in streamed(body, end):
-        yield ext_proc.ProcessingResponse(response_body=part)
+def response_body(body: bytes, end: bool) -> bytes:
+    """Returns the messages that pass on a chunk of a response."""
+    return b"".join(_streamed(RESPONSE_BODY, body, end))
 
 
-def streamed(body: bytes, end: bool) -> Iterator[Any]:
-    """Yields a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`."""
-    last = max((len(body) - 1) // CHUNK, 0)
-    for number in range(last + 1):
-        part = ext_proc.StreamedBodyResponse(
-            body=body[number * CHUNK : (number + 1) * CHUNK], end_of_stream=end and number == last
-        )
-        yield ext_proc.BodyResponse(
-            response=ext_proc.CommonResponse(body_mutation=ext_proc.BodyMutation(streamed_response=part))
-        )
+def _streamed(kind: int, body: bytes, end: bool) -> Iterator[bytes]:
+    """Yields messages with a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`.
+
+    Each is ProcessingResponse{BodyResponse{CommonResponse{BodyMutation{StreamedBodyResponse{body, end_of_stream}}}}},
+    written directly: as protobuf objects, a body would be copied three times.
+    """
+    size = len(body)
+    for start in range(0, size or 1, CHUNK):
+        part = body if size <= CHUNK else body[start : start + CHUNK]
+        last = b"\x10\x01" if end and start + CHUNK >= size else b""
+        prefix = b"\x0a" + _varint(len(part)) if part else b""
+        inner = len(prefix) + len(part) + len(last)
+        for tag in (_STREAMED_RESPONSE, _BODY_MUTATION, _RESPONSE, kind):
+            wrapped = bytes((tag,)) + _varint(inner)
+            inner += len(wrapped)
+            prefix = wrapped + prefix
+        yield PREFIX.pack(0, inner) + prefix
+        if part:
+            yield part
+        if last:
+            yield last
 
 
-REQUEST_TRAILERS = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
-RESPONSE_TRAILERS = ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse())
+def _varint(number: int) -> bytes:
+    if number < 128:
+        return bytes((number,))
+    if number < 16_384:
+        return bytes((number & 127 | 128, number >> 7))
+    return bytes((number & 127 | 128, number >> 7 & 127 | 128, number >> 14))
 
 
-def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
-    """Returns the response that ends a request with an error, in the form of its API."""
+# Tags of fields of messages, as they are on the wire: field number << 3 | 2.
+REQUEST_BODY, RESPONSE_BODY = 3 << 3 | 2, 4 << 3 | 2
+_RESPONSE, _BODY_MUTATION, _STREAMED_RESPONSE = 1 << 3 | 2, 3 << 3 | 2, 3 << 3 | 2
+REQUEST_TRAILERS = framed(ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse()).SerializeToString())
+RESPONSE_TRAILERS = framed(
+    ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse()).SerializeToString()
+)
+RESPONSE_HEADERS = framed(
+    ext_proc.ProcessingResponse(
+        response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
+    ).SerializeToString()
+)
+
+
+def rejected(error: SluiceError, request: HttpRequest | None) -> bytes:
+    """Returns the message that ends a request with an error, in the form of its API."""
     status, headers = _status(error)
     if error.retry_after_ms:
         headers["retry-after"] = str(max(-(-error.retry_after_ms // 1000), 1))
     if request is not None and request.request_id:
         headers["x-request-id"] = request.request_id
     headers["content-type"] = "application/json"
-    return ext_proc.ProcessingResponse(
+    response = ext_proc.ProcessingResponse(
         immediate_response=ext_proc.ImmediateResponse(
             status=ext_proc.HttpStatus(code=status),
             headers=ext_proc.HeaderMutation(set_headers=_set(headers)),
@@ -150,6 +185,7 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
             details=f"sluice_{word(error)}",
         )
     )
+    return framed(response.SerializeToString())
 
 
 def _status(error: SluiceError) -> tuple[int, dict[str, str]]:
