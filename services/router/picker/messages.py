@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -94,19 +95,27 @@ def _plain(value: Any) -> Any:
 
 def picked(pick: PickedEndpoint) -> bytes:
     """Returns the messages that send a request to its endpoint: headers, then its body."""
-    headers = {**pick.headers, "content-length": str(len(pick.body))} if pick.body else pick.headers
-    destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=pick.headers[DESTINATION])})
-    message = ext_proc.ProcessingResponse(
-        request_headers=ext_proc.HeadersResponse(
-            response=ext_proc.CommonResponse(
-                clear_route_cache=True,
-                header_mutation=ext_proc.HeaderMutation(set_headers=_set(headers), remove_headers=stale_headers(pick)),
-            )
-        ),
-        dynamic_metadata=struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)}),
-    )
-    head = framed(message.SerializeToString())
+    mutation, metadata = _destination(tuple(pick.headers.items()))
+    if pick.body:
+        mutation += field(1, _option("content-length", str(len(pick.body))).SerializeToString())
+    common = field(2, mutation) + _CLEAR_ROUTE_CACHE
+    head = framed(field(1, field(1, common)) + metadata)
     return head + b"".join(_streamed(REQUEST_BODY, pick.body, True)) if pick.body else head
+
+
+@lru_cache(maxsize=4_096)
+def _destination(headers: tuple[tuple[str, str], ...]) -> tuple[bytes, bytes]:
+    """Returns what the answers for one endpoint have in common: a HeaderMutation, and the fields of the metadata."""
+    endpoints = dict(headers)[DESTINATION]
+    mutation = ext_proc.HeaderMutation(set_headers=_set(dict(headers)), remove_headers=stale_headers(dict(headers)))
+    destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=endpoints)})
+    metadata = struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)})
+    return mutation.SerializeToString(), ext_proc.ProcessingResponse(dynamic_metadata=metadata).SerializeToString()
+
+
+def field(number: int, content: bytes) -> bytes:
+    """Returns a field of a message that is a message, a string or bytes, as it is on the wire."""
+    return bytes((number << 3 | 2,)) + _varint(len(content)) + content
 
 
 def response_headers(pick: PickedEndpoint | None) -> bytes:
@@ -157,6 +166,7 @@ def _varint(number: int) -> bytes:
 
 # Tags of fields of messages, as they are on the wire: field number << 3 | 2.
 REQUEST_BODY, RESPONSE_BODY = 3 << 3 | 2, 4 << 3 | 2
+_CLEAR_ROUTE_CACHE = ext_proc.CommonResponse(clear_route_cache=True).SerializeToString()
 _RESPONSE, _BODY_MUTATION, _STREAMED_RESPONSE = 1 << 3 | 2, 3 << 3 | 2, 3 << 3 | 2
 REQUEST_TRAILERS = framed(ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse()).SerializeToString())
 RESPONSE_TRAILERS = framed(
@@ -214,10 +224,11 @@ def _error_body(error: SluiceError, status: int, request: HttpRequest | None) ->
 
 
 def _set(headers: Mapping[str, str]) -> list[Any]:
-    return [
-        ext_proc.HeaderValueOption(
-            header=ext_proc.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
-            append_action=_OVERWRITE,
-        )
-        for name, value in headers.items()
-    ]
+    return [_option(name, value) for name, value in headers.items()]
+
+
+def _option(name: str, value: str) -> Any:
+    return ext_proc.HeaderValueOption(
+        header=ext_proc.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
+        append_action=_OVERWRITE,
+    )

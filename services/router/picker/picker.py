@@ -268,9 +268,13 @@ def _for_policies(headers: Mapping[str, str]) -> dict[str, str]:
     return dict(islice(shown, MOST_HEADERS))
 
 
-def stale_headers(pick: PickedEndpoint) -> list[str]:
-    """Returns the routing headers that the client may have sent and that must not reach the endpoint."""
-    return [name for name in ROUTE_HEADERS if name not in pick.headers]
+def stale_headers(headers: Mapping[str, str]) -> list[str]:
+    """Returns the routing headers that the client may have sent and that must not reach the endpoint.
+
+    Args:
+        headers: that are set on the request.
+    """
+    return [name for name in ROUTE_HEADERS if name not in headers]
 
 
 def endpoint_of(worker: Worker) -> str:
