@@ -169,10 +169,10 @@ class RedisClient:
     async def _responses(self, commands: list[tuple[Argument, ...]]) -> list[Any]:
         """Returns the response, or the ResponseError, of each command."""
         if isinstance(self.redis, RedisCluster):
-            pipe = self.redis.pipeline(transaction=False)
+            pipeline = self.redis.pipeline(transaction=False)
             for command in commands:
-                pipe.execute_command(*command)
-            return list(await pipe.execute(raise_on_error=False))
+                pipeline.execute_command(*command)
+            return list(await pipeline.execute(raise_on_error=False))
         packed = [pack_command(command) for command in commands]  # type: ignore[arg-type]  # typed as 1-tuple
         pipe = await self._connected_pipe()
         try:

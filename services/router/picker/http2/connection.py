@@ -8,42 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+from services.router.picker.http2 import frames
 from services.router.picker.http2.call import STREAM_WINDOW, Call
 from services.router.picker.http2.flood_guard import FloodGuard
-from services.router.picker.http2.frames import (
-    ACK,
-    CONTINUATION,
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    FIRST_WINDOW,
-    GOAWAY,
-    HEAD,
-    HEAD_BYTES,
-    HEADERS,
-    LARGEST_FRAME,
-    LARGEST_STREAM,
-    LARGEST_WINDOW,
-    PADDED,
-    PING,
-    PREFACE,
-    PRIORITY,
-    PUSH_PROMISE,
-    RST_STREAM,
-    SETTINGS,
-    WINDOW_UPDATE,
-    BrokenConnection,
-    ErrorCode,
-    Setting,
-    frame,
-    goaway,
-    read_number,
-    read_settings,
-    rst_stream,
-    settings,
-    window_update,
-    without_padding,
-)
+from services.router.picker.http2.frames import DATA, HEAD, HEAD_BYTES, BrokenConnection, ErrorCode, Setting
 from services.router.picker.http2.header_blocks import LARGEST_LIST, CallHead, HeaderBlocks
 from services.router.picker.http2.timers import ConnectionTimers
 
@@ -96,13 +64,11 @@ class Http2Connection(asyncio.Protocol):
         self._preface = True
         self._greeted = False
         self._flushing, self._unwritten = False, 0
-        self._block = bytearray()
-        self._block_of = self._block_flags = self._block_frames = 0
         self._last = 0
-        self._last_served = LARGEST_STREAM
+        self._last_served = frames.LARGEST_STREAM
         self._uncredited = 0
         self._receive_window = CONNECTION_WINDOW
-        self._initial_window = FIRST_WINDOW
+        self._initial_window = frames.FIRST_WINDOW
         self._headers = HeaderBlocks()
         self._guard = FloodGuard()
         self._timers = ConnectionTimers(self.abort, self._ping)
@@ -110,7 +76,7 @@ class Http2Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self.closed: asyncio.Future[None] = self._loop.create_future()
-        self.send_window = FIRST_WINDOW
+        self.send_window = frames.FIRST_WINDOW
         self.congested = False
         self.largest_message = limits.message_bytes
         self.partial, self.most_partial = 0, limits.partial_bytes
@@ -134,8 +100,8 @@ class Http2Connection(asyncio.Protocol):
             Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
             Setting.MAX_HEADER_LIST_SIZE: LARGEST_LIST,
         }
-        self.write(settings(values))
-        self.write(window_update(0, CONNECTION_WINDOW - FIRST_WINDOW))
+        self.write(frames.settings(values))
+        self.write(frames.window_update(0, CONNECTION_WINDOW - frames.FIRST_WINDOW))
         self._timers.start(self._limits.age_s, self.drain)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -190,7 +156,7 @@ class Http2Connection(asyncio.Protocol):
             self._transport.writelines(out)
 
     def _ping(self) -> None:
-        self.write(frame(PING, 0, 0, b"keepaliv"))
+        self.write(frames.frame(frames.PING, 0, 0, b"keepaliv"))
 
     # The end
 
@@ -207,15 +173,15 @@ class Http2Connection(asyncio.Protocol):
     def drain(self) -> None:
         """Announces the end of the connection, which is closed once its calls have ended."""
         if not self._closing and self._timers.last_streams(self._refuse_more):
-            self.write(goaway(LARGEST_STREAM, ErrorCode.NO_ERROR))
+            self.write(frames.goaway(frames.LARGEST_STREAM, ErrorCode.NO_ERROR))
 
     def _refuse_more(self) -> None:
         self._last_served = self._last
-        self.write(goaway(self._last, ErrorCode.NO_ERROR))
+        self.write(frames.goaway(self._last, ErrorCode.NO_ERROR))
         self._close_if_done()
 
     def _close_if_done(self) -> None:
-        if not self._calls and self._last_served != LARGEST_STREAM and not self._closing:
+        if not self._calls and self._last_served != frames.LARGEST_STREAM and not self._closing:
             self._close()
 
     def _close(self) -> None:
@@ -226,7 +192,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _break(self, error: BrokenConnection) -> None:
         log.warning("a connection to the picker is closed: %s", error.reason)
-        self.write(goaway(self._last, error.code, error.reason))
+        self.write(frames.goaway(self._last, error.code, error.reason))
         for call in list(self._calls.values()):
             call.cancel()
         self._close()
@@ -237,27 +203,27 @@ class Http2Connection(asyncio.Protocol):
         buffer = self._rest + data if self._rest else data
         at, end = 0, len(buffer)
         if self._preface:
-            if not PREFACE.startswith(buffer[: len(PREFACE)]):
+            if not frames.PREFACE.startswith(buffer[: len(frames.PREFACE)]):
                 raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "this port serves HTTP/2 only")
-            if end < len(PREFACE):
+            if end < len(frames.PREFACE):
                 self._rest = buffer
                 return
-            self._preface, at = False, len(PREFACE)
+            self._preface, at = False, len(frames.PREFACE)
         unpack, calls = HEAD.unpack_from, self._calls
         while end - at >= HEAD_BYTES:
             word, flags, number = unpack(buffer, at)
             length = word >> 8
-            if length > LARGEST_FRAME:
-                raise BrokenConnection(ErrorCode.FRAME_SIZE_ERROR, f"a frame exceeds {LARGEST_FRAME} bytes")
+            if length > frames.LARGEST_FRAME:
+                raise BrokenConnection(ErrorCode.FRAME_SIZE_ERROR, f"a frame exceeds {frames.LARGEST_FRAME} bytes")
             stop = at + HEAD_BYTES + length
             if stop > end:
                 break
             payload = buffer[at + HEAD_BYTES : stop]
             at = stop
-            if word & 0xFF == DATA and not self._block_of:
+            if word & 0xFF == DATA and not self._headers.open_stream:
                 self._on_data(calls.get(number), number, flags, payload)
             else:
-                self._on_frame(word & 0xFF, flags, number & LARGEST_STREAM, payload)
+                self._on_frame(word & 0xFF, flags, number & frames.LARGEST_STREAM, payload)
         self._rest = buffer[at:] if at < end else b""
 
     def _on_data(self, call: Call | None, number: int, flags: int, payload: bytes) -> None:
@@ -273,74 +239,68 @@ class Http2Connection(asyncio.Protocol):
             return
         if call.half_closed:
             raise BrokenConnection(ErrorCode.STREAM_CLOSED, "DATA after the end of a stream")
-        if flags & PADDED:
-            payload = without_padding(payload, PADDED)
+        if flags & frames.PADDED:
+            payload = frames.without_padding(payload, frames.PADDED)
         if payload or size:
             call.received(payload, size)
-        elif not flags & END_STREAM:
+        elif not flags & frames.END_STREAM:
             self._guard.control()
-        if flags & END_STREAM and not call.ended:
+        if flags & frames.END_STREAM and not call.ended:
             call.half_close()
 
     def _on_frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        if self._block_of and (kind != CONTINUATION or number != self._block_of):
+        open_stream = self._headers.open_stream
+        if open_stream and (kind != frames.CONTINUATION or number != open_stream):
             raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "a header block is interrupted")
         if not self._greeted:
-            if kind != SETTINGS or flags & ACK:
-                raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+            if kind != frames.SETTINGS or flags & frames.ACK:
+                raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "the first frame is not frames.SETTINGS")
             self._greeted = True
             self._timers.greeted()
-        if kind == HEADERS:
+        if kind == frames.HEADERS:
             self._on_headers(flags, number, payload)
-        elif kind == WINDOW_UPDATE:
-            self._on_window(number, read_number(payload))
-        elif kind == RST_STREAM:
-            self._on_reset(number, read_number(payload))
-        elif kind == CONTINUATION:
-            if not self._block_of:
-                raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS")
-            self._block_frames += 1
-            self._guard.continued(self._block_frames)
-            self._collect(flags, payload)
-        elif kind == SETTINGS:
+        elif kind == frames.WINDOW_UPDATE:
+            self._on_window(number, frames.read_number(payload))
+        elif kind == frames.RST_STREAM:
+            self._on_reset(number, frames.read_number(payload))
+        elif kind == frames.CONTINUATION:
+            if not open_stream:
+                raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without frames.HEADERS")
+            self._add_headers(number, flags, payload)
+        elif kind == frames.SETTINGS:
             self._on_settings(flags, number, payload)
-        elif kind == PING:
+        elif kind == frames.PING:
             self._on_ping(flags, number, payload)
-        elif kind == PUSH_PROMISE:
-            raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "a client must not send PUSH_PROMISE")
-        elif kind == GOAWAY:
+        elif kind == frames.PUSH_PROMISE:
+            raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "a client must not send frames.PUSH_PROMISE")
+        elif kind == frames.GOAWAY:
             if number:
                 raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "GOAWAY on a stream")
             self._guard.control()
             if not self._calls:
                 self._close()
         else:
-            if kind == PRIORITY and len(payload) != 5:
+            if kind == frames.PRIORITY and len(payload) != 5:
                 raise BrokenConnection(ErrorCode.FRAME_SIZE_ERROR, "a PRIORITY frame does not have 5 bytes")
             self._guard.control()  # PRIORITY and kinds that are not known
 
     def _on_headers(self, flags: int, number: int, payload: bytes) -> None:
         if not number & 1:
             raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "HEADERS on a stream that a client cannot open")
-        self._block_of, self._block_flags, self._block_frames = number, flags, 0
-        self._collect(flags, without_padding(payload, flags))
+        self._headers.begin(number, flags)
+        self._add_headers(number, flags, frames.without_padding(payload, flags))
 
-    def _collect(self, flags: int, payload: bytes) -> None:
-        if len(self._block) + len(payload) > LARGEST_LIST:
-            raise BrokenConnection(ErrorCode.ENHANCE_YOUR_CALM, f"a header block exceeds {LARGEST_LIST} bytes")
-        if not flags & END_HEADERS:
-            self._block += payload
+    def _add_headers(self, number: int, flags: int, part: bytes) -> None:
+        head = self._headers.add(flags, part)  # also of a refused call: the table of the peer changes with it
+        if head is None:
             return
-        number, self._block_of = self._block_of, 0
-        block, self._block = (bytes(self._block) + payload, bytearray()) if self._block else (payload, self._block)
-        head = self._headers.read(block)  # also of a refused call: the table of the peer changes with it
         if number > self._last:
             self._open(number, head)
             return
         call = self._calls.get(number)
         if call is None:
             self._guard.control()  # trailers of a call that has ended
-        elif not self._block_flags & END_STREAM or call.half_closed:
+        elif not self._headers.flags & frames.END_STREAM or call.half_closed:
             raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "HEADERS in the middle of a stream")
         else:
             call.half_close()
@@ -352,17 +312,17 @@ class Http2Connection(asyncio.Protocol):
         self._last = number
         if len(self._calls) >= self._limits.streams:
             self._guard.control()
-            self.write(rst_stream(number, ErrorCode.REFUSED_STREAM))
+            self.write(frames.rst_stream(number, ErrorCode.REFUSED_STREAM))
             return
         call = self._calls[number] = Call(self, number, self._initial_window)
         if head.timeout_s:
             call.cancel_timer = self._loop.call_later(head.timeout_s, self._on_late, call).cancel
         self._serve(call, head, self)
-        if self._block_flags & END_STREAM and not call.ended:
+        if self._headers.flags & frames.END_STREAM and not call.ended:
             call.half_close()
 
     def _on_late(self, call: Call) -> None:
-        self.write(rst_stream(call.number, ErrorCode.CANCEL))
+        self.write(frames.rst_stream(call.number, ErrorCode.CANCEL))
         call.cancel()
 
     def _on_window(self, number: int, size: int) -> None:
@@ -376,7 +336,7 @@ class Http2Connection(asyncio.Protocol):
                 raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE on a stream that is not open")
             return
         self.send_window += size
-        if self.send_window > LARGEST_WINDOW:
+        if self.send_window > frames.LARGEST_WINDOW:
             raise BrokenConnection(ErrorCode.FLOW_CONTROL_ERROR, "the window of the connection exceeds 2^31-1")
         self._unblock()
 
@@ -390,24 +350,24 @@ class Http2Connection(asyncio.Protocol):
         call.cancel()
 
     def _on_settings(self, flags: int, number: int, payload: bytes) -> None:
-        if number or (flags & ACK and payload):
+        if number or (flags & frames.ACK and payload):
             raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "a SETTINGS frame is malformed")
         self._guard.control(1 + len(self._calls) / 100)
-        if flags & ACK:
+        if flags & frames.ACK:
             return
-        for name, value in read_settings(payload):
+        for name, value in frames.read_settings(payload):
             if name == Setting.INITIAL_WINDOW_SIZE:
                 change, self._initial_window = value - self._initial_window, value
                 for call in list(self._calls.values()):
                     call.widen(change)
-        self.write(frame(SETTINGS, ACK, 0))
+        self.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
 
     def _on_ping(self, flags: int, number: int, payload: bytes) -> None:
         if number or len(payload) != 8:
             raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "a PING frame is malformed")
         self._guard.control()
-        if not flags & ACK:
-            self.write(frame(PING, ACK, 0, payload))
+        if not flags & frames.ACK:
+            self.write(frames.frame(frames.PING, frames.ACK, 0, payload))
 
     # What calls need
 
@@ -425,7 +385,7 @@ class Http2Connection(asyncio.Protocol):
         self._uncredited += size
         if self._uncredited >= CONNECTION_WINDOW >> 1 and not self._closing:
             self._receive_window += self._uncredited
-            self.write(window_update(0, self._uncredited))
+            self.write(frames.window_update(0, self._uncredited))
             self._uncredited = 0
 
     def forget(self, call: Call) -> None:

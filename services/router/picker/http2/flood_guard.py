@@ -11,8 +11,6 @@ CONTROL_PER_S = 500.0
 """PING, SETTINGS, PRIORITY and other frames without a purpose of their own: so many at once, then so many a second."""
 MOST_UNSERVED = 1_000
 """Streams in a row that the peer may reset before anything is sent on one of them."""
-MOST_CONTINUATIONS = 16
-"""CONTINUATION frames of one header block."""
 
 
 class FloodGuard:
@@ -47,9 +45,3 @@ class FloodGuard:
         self._unserved = 0 if served else self._unserved + 1
         if self._unserved > MOST_UNSERVED:
             raise BrokenConnection(ErrorCode.ENHANCE_YOUR_CALM, "too many streams are reset before they are served")
-
-    @staticmethod
-    def continued(frames: int) -> None:
-        """Checks the number of CONTINUATION frames of a header block."""
-        if frames > MOST_CONTINUATIONS:
-            raise BrokenConnection(ErrorCode.ENHANCE_YOUR_CALM, "a header block has too many parts")

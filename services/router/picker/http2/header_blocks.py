@@ -15,11 +15,13 @@ from urllib.parse import quote
 
 from hpack import Decoder, HPACKError
 
-from services.router.picker.http2.frames import BrokenConnection, ErrorCode
+from services.router.picker.http2.frames import END_HEADERS, BrokenConnection, ErrorCode
 
 LARGEST_LIST = 64 << 10
 """Most bytes of the headers of a call, encoded and, as HPACK counts them, decoded."""
 MOST_HEADERS = 128
+MOST_PARTS = 16
+"""HEADERS and CONTINUATION frames of one block."""
 MOST_CACHED = 256
 LONGEST_CACHED = 2_048  # bytes of a block
 
@@ -46,11 +48,37 @@ class CallHead:
 
 
 class HeaderBlocks:
-    """Decodes the header blocks of one connection, in order."""
+    """Decodes the header blocks of one connection, in order.
+
+    Attributes:
+        open_stream: stream of the block whose parts are arriving; 0: none.
+        flags: of the HEADERS frame of the last block.
+    """
 
     def __init__(self) -> None:
+        self.open_stream = self.flags = self._parts = 0
+        self._block = bytearray()
         self._decoder = Decoder(LARGEST_LIST)
         self._cached: dict[bytes, CallHead] = {}
+
+    def begin(self, stream: int, flags: int) -> None:
+        """Starts the block of a stream; `add` takes its parts."""
+        self.open_stream, self.flags, self._parts = stream, flags, 0
+
+    def add(self, flags: int, part: bytes) -> CallHead | None:
+        """Takes the next part of the open block; returns its head if it is the last one."""
+        self._parts += 1
+        if self._parts > MOST_PARTS or len(self._block) + len(part) > LARGEST_LIST:
+            limits = f"{LARGEST_LIST} bytes or {MOST_PARTS} parts"
+            raise BrokenConnection(ErrorCode.ENHANCE_YOUR_CALM, f"a header block exceeds {limits}")
+        if not flags & END_HEADERS:
+            self._block += part
+            return None
+        self.open_stream = 0
+        if self._block:
+            part = bytes(self._block) + part
+            self._block.clear()
+        return self.read(part)
 
     def read(self, block: bytes) -> CallHead:
         """Returns the head of a call; raises BrokenConnection if the block is malformed or too large."""
