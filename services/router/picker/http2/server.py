@@ -56,9 +56,7 @@ class Http2Server:
         """Starts listening; raises SluiceError when the address cannot be bound or TLS files are invalid."""
         if (parsed := host_port(self._listen)) is None:
             raise invalid(f"--picker-listen {self._listen!r} is not host:port.", param="picker-listen")
-        tls = server_context(self._settings)
-        if tls is not None:
-            tls.set_alpn_protocols(["h2"])
+        tls = server_context(self._settings, protocols=("h2",))
         try:
             self._server = await asyncio.get_running_loop().create_server(self._connected, *parsed, ssl=tls)
         except OSError as error:
