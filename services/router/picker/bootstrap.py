@@ -63,7 +63,8 @@ class PickerServers:
             settings.picker_close_after_choice,
         )
         bodies = BudgetPool("picker_bodies", settings.picker_bodies_mb << 20, "--picker-bodies-mb")
-        self._service = PickerService(Shared(self._picker, limits, bodies, router.metrics, TaskOwner()))
+        self._exchanges = TaskOwner()
+        self._service = PickerService(Shared(self._picker, limits, bodies, router.metrics, self._exchanges))
         self._health = Health(BudgetPool("health_watches", settings.max_health_watches, "--max-health-watches"))
         self._server: Http2Server | None = None
         self._health_server: GrpcServer | None = None
@@ -106,6 +107,7 @@ class PickerServers:
             await self._health_server.set_serving(False)
         if self._server is not None:
             await self._server.stop(grace_s)
+        await self._exchanges.close()
         await self._picker.releases.flush(FLUSH_S)
         await self._lease.aclose()
         if self._health_server is not None:
