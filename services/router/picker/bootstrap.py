@@ -12,12 +12,11 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.rpc.health import READINESS, Health
 from services.common.rpc.server import GrpcServer
 from services.common.tasks import TaskOwner
-from services.router.picker.exchange import PickerLimits, Shared
+from services.router.picker.exchange import SERVICE, PickerLimits, PickerService, Shared
 from services.router.picker.gateways import Gateways
 from services.router.picker.http2.health_calls import NAME, health_methods
 from services.router.picker.http2.server import Http2Server
 from services.router.picker.picker import Picker, PickerConfig
-from services.router.picker.server import SERVICE, PickerService
 from services.router.reservations.cost import CostModel
 from services.router.router import Router
 from services.router.settings import RouterSettings
@@ -63,7 +62,7 @@ class PickerServers:
             settings.picker_close_after_choice,
         )
         bodies = BudgetPool("picker_bodies", settings.picker_bodies_mb << 20, "--picker-bodies-mb")
-        self._exchanges = TaskOwner()
+        self._exchanges = TaskOwner()  # the failure of one concerns one call
         self._service = PickerService(Shared(self._picker, limits, bodies, router.metrics, self._exchanges))
         self._health = Health(BudgetPool("health_watches", settings.max_health_watches, "--max-health-watches"))
         self._server: Http2Server | None = None
@@ -73,7 +72,7 @@ class PickerServers:
     async def start(self) -> None:
         """Starts listening; raises SluiceError if an address cannot be bound."""
         settings = self._settings
-        methods = {**self._service.methods(), **health_methods(self._health, self._tasks)}
+        methods = {**self._service.methods(), **health_methods(self._health, self._exchanges)}
         self._server = Http2Server(settings, settings.picker_listen, methods, settings.picker_streams)
         if settings.picker_health_listen:
             changed = {"listen": settings.picker_health_listen}

@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, SluiceError, internal, invalid, word
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded, word
 from services.common.tasks import TaskOwner
 from services.router.metrics import Metrics
 from services.router.picker import messages
-from services.router.picker.http2.call import Call
+from services.router.picker.http2.call import CallHandler, GrpcCall
 from services.router.picker.http_request import HttpRequest, read_head
 from services.router.picker.picker import PickedEndpoint, Picker
 from services.router.picker.usage import UsageReader
@@ -25,6 +26,7 @@ from sluice.v1 import ext_proc_pb2
 
 log = logging.getLogger(__name__)
 
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _parse = ext_proc_pb2.ProcessingRequest.FromString
 
 
@@ -87,7 +89,7 @@ class Exchange:
         "_usage",
     )
 
-    def __init__(self, shared: Shared, call: Call) -> None:
+    def __init__(self, shared: Shared, call: GrpcCall) -> None:
         self._shared = shared
         self._call = call
         self._request: HttpRequest | None = None
@@ -314,3 +316,22 @@ def _check_modes(config: Any, without_body: bool) -> None:
             "The ext_proc filter must have request_body_mode and response_body_mode FULL_DUPLEX_STREAMED.",
             code="wrong_body_mode",
         )
+
+
+class PickerService:
+    """Implements ExternalProcessor: one call for each HTTP request."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+
+    def methods(self) -> Mapping[str, Callable[[GrpcCall], CallHandler]]:
+        """Returns what serves the calls, by method."""
+        return {f"/{SERVICE}/Process": self.process}
+
+    def process(self, call: GrpcCall) -> CallHandler:
+        """Starts the exchange of one HTTP request; raises SluiceError (OVERLOADED) if too many are in progress."""
+        shared = self._shared
+        running = int(shared.metrics.picker_streams.values().get((), 0))
+        if running >= shared.limits.streams:
+            raise overloaded(f"{running} requests are in progress; use another replica.")
+        return Exchange(shared, call)

@@ -18,8 +18,8 @@ from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
+from services.router.picker.exchange import SERVICE
 from services.router.picker.http2.server import Http2Server
-from services.router.picker.server import SERVICE
 from services.router.settings import RouterSettings
 from tests.support.clients.ext_proc import Exchange
 from tests.support.data.authority import Authority

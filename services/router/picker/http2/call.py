@@ -71,17 +71,17 @@ class Outlet(Protocol):
     def write(self, data: bytes | memoryview) -> None:
         """Sends bytes with the others of this turn of the event loop."""
 
-    def block(self, call: Call) -> None:
+    def block(self, call: GrpcCall) -> None:
         """Calls `pump` of the call once there is room."""
 
     def credit(self, size: int) -> None:
         """Allows the peer to send more on the connection."""
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: GrpcCall) -> None:
         """Removes a call that has ended."""
 
 
-class Call:
+class GrpcCall:
     """One call as its handler sees it.
 
     Attributes:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from services.router.picker.http2 import frames
-from services.router.picker.http2.call import STREAM_WINDOW, Call
-from services.router.picker.http2.flood_guard import FloodGuard
-from services.router.picker.http2.frames import DATA, HEAD, HEAD_BYTES, BrokenConnection, ErrorCode, Setting
+from services.router.picker.http2.call import STREAM_WINDOW, GrpcCall
+from services.router.picker.http2.flood_guard import FrameGuard
+from services.router.picker.http2.frames import DATA, HEAD, HEAD_BYTES, BrokenConnection, ErrorCode, Http2Setting
 from services.router.picker.http2.header_blocks import LARGEST_LIST, CallHead, HeaderBlocks
 from services.router.picker.http2.timers import ConnectionTimers
 
@@ -21,7 +21,7 @@ CONNECTION_WINDOW = 16 << 20
 """Bytes that a peer may send on all streams before they are passed on or collected."""
 MOST_UNWRITTEN = 1 << 20  # bytes of frames that the transport may hold before calls wait
 
-Serve = Callable[[Call, CallHead, "Http2Connection"], None]
+Serve = Callable[[GrpcCall, CallHead, "Http2Connection"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Http2Connection(asyncio.Protocol):
         self._serve = serve
         self._connections = connections
         self._limits = limits
-        self._calls: dict[int, Call] = {}
-        self._blocked: dict[Call, None] = {}
+        self._calls: dict[int, GrpcCall] = {}
+        self._blocked: dict[GrpcCall, None] = {}
         self._out: list[bytes | memoryview] = []
         self._rest = b""
         self._preface = True
@@ -70,7 +70,7 @@ class Http2Connection(asyncio.Protocol):
         self._receive_window = CONNECTION_WINDOW
         self._initial_window = frames.FIRST_WINDOW
         self._headers = HeaderBlocks()
-        self._guard = FloodGuard()
+        self._guard = FrameGuard()
         self._timers = ConnectionTimers(self.abort, self._ping)
         self._closing = False
         self._loop = asyncio.get_running_loop()
@@ -96,9 +96,9 @@ class Http2Connection(asyncio.Protocol):
             return
         self._connections.add(self)
         values = {
-            Setting.MAX_CONCURRENT_STREAMS: self._limits.streams,
-            Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
-            Setting.MAX_HEADER_LIST_SIZE: LARGEST_LIST,
+            Http2Setting.MAX_CONCURRENT_STREAMS: self._limits.streams,
+            Http2Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW,
+            Http2Setting.MAX_HEADER_LIST_SIZE: LARGEST_LIST,
         }
         self.write(frames.settings(values))
         self.write(frames.window_update(0, CONNECTION_WINDOW - frames.FIRST_WINDOW))
@@ -226,7 +226,7 @@ class Http2Connection(asyncio.Protocol):
                 self._on_frame(word & 0xFF, flags, number & frames.LARGEST_STREAM, payload)
         self._rest = buffer[at:] if at < end else b""
 
-    def _on_data(self, call: Call | None, number: int, flags: int, payload: bytes) -> None:
+    def _on_data(self, call: GrpcCall | None, number: int, flags: int, payload: bytes) -> None:
         size = len(payload)
         if size > self._receive_window:
             raise BrokenConnection(ErrorCode.FLOW_CONTROL_ERROR, "the connection exceeds its window")
@@ -314,14 +314,14 @@ class Http2Connection(asyncio.Protocol):
             self._guard.control()
             self.write(frames.rst_stream(number, ErrorCode.REFUSED_STREAM))
             return
-        call = self._calls[number] = Call(self, number, self._initial_window)
+        call = self._calls[number] = GrpcCall(self, number, self._initial_window)
         if head.timeout_s:
             call.cancel_timer = self._loop.call_later(head.timeout_s, self._on_late, call).cancel
         self._serve(call, head, self)
         if self._headers.flags & frames.END_STREAM and not call.ended:
             call.half_close()
 
-    def _on_late(self, call: Call) -> None:
+    def _on_late(self, call: GrpcCall) -> None:
         self.write(frames.rst_stream(call.number, ErrorCode.CANCEL))
         call.cancel()
 
@@ -356,7 +356,7 @@ class Http2Connection(asyncio.Protocol):
         if flags & frames.ACK:
             return
         for name, value in frames.read_settings(payload):
-            if name == Setting.INITIAL_WINDOW_SIZE:
+            if name == Http2Setting.INITIAL_WINDOW_SIZE:
                 change, self._initial_window = value - self._initial_window, value
                 for call in list(self._calls.values()):
                     call.widen(change)
@@ -371,7 +371,7 @@ class Http2Connection(asyncio.Protocol):
 
     # What calls need
 
-    def block(self, call: Call) -> None:
+    def block(self, call: GrpcCall) -> None:
         """Calls `pump` of the call once there is room."""
         self._blocked[call] = None
 
@@ -388,7 +388,7 @@ class Http2Connection(asyncio.Protocol):
             self.write(frames.window_update(0, self._uncredited))
             self._uncredited = 0
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: GrpcCall) -> None:
         """Removes a call that has ended."""
         self._calls.pop(call.number, None)
         self._blocked.pop(call, None)

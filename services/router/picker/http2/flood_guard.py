@@ -13,7 +13,7 @@ MOST_UNSERVED = 1_000
 """Streams in a row that the peer may reset before anything is sent on one of them."""
 
 
-class FloodGuard:
+class FrameGuard:
     """Counts what one peer does; its methods raise BrokenConnection beyond the limits."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ _PAIR = struct.Struct(">II")
 _SETTING = struct.Struct(">HI")
 
 
-class Setting(IntEnum):
+class Http2Setting(IntEnum):
     """Settings that matter here; others are ignored, as the RFC demands."""
 
     HEADER_TABLE_SIZE = 1
@@ -87,7 +87,7 @@ def goaway(last_stream: int, code: ErrorCode, reason: str = "") -> bytes:
     return frame(GOAWAY, 0, 0, _PAIR.pack(last_stream, code) + reason.encode())
 
 
-def settings(values: dict[Setting, int]) -> bytes:
+def settings(values: dict[Http2Setting, int]) -> bytes:
     """Returns a frame with settings."""
     return frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*pair) for pair in values.items()))
 
@@ -98,11 +98,11 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
         raise BrokenConnection(ErrorCode.FRAME_SIZE_ERROR, "a SETTINGS frame is not a list of settings")
     found = list(_SETTING.iter_unpack(payload))
     for name, value in found:
-        if name == Setting.INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
+        if name == Http2Setting.INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
             raise BrokenConnection(ErrorCode.FLOW_CONTROL_ERROR, "the initial window exceeds 2^31-1")
-        if name == Setting.ENABLE_PUSH and value > 1:
+        if name == Http2Setting.ENABLE_PUSH and value > 1:
             raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
-        if name == Setting.MAX_FRAME_SIZE and not LARGEST_FRAME <= value < 1 << 24:
+        if name == Http2Setting.MAX_FRAME_SIZE and not LARGEST_FRAME <= value < 1 << 24:
             raise BrokenConnection(ErrorCode.PROTOCOL_ERROR, "MAX_FRAME_SIZE is out of bounds")
     return found
 

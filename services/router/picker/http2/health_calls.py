@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 
 from services.common.rpc.health import Health
 from services.common.tasks import TaskOwner
-from services.router.picker.http2.call import Call, CallHandler, framed
+from services.router.picker.http2.call import CallHandler, GrpcCall, framed
 
 NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
@@ -25,7 +25,7 @@ class _Aborted(Exception):
 class _HealthContext:
     """The part of a gRPC context that `Health` uses."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: GrpcCall) -> None:
         self._call = call
         self.trailing: list[tuple[str, str | bytes]] = []
 
@@ -48,7 +48,7 @@ class _HealthContext:
 class _HealthCall:
     """One call of Check or Watch."""
 
-    def __init__(self, call: Call, method: Method, tasks: TaskOwner) -> None:
+    def __init__(self, call: GrpcCall, method: Method, tasks: TaskOwner) -> None:
         self._call = call
         self._method = method
         self._tasks = tasks
@@ -79,7 +79,7 @@ class _HealthCall:
         self._call.finish(more=context.trailing)
 
 
-def health_methods(health: Health, tasks: TaskOwner) -> Mapping[str, Callable[[Call], CallHandler]]:
+def health_methods(health: Health, tasks: TaskOwner) -> Mapping[str, Callable[[GrpcCall], CallHandler]]:
     """Returns what serves the methods of the health service."""
     return {
         f"/{NAME}/Check": lambda call: _HealthCall(call, health.Check, tasks),

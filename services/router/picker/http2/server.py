@@ -17,7 +17,7 @@ from services.common.net.addresses import host_port, join
 from services.common.rpc.auth_interceptor import OPEN_SERVICES, CallerCheck, caller_check
 from services.common.security.tls import server_context
 from services.common.settings import GrpcServiceSettings
-from services.router.picker.http2.call import UNKNOWN_METHOD, Call, CallHandler
+from services.router.picker.http2.call import UNKNOWN_METHOD, CallHandler, GrpcCall
 from services.router.picker.http2.connection import ConnectionLimits, Http2Connection
 from services.router.picker.http2.header_blocks import CallHead
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 1_024
 ABORT_S = 1.0
 
-StartCall = Callable[[Call], CallHandler]
+StartCall = Callable[[GrpcCall], CallHandler]
 
 
 class Http2Server:
@@ -73,7 +73,7 @@ class Http2Server:
             return _Refusal()
         return Http2Connection(self._serve, self._connections, self._limits)
 
-    def _serve(self, call: Call, head: CallHead, connection: Http2Connection) -> None:
+    def _serve(self, call: GrpcCall, head: CallHead, connection: Http2Connection) -> None:
         if head.problem:
             call.fail(invalid(head.problem))
             return

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from services.common.errors import overloaded
 from services.router.picker.http2 import flood_guard, frames, header_blocks
-from services.router.picker.http2.call import STREAM_WINDOW, Call, framed
+from services.router.picker.http2.call import STREAM_WINDOW, GrpcCall, framed
 from services.router.picker.http2.connection import CONNECTION_WINDOW, ConnectionLimits, Http2Connection
-from services.router.picker.http2.frames import ErrorCode, Setting, frame
+from services.router.picker.http2.frames import ErrorCode, Http2Setting, frame
 from services.router.picker.http2.header_blocks import CallHead, HeaderBlocks
 
 HEADERS = [
@@ -58,7 +58,7 @@ class Transport(asyncio.Transport):
 class Echo:
     """Returns every message; `fail` raises in its place."""
 
-    def __init__(self, call: Call, fail: Exception | None = None) -> None:
+    def __init__(self, call: GrpcCall, fail: Exception | None = None) -> None:
         self.call, self.fail = call, fail
         self.messages: list[bytes] = []
         self.half_closed = False
@@ -88,7 +88,7 @@ class Peer:
         self.connections: set[Http2Connection] = set()
         self.encoder = Encoder()
 
-        def serve(call: Call, head: CallHead, connection: Http2Connection) -> None:
+        def serve(call: GrpcCall, head: CallHead, connection: Http2Connection) -> None:
             echo = Echo(call, fail)
             self.calls.append(echo)
             self.heads.append(head)
@@ -208,10 +208,10 @@ async def test_long_message_is_sent_as_the_windows_of_the_peer_allow() -> None:
 
 async def test_smaller_initial_window_applies_to_calls_under_way() -> None:
     peer = Peer()
-    peer.send(GREETING + peer.headers(1) + frames.settings({Setting.INITIAL_WINDOW_SIZE: 10}))
+    peer.send(GREETING + peer.headers(1) + frames.settings({Http2Setting.INITIAL_WINDOW_SIZE: 10}))
     peer.send(data(1, framed(b"x" * 100)))
     assert len(await peer.echoed(1)) == 10
-    peer.send(frames.settings({Setting.INITIAL_WINDOW_SIZE: 1_000}))
+    peer.send(frames.settings({Http2Setting.INITIAL_WINDOW_SIZE: 1_000}))
     assert await peer.echoed(1) == framed(b"x" * 100)
 
 
@@ -231,7 +231,7 @@ async def test_peer_that_does_not_read_may_send_no_more_than_its_window() -> Non
 
 async def test_peer_that_reads_gets_room_for_more() -> None:
     peer = Peer()
-    settings = frames.settings({Setting.INITIAL_WINDOW_SIZE: (1 << 31) - 1})
+    settings = frames.settings({Http2Setting.INITIAL_WINDOW_SIZE: (1 << 31) - 1})
     peer.send(GREETING + settings + frames.window_update(0, (1 << 31) - 1 - frames.FIRST_WINDOW) + peer.headers(1))
     message = framed(b"x" * 100_000)
     for _ in range(3 * CONNECTION_WINDOW // len(message)):
@@ -371,10 +371,13 @@ BROKEN: dict[str, tuple[Callable[[Peer], bytes], ErrorCode]] = {
     "long-frame": (lambda _: GREETING + frames.HEAD.pack(16_385 << 8, 0, 1), ErrorCode.FRAME_SIZE_ERROR),
     "settings-size": (lambda _: GREETING + frame(frames.SETTINGS, 0, 0, b"123"), ErrorCode.FRAME_SIZE_ERROR),
     "settings-window": (
-        lambda _: GREETING + frames.settings({Setting.INITIAL_WINDOW_SIZE: 1 << 31}),
+        lambda _: GREETING + frames.settings({Http2Setting.INITIAL_WINDOW_SIZE: 1 << 31}),
         ErrorCode.FLOW_CONTROL_ERROR,
     ),
-    "settings-frame": (lambda _: GREETING + frames.settings({Setting.MAX_FRAME_SIZE: 1}), ErrorCode.PROTOCOL_ERROR),
+    "settings-frame": (
+        lambda _: GREETING + frames.settings({Http2Setting.MAX_FRAME_SIZE: 1}),
+        ErrorCode.PROTOCOL_ERROR,
+    ),
     "ping-size": (lambda _: GREETING + frame(frames.PING, 0, 0, b"1"), ErrorCode.PROTOCOL_ERROR),
     "window-zero": (lambda _: GREETING + frames.window_update(0, 0), ErrorCode.PROTOCOL_ERROR),
     "window-overflow": (lambda _: GREETING + frames.window_update(0, (1 << 31) - 1), ErrorCode.FLOW_CONTROL_ERROR),
@@ -439,7 +442,7 @@ async def test_flood_of_continuations_is_stopped(size: int) -> None:
 
 FLOODS: dict[str, bytes] = {
     "pings": frame(frames.PING, 0, 0, b"12345678"),
-    "settings": frames.settings({Setting.INITIAL_WINDOW_SIZE: 1}),
+    "settings": frames.settings({Http2Setting.INITIAL_WINDOW_SIZE: 1}),
     "acks": frame(frames.SETTINGS, frames.ACK, 0),
     "priorities": frame(frames.PRIORITY, 0, 3, b"12345"),
     "unknown": frame(0x42, 0, 0, b"x"),
