@@ -1,7 +1,11 @@
 """A server of gRPC calls over HTTP/2.
 
-grpc.aio spends about 90 µs on a message and 250 µs on a call, in its core, its poller thread and a task switch each.
-FIGURES
+grpc.aio passes every message of a call through its core, its poller thread and a task switch, and a request of Envoy is
+about ten messages. Measured back to back behind Envoy on two cores, all else equal (benchmarks/picker.py): this server
+instead of grpc.aio's brought the processor time of the entire picker process from 1.72 to 1.09 ms for a request of 200
+tokens (500 a second), from 3.50 to 2.52 ms for 10,000 tokens and from 7.41 to 5.31 ms for 100,000, and the first byte at
+500 requests a second from 7.7 / 22.4 to 4.9 / 9.8 ms (p50 / p95).
+
 It serves what a proxy's calls need, and no more: streams of messages without compression, deadlines, flow control,
 TLS with ALPN, and limits on hostile peers (`flood_guard`).
 """
