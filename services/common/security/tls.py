@@ -192,24 +192,16 @@ def metrics_context(settings: TlsSettings) -> ssl.SSLContext:
     return context
 
 
-def server_context(settings: TlsSettings, protocols: Sequence[str] = ()) -> ssl.SSLContext | None:
-    """Returns the context of a server other than gRPC's, as strict as that; None for plain text.
-
-    Args:
-        protocols: that the server speaks, for ALPN, such as ``h2``; empty: not negotiated.
-    """
+def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
+    """Returns the context of a server other than gRPC's, as strict as that; None for plain text."""
     identity = _server_identity(settings)
-    return None if identity is None else _renewing(identity, settings.tls_require_client_cert, protocols)
+    return None if identity is None else _renewing(identity, settings.tls_require_client_cert)
 
 
-def _renewing(identity: Identity, require_client_cert: bool, protocols: Sequence[str] = ()) -> ssl.SSLContext:
-    def current() -> ssl.SSLContext:
-        context = identity.context(require_client_cert)
-        if protocols:
-            context.set_alpn_protocols([*protocols])
-        return context
-
-    return RenewingContext(WatchedFiles("The TLS certificate", identity.paths, current))
+def _renewing(identity: Identity, require_client_cert: bool) -> ssl.SSLContext:
+    return RenewingContext(
+        WatchedFiles("The TLS certificate", identity.paths, lambda: identity.context(require_client_cert))
+    )
 
 
 def _server_identity(settings: TlsSettings) -> Identity | None:

@@ -9,14 +9,11 @@ from grpc_health.v1 import health_pb2
 
 from services.common.budgets import BudgetPool
 from services.common.errors import ErrorKind, SluiceError
-from services.common.rpc.health import READINESS, Health
 from services.common.rpc.server import GrpcServer
 from services.common.tasks import TaskOwner
-from services.router.picker.exchange import SERVICE, PickerLimits, PickerService, Shared
 from services.router.picker.gateways import Gateways
-from services.router.picker.http2.health_calls import NAME, health_methods
-from services.router.picker.http2.server import Http2Server
 from services.router.picker.picker import Picker, PickerConfig
+from services.router.picker.server import SERVICE, PickerLimits, PickerService
 from services.router.reservations.cost import CostModel
 from services.router.router import Router
 from services.router.settings import RouterSettings
@@ -62,52 +59,43 @@ class PickerServers:
             settings.picker_close_after_choice,
         )
         bodies = BudgetPool("picker_bodies", settings.picker_bodies_mb << 20, "--picker-bodies-mb")
-        self._exchanges = TaskOwner()  # the failure of one concerns one call
-        self._service = PickerService(Shared(self._picker, limits, bodies, router.metrics, self._exchanges))
-        self._health = Health(BudgetPool("health_watches", settings.max_health_watches, "--max-health-watches"))
-        self._server: Http2Server | None = None
-        self._health_server: GrpcServer | None = None
+        self._service = PickerService(self._picker, limits, bodies, router.metrics)
+        self._servers: list[GrpcServer] = []
         self._lease = AsyncExitStack()
 
     async def start(self) -> None:
         """Starts listening; raises SluiceError if an address cannot be bound."""
         settings = self._settings
-        methods = {**self._service.methods(), **health_methods(self._health, self._exchanges)}
-        self._server = Http2Server(settings, settings.picker_listen, methods, settings.picker_streams)
+        server = GrpcServer(
+            settings.model_copy(update={"listen": settings.picker_listen}),
+            health_pb2.DESCRIPTOR,
+            health_names=(SERVICE,),
+        )
+        self._service.add_to(server.server)
+        self._servers.append(server)
         if settings.picker_health_listen:
             changed = {"listen": settings.picker_health_listen}
-            self._health_server = GrpcServer(
-                settings.model_copy(update=changed), health_pb2.DESCRIPTOR, health_names=(SERVICE,)
-            )
+            health = GrpcServer(settings.model_copy(update=changed), health_pb2.DESCRIPTOR, health_names=(SERVICE,))
+            self._servers.append(health)
         if self._gateways is not None:
             await self._gateways.resolve()
             self._tasks.spawn(self._gateways.resolve_forever(), "picker-gateways")
         self._tasks.spawn(self._picker.releases.run(), "picker-releases")
-        self._set_serving(False)
-        await self._server.start()
-        if self._health_server is not None:
-            await self._health_server.start()
-
-    def _set_serving(self, serving: bool) -> None:
-        for name in ("", READINESS, SERVICE, NAME):
-            self._health.set(name, serving)
+        for each in self._servers:
+            await each.start()
 
     async def serve(self) -> None:
         """Reports readiness; call it once the router is ready."""
         await self._lease.enter_async_context(self._router.owners.stream(self._owner))
-        self._set_serving(True)
-        if self._health_server is not None:
-            await self._health_server.set_serving(True)
+        for each in self._servers:
+            await each.set_serving(True)
 
     async def stop(self, grace_s: float) -> None:
         """Reports that it drains, lets requests finish for `grace_s` seconds and releases the others' bookings."""
-        self._health.close()
-        if self._health_server is not None:
-            await self._health_server.set_serving(False)
-        if self._server is not None:
-            await self._server.stop(grace_s)
-        await self._exchanges.close()
+        for each in self._servers:
+            await each.set_serving(False)
+        await self._servers[0].stop(grace_s)
         await self._picker.releases.flush(FLUSH_S)
         await self._lease.aclose()
-        if self._health_server is not None:
-            await self._health_server.stop(0)
+        for each in self._servers[1:]:
+            await each.stop(0)

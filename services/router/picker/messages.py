@@ -1,4 +1,4 @@
-"""Converts between the messages of `envoy.service.ext_proc.v3` and the picker."""
+"""Converts between the messages of `envoy.service.ext_proc.v3` and the picker; those it sends are serialized."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import orjson
 from google.protobuf import struct_pb2
 
 from services.common.errors import ErrorKind, SluiceError, word
-from services.router.picker.http2.call import PREFIX, framed
 from services.router.picker.http_request import (
     SERVED_KEY,
     SERVED_NAMESPACE,
@@ -93,14 +92,15 @@ def _plain(value: Any) -> Any:
     return value.string_value if kind == "string_value" else ""
 
 
-def picked(pick: PickedEndpoint) -> bytes:
-    """Returns the messages that send a request to its endpoint: headers, then its body."""
+def picked(pick: PickedEndpoint) -> Iterator[bytes]:
+    """Yields the responses that send a request to its endpoint: headers, then its body."""
     mutation, metadata = _destination(tuple(pick.headers.items()))
     if pick.body:
-        mutation += field(1, _option("content-length", str(len(pick.body))).SerializeToString())
-    common = field(2, mutation) + _CLEAR_ROUTE_CACHE
-    head = framed(field(1, field(1, common)) + metadata)
-    return head + b"".join(_streamed(REQUEST_BODY, pick.body, True)) if pick.body else head
+        mutation += _field(1, _option("content-length", str(len(pick.body))).SerializeToString())
+    common = _field(2, mutation) + _CLEAR_ROUTE_CACHE
+    yield _field(1, _field(1, common)) + metadata
+    if pick.body:
+        yield from _streamed(REQUEST_BODY, pick.body, True)
 
 
 @lru_cache(maxsize=4_096)
@@ -113,28 +113,28 @@ def _destination(headers: tuple[tuple[str, str], ...]) -> tuple[bytes, bytes]:
     return mutation.SerializeToString(), ext_proc.ProcessingResponse(dynamic_metadata=metadata).SerializeToString()
 
 
-def field(number: int, content: bytes) -> bytes:
+def _field(number: int, content: bytes) -> bytes:
     """Returns a field of a message that is a message, a string or bytes, as it is on the wire."""
     return bytes((number << 3 | 2,)) + _varint(len(content)) + content
 
 
-def response_headers(pick: PickedEndpoint | None) -> bytes:
-    """Returns the message that answers the headers of a response; it marks a degraded choice."""
-    if pick is None or not pick.degraded:
+def response_headers(pick: PickedEndpoint) -> bytes:
+    """Returns the answer to the headers of a response; it marks a degraded choice."""
+    if not pick.degraded:
         return RESPONSE_HEADERS
     mutation = ext_proc.HeaderMutation(set_headers=_set({DEGRADED: pick.degraded}))
     common = ext_proc.CommonResponse(header_mutation=mutation)
     response = ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse(response=common))
-    return framed(response.SerializeToString())
+    return bytes(response.SerializeToString())
 
 
-def response_body(body: bytes, end: bool) -> bytes:
-    """Returns the messages that pass on a chunk of a response."""
-    return b"".join(_streamed(RESPONSE_BODY, body, end))
+def response_body(body: bytes, end: bool) -> Iterator[bytes]:
+    """Yields the responses that pass on a chunk of a response."""
+    return _streamed(RESPONSE_BODY, body, end)
 
 
 def _streamed(kind: int, body: bytes, end: bool) -> Iterator[bytes]:
-    """Yields messages with a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`.
+    """Yields responses with a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`.
 
     Each is ProcessingResponse{BodyResponse{CommonResponse{BodyMutation{StreamedBodyResponse{body, end_of_stream}}}}},
     written directly: as protobuf objects, a body would be copied three times.
@@ -149,11 +149,7 @@ def _streamed(kind: int, body: bytes, end: bool) -> Iterator[bytes]:
             wrapped = bytes((tag,)) + _varint(inner)
             inner += len(wrapped)
             prefix = wrapped + prefix
-        yield PREFIX.pack(0, inner) + prefix
-        if part:
-            yield part
-        if last:
-            yield last
+        yield b"".join((prefix, part, last))
 
 
 def _varint(number: int) -> bytes:
@@ -168,15 +164,11 @@ def _varint(number: int) -> bytes:
 REQUEST_BODY, RESPONSE_BODY = 3 << 3 | 2, 4 << 3 | 2
 _CLEAR_ROUTE_CACHE = ext_proc.CommonResponse(clear_route_cache=True).SerializeToString()
 _RESPONSE, _BODY_MUTATION, _STREAMED_RESPONSE = 1 << 3 | 2, 3 << 3 | 2, 3 << 3 | 2
-REQUEST_TRAILERS = framed(ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse()).SerializeToString())
-RESPONSE_TRAILERS = framed(
-    ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse()).SerializeToString()
-)
-RESPONSE_HEADERS = framed(
-    ext_proc.ProcessingResponse(
-        response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
-    ).SerializeToString()
-)
+REQUEST_TRAILERS = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse()).SerializeToString()
+RESPONSE_TRAILERS = ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse()).SerializeToString()
+RESPONSE_HEADERS = ext_proc.ProcessingResponse(
+    response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
+).SerializeToString()
 
 
 def rejected(error: SluiceError, request: HttpRequest | None) -> bytes:
@@ -195,7 +187,7 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> bytes:
             details=f"sluice_{word(error)}",
         )
     )
-    return framed(response.SerializeToString())
+    return bytes(response.SerializeToString())
 
 
 def _status(error: SluiceError) -> tuple[int, dict[str, str]]:

@@ -474,10 +474,7 @@ async def test_response_without_a_request_passes_through() -> None:
 
 async def test_wrong_body_mode_is_named() -> None:
     async with picker() as found:
-        exchange = found.exchange()  # without a body: the rejection does not wait for it
-        config = ext_proc.ProtocolConfiguration(request_body_mode=2, response_body_mode=2)
-        await exchange.send(request_headers=ext_proc.HttpHeaders(), protocol_config=config)
-        answered = await exchange.answer()
+        answered = await found.pick(CHAT, mode=2)
         assert answered.status == 400
         assert "FULL_DUPLEX_STREAMED" in json.loads(answered.error)["error"]["message"]
 

@@ -1,9 +1,8 @@
-"""Who may call the picker: tokens and certificates on its own HTTP/2 server, over real connections of gRPC."""
+"""Who may call the picker: tokens and certificates over real connections of gRPC."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import grpc
@@ -11,16 +10,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.net.ports import free_port
 from services.common.rpc.bearer_channel import BearerChannel
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
-from services.router.picker.exchange import SERVICE
-from services.router.picker.http2.server import Http2Server
-from services.router.settings import RouterSettings
+from services.router.picker.server import SERVICE
 from tests.support.clients.ext_proc import Exchange
 from tests.support.data.authority import Authority
 from tests.support.data.tokens import accept
@@ -131,12 +128,3 @@ async def test_watch_of_health_follows_until_the_picker_stops() -> None:
     assert last.status == health_pb2.HealthCheckResponse.NOT_SERVING
     assert await asyncio.wait_for(watch.read(), 20) is grpc.aio.EOF
     await channel.close()
-
-
-async def test_port_that_is_taken_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(SluiceError, match=f"Cannot listen on {listen}"):
-            await Http2Server(RouterSettings(), listen, {}, 1).start()

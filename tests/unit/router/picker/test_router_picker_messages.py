@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.router.picker import messages
-from services.router.picker.http2.call import PREFIX, framed
 from services.router.picker.picker import PickedEndpoint
 from services.router.scheduling.route_headers import DESTINATION, ROUTE_HEADERS
 from sluice.v1 import ext_proc_pb2 as ext_proc
@@ -19,16 +19,9 @@ SIZES = [0, 1, 100, 127, 128, 16_383, 16_384, 61_999, 62_000, 62_001, 124_000, 1
 NAMES = st.text("abcdefgh-", min_size=1, max_size=20)
 
 
-def read(data: bytes) -> list[Any]:
-    """Returns the messages in what is sent."""
-    found, at = [], 0
-    while at < len(data):
-        compressed, length = PREFIX.unpack_from(data, at)
-        assert not compressed
-        found.append(ext_proc.ProcessingResponse.FromString(data[at + 5 : at + 5 + length]))
-        at += 5 + length
-    assert at == len(data)
-    return found
+def read(sent: Iterable[bytes]) -> list[Any]:
+    """Returns the responses in what is sent."""
+    return [ext_proc.ProcessingResponse.FromString(each) for each in sent]
 
 
 def parts(responses: list[Any], kind: str) -> list[tuple[bytes, bool]]:
@@ -70,15 +63,12 @@ def test_choice_sets_headers_metadata_and_body(headers: dict[str, str], body: by
 
 def test_degraded_choice_marks_the_response() -> None:
     pick = PickedEndpoint(("a:1",), {DESTINATION: "a:1"}, b"", degraded="tokenizing_late")
-    (marked,) = read(messages.response_headers(pick))
+    (marked,) = read([messages.response_headers(pick)])
     (option,) = marked.response_headers.response.header_mutation.set_headers
     assert (option.header.key, option.header.raw_value) == ("x-sluice-degraded", b"tokenizing_late")
-    plain = framed(
-        ext_proc.ProcessingResponse(
-            response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
-        ).SerializeToString()
-    )
-    assert messages.response_headers(None) == plain
+    (plain,) = read([messages.response_headers(PickedEndpoint(("a:1",), {}, b""))])
+    assert plain.HasField("response_headers")
+    assert not plain.response_headers.response.header_mutation.set_headers
 
 
 @pytest.mark.parametrize(
