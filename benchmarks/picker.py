@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,10 +24,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import psutil
 import typer
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -45,6 +47,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = 0.9
 PREFIXES = 8
 PATH = b"/v1/chat/completions"
+HEAD = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
 @dataclass
@@ -60,46 +63,85 @@ class Outcome:
         return 1000 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
+class Connection(asyncio.Protocol):
+    """A kept-alive connection, with one request at a time; cheaper than streams, whose cost would be measured too."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._received = b""
+        self._length = -1
+        self._first_s = 0.0
+        self._answer: asyncio.Future[tuple[int, float]] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keeps the transport."""
+        self.transport = cast("asyncio.Transport", transport)
+
+    def ask(self, request: bytes) -> asyncio.Future[tuple[int, float]]:
+        """Sends a request; the result is the status of its answer and when the first byte arrived."""
+        self._received, self._length, self._first_s = b"", -1, 0.0
+        self._answer = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        return self._answer
+
+    def data_received(self, data: bytes) -> None:
+        """Takes a part of an answer."""
+        self._received += data
+        received = self._received
+        if not self._first_s:
+            end = received.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            self._first_s = time.perf_counter()
+            found = re.search(rb"(?i)\r\ncontent-length: (\d+)", received[: end + 2])
+            self._length = -1 if found is None else end + 4 + int(found[1])
+        whole = received.endswith(b"\r\n0\r\n\r\n") if self._length < 0 else len(received) >= self._length
+        if whole and self._answer is not None and not self._answer.done():
+            self._answer.set_result((int(received[9:12]), self._first_s))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fails a request under way."""
+        self.closed = True
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionResetError())
+
+
 class Client:
     """Sends requests over kept-alive connections."""
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[Connection] = []
 
-    async def ask(self, body: bytes, outcome: Outcome) -> None:
-        """Sends a chat and records its latency and status."""
+    async def ask(self, request: bytes, outcome: Outcome) -> None:
+        """Sends a request and records its latency and status."""
         started = time.perf_counter()
         try:
-            if self._idle:
-                reader, writer = self._idle.pop()
-            else:
-                reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
-            head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            writer.write(head % (PATH, len(body)) + body)
-            answer = await reader.readuntil(b"\r\n\r\n")
-            first = time.perf_counter() - started
-            status = int(answer[9:12])
-            if b"content-length" in answer.lower():
-                length = next(line for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length"))
-                await reader.readexactly(int(length.split(b":")[1]))
-            else:
-                await reader.readuntil(b"\r\n0\r\n\r\n")
-            self._idle.append((reader, writer))
-        except (OSError, asyncio.IncompleteReadError):
-            status, first = 0, 0.0
+            connection = await self._connection()
+            status, first_s = await connection.ask(request)
+            self._idle.append(connection)
+        except OSError:
+            status, first_s = 0, 0.0
         outcome.statuses[status] = outcome.statuses.get(status, 0) + 1
         if status == 200:
-            outcome.first_s.append(first)
+            outcome.first_s.append(first_s - started)
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+        _, made = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", self._port)
+        return made
 
     def close(self) -> None:
         """Closes all connections."""
-        for _, writer in self._idle:
-            writer.close()
+        for each in self._idle:
+            each.transport.close()
 
 
 def bodies(tokens: int, count: int) -> list[bytes]:
-    """Returns chats of about this many tokens, which share prefixes."""
+    """Returns requests with chats of about this many tokens, which share prefixes."""
     text = Text(1)
     prefixes = [text.of_tokens(int(tokens * SHARED)) for _ in range(PREFIXES)]
     rest = [text.of_tokens(max(tokens - int(tokens * SHARED), 8)) for _ in range(16)]
@@ -109,7 +151,8 @@ def bodies(tokens: int, count: int) -> list[bytes]:
             {"role": "system", "content": prefixes[number % PREFIXES]},
             {"role": "user", "content": f"{number} {rest[number % len(rest)]}"},
         ]
-        made.append(json.dumps({"model": MODEL, "messages": messages, "stream": True}).encode())
+        body = json.dumps({"model": MODEL, "messages": messages, "stream": True}).encode()
+        made.append(HEAD % (PATH, len(body)) + body)
     return made
 
 
@@ -207,7 +250,9 @@ async def house(count: int, pickers: int, limit: int, hold_ms: float, naive: boo
         found.processes = {
             "envoy": psutil.Process(envoys[1].pid),
             "preprocess": psutil.Process(preprocess.pid),
+            "redis": psutil.Process(redis.pid),
             "endpoints": psutil.Process(servers.pid),
+            "client": psutil.Process(),
             **{f"picker {number}": psutil.Process(child.pid) for number, child in enumerate(children, 1)},
         }
         yield found
@@ -238,7 +283,7 @@ def _cpu(processes: dict[str, psutil.Process]) -> dict[str, float]:
     found = {}
     for name, process in processes.items():
         try:
-            family = [process, *process.children(recursive=True)]
+            family = [process, *(() if name == "client" else process.children(recursive=True))]
             found[name] = sum(sum(each.cpu_times()[:2]) for each in family)
         except psutil.NoSuchProcess:
             found[name] = 0.0
@@ -340,7 +385,7 @@ def main(
     """Measures the endpoint picker behind a real Envoy."""
     parsed = [(int(each.partition("x")[0]), float(each.partition("x")[2])) for each in loads.split(",")]
     flags = {name for name, on in (("kill", kill), ("naive", naive)) if on}
-    raise SystemExit(asyncio.run(_main(parsed, seconds, pickers, endpoints, limit, hold_ms, flags)))
+    raise SystemExit(uvloop.run(_main(parsed, seconds, pickers, endpoints, limit, hold_ms, flags)))
 
 
 if __name__ == "__main__":

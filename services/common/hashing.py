@@ -10,16 +10,20 @@ prompts with other items never match. Partial blocks have no hash.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from struct import Struct, iter_unpack
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest, xxh3_128_intdigest
 
 from services.common.media.spans import MediaSpan
 from services.common.packing import pack_u32
 
 HASH_SCHEME = "sluice-xxh3-v1"
 BASE_SEED = 1337
+SEGMENT = 64
+"""Blocks that `PrefixHashes` remembers together."""
 _U64 = (1 << 64) - 1
 _PAIR = Struct("<QQ").pack
 
@@ -69,26 +73,41 @@ def block_hashes(
     Returns:
         array("Q") with len(token_ids) // block_size hashes.
     """
+    seed = seed_for(lora, cache_salt)
+    blocks = _whole_blocks(token_ids, block_size)
+    if media:
+        return _chain_with_media(blocks, block_size, seed, parent, media)
+    return _chain_of(blocks, block_size * 4, seed, parent)
+
+
+def _whole_blocks(token_ids: Sequence[int] | bytes, block_size: int) -> memoryview:
     if block_size < 1:
         raise ValueError("block_size must be at least 1")
-    seed = seed_for(lora, cache_salt)
     packed = token_ids if isinstance(token_ids, bytes) else pack_u32(token_ids)
     stride = block_size * 4
-    whole = memoryview(packed)[: len(packed) // stride * stride]
+    return memoryview(packed)[: len(packed) // stride * stride]
+
+
+def _chain_of(blocks: memoryview, stride: int, seed: int, parent: int | None) -> array[int]:
     hashes = array("Q")
     append = hashes.append
     digest, pair = xxh3_64_intdigest, _PAIR
-    if media:
-        items = media_of_blocks(media, block_size, len(whole) // stride)
-        for index, (block,) in enumerate(iter_unpack(f"{stride}s", whole)):
-            local = local_hash(block, seed, items.get(index, ()))
-            parent = chain(parent, local, seed)
-            append(parent)
-        return hashes
-    for (block,) in iter_unpack(f"{stride}s", whole):
+    for (block,) in iter_unpack(f"{stride}s", blocks):
         local = digest(block, seed)
         parent = local if parent is None else digest(pair(parent, local), seed)
         append(parent)
+    return hashes
+
+
+def _chain_with_media(
+    blocks: memoryview, block_size: int, seed: int, parent: int | None, media: Sequence[MediaSpan]
+) -> array[int]:
+    hashes = array("Q")
+    stride = block_size * 4
+    items = media_of_blocks(media, block_size, len(blocks) // stride)
+    for index, (block,) in enumerate(iter_unpack(f"{stride}s", blocks)):
+        parent = chain(parent, local_hash(block, seed, items.get(index, ())), seed)
+        hashes.append(parent)
     return hashes
 
 
@@ -100,3 +119,60 @@ def media_of_blocks(media: Sequence[MediaSpan], block_size: int, blocks: int) ->
             for index in range(max(span.offset, 0) // block_size, min((span.end - 1) // block_size + 1, blocks)):
                 items.setdefault(index, []).append(span.hash)
     return items
+
+
+class PrefixHashes:
+    """Computes block hashes, and remembers those of segments of prompts: a known prefix costs a seventh.
+
+    A segment is known by its parent, its seed and a digest of 128 bits, which is more than its hashes have. Threads may
+    share one.
+
+    Args:
+        most: segments remembered; those used longest ago are dropped.
+    """
+
+    def __init__(self, most: int = 8_192) -> None:
+        self._most = most
+        self._known: OrderedDict[tuple[int | None, int, int, int], array[int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(
+        self,
+        token_ids: Sequence[int] | bytes,
+        block_size: int,
+        lora: str = "",
+        cache_salt: str = "",
+        media: Sequence[MediaSpan] = (),
+    ) -> array[int]:
+        """Returns the same as `block_hashes`; prompts with media items are not remembered."""
+        if media:
+            return block_hashes(token_ids, block_size, lora, cache_salt, media=media)
+        seed, stride = seed_for(lora, cache_salt), block_size * 4
+        blocks = _whole_blocks(token_ids, block_size)
+        size, known = stride * SEGMENT, self._known
+        whole = len(blocks) // size * size
+        hashes, parent = array("Q"), None
+        for start in range(0, whole, size):
+            segment = blocks[start : start + size]
+            key = (parent, seed, stride, xxh3_128_intdigest(segment))
+            found = known.get(key)
+            if found is None:
+                found = known[key] = _chain_of(segment, stride, seed, parent)
+                if len(known) > self._most:
+                    self._drop_oldest()
+            else:
+                self._touch(key)
+            hashes.extend(found)
+            parent = found[-1]
+        hashes.extend(_chain_of(blocks[whole:], stride, seed, parent))
+        return hashes
+
+    def _touch(self, key: tuple[int | None, int, int, int]) -> None:
+        with suppress(KeyError):  # another thread has just dropped it
+            self._known.move_to_end(key)
+
+    def _drop_oldest(self) -> None:
+        with suppress(KeyError):
+            self._known.popitem(last=False)

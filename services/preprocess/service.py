@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc
 
 from services.common.errors import SluiceError, invalid
-from services.common.hashing import HASH_SCHEME, block_hashes
+from services.common.hashing import HASH_SCHEME, PrefixHashes
 from services.common.models import ModelSpec
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, pack_u64, unpack_u32
@@ -33,6 +33,8 @@ from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 PROMPT_TAIL_TOKENS = 16
 MAX_EACH = 32_768
 COST_PER_TOKEN = 32  # decoding tokens one by one, relative to decoding them together
+
+_hashes = PrefixHashes()  # of all models: the seed and the tokens tell them apart
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -219,14 +221,14 @@ def _response(
     size = request.block_size
     tokens = len(packed) // 4
     if request.hashes_only and size:
-        hashes = block_hashes(packed, size, request.lora, request.cache_salt)
+        hashes = _hashes.of(packed, size, request.lora, request.cache_salt)
         return preprocess_pb2.TokenizeResponse(
             block_hashes=pack_u64(hashes), hash_scheme=HASH_SCHEME, prompt_tokens=tokens
         ), tokens
     facts = tokenizer.facts
     reply = preprocess_pb2.TokenizeResponse(
         token_ids=packed,
-        block_hashes=pack_u64(block_hashes(packed, size, request.lora, request.cache_salt)) if size else b"",
+        block_hashes=pack_u64(_hashes.of(packed, size, request.lora, request.cache_salt)) if size else b"",
         hash_scheme=HASH_SCHEME,
         stop_token_ids=pack_u32(facts.stop_ids),
         eos_token_ids=pack_u32(facts.eos_ids),

@@ -1,9 +1,10 @@
-"""Converts between the messages of `envoy.service.ext_proc.v3` and the picker."""
+"""Converts between the messages of `envoy.service.ext_proc.v3` and the picker; those it sends are serialized."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -45,7 +46,6 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-NOTHING = ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
 
 
 def read_headers(message: Any) -> dict[str, str]:
@@ -54,6 +54,14 @@ def read_headers(message: Any) -> dict[str, str]:
         each.key.lower(): each.raw_value.decode("latin-1") if each.raw_value else each.value
         for each in message.headers.headers
     }
+
+
+def status_of(message: Any) -> str:
+    """Returns the status in an HttpHeaders message, such as 200, which is also that of a message without one."""
+    for each in message.headers.headers:
+        if each.key == ":status":
+            return str(each.raw_value.decode("latin-1") or each.value)
+    return "200"
 
 
 def subset_of(message: Any) -> tuple[str, ...] | None:
@@ -88,45 +96,54 @@ def _plain(value: Any) -> Any:
     return value.string_value if kind == "string_value" else ""
 
 
-def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterator[Any]:
+def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterator[bytes]:
     """Yields the responses that send a request to its endpoint: headers, then its body and trailers.
 
     Args:
         last: kind of the message that ended the request.
     """
-    headers = {**pick.headers, "content-length": str(len(pick.body))} if pick.body else pick.headers
-    destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=pick.headers[DESTINATION])})
-    yield ext_proc.ProcessingResponse(
-        request_headers=ext_proc.HeadersResponse(
-            response=ext_proc.CommonResponse(
-                clear_route_cache=True,
-                header_mutation=ext_proc.HeaderMutation(set_headers=_set(headers), remove_headers=stale_headers(pick)),
-            )
-        ),
-        dynamic_metadata=struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)}),
-    )
+    mutation, metadata = _destination(tuple(pick.headers.items()))
+    if pick.body:
+        mutation += _field(1, _option("content-length", str(len(pick.body))).SerializeToString())
+    common = _field(2, mutation) + _CLEAR_ROUTE_CACHE
+    yield _field(1, _field(1, common)) + metadata
     if pick.body or last == "request_body":  # Envoy waits for the end of an empty body too
-        for part in streamed(pick.body, last == "request_body"):
-            yield ext_proc.ProcessingResponse(request_body=part)
+        yield from _streamed(REQUEST_BODY, pick.body, last == "request_body")
     if last == "request_trailers":
         yield REQUEST_TRAILERS
 
 
-def response_headers(pick: PickedEndpoint, given: Mapping[str, str]) -> Any:
-    """Returns the response to the headers of a response, which marks a degraded choice and has the route receipt.
+@lru_cache(maxsize=4_096)
+def _destination(headers: tuple[tuple[str, str], ...]) -> tuple[bytes, bytes]:
+    """Returns what the answers for one endpoint have in common: a HeaderMutation, and the fields of the metadata."""
+    endpoints = dict(headers)[DESTINATION]
+    mutation = ext_proc.HeaderMutation(set_headers=_set(dict(headers)), remove_headers=stale_headers(dict(headers)))
+    destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=endpoints)})
+    metadata = struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)})
+    return mutation.SerializeToString(), ext_proc.ProcessingResponse(dynamic_metadata=metadata).SerializeToString()
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Returns a field of a message that is a message, a string or bytes, as it is on the wire."""
+    return bytes((number << 3 | 2,)) + _varint(len(content)) + content
+
+
+def response_headers(pick: PickedEndpoint, given: Any) -> bytes:
+    """Returns the answer to the headers of a response; it marks a degraded choice and has the route receipt.
 
     Args:
-        given: the headers; a gateway's receipts, which lack what was predicted, are completed.
+        given: the HttpHeaders message; a gateway's receipts, which lack what was predicted, are completed.
     """
     if not pick.degraded and not pick.receipt:
-        return ext_proc.ProcessingResponse(response_headers=NOTHING)
+        return RESPONSE_HEADERS
     headers = {DEGRADED: pick.degraded} if pick.degraded else {}
     if pick.receipt:
-        headers[RECEIPT] = json.dumps([{**each, **pick.receipt} for each in _receipts(given.get(RECEIPT, ""))])
+        receipts = _receipts(read_headers(given).get(RECEIPT, ""))
+        headers[RECEIPT] = json.dumps([{**each, **pick.receipt} for each in receipts])
     mutation = ext_proc.HeaderMutation(set_headers=_set(headers))
-    return ext_proc.ProcessingResponse(
-        response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse(header_mutation=mutation))
-    )
+    common = ext_proc.CommonResponse(header_mutation=mutation)
+    response = ext_proc.ProcessingResponse(response_headers=ext_proc.HeadersResponse(response=common))
+    return bytes(response.SerializeToString())
 
 
 def _receipts(text: str) -> list[dict[str, Any]]:
@@ -138,37 +155,58 @@ def _receipts(text: str) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict)] or [{}] if isinstance(found, list) else [{}]
 
 
-def response_body(body: bytes, end: bool) -> Iterator[Any]:
+def response_body(body: bytes, end: bool) -> Iterator[bytes]:
     """Yields the responses that pass on a chunk of a response."""
-    for part in streamed(body, end):
-        yield ext_proc.ProcessingResponse(response_body=part)
+    return _streamed(RESPONSE_BODY, body, end)
 
 
-def streamed(body: bytes, end: bool) -> Iterator[Any]:
-    """Yields a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`."""
-    last = max((len(body) - 1) // CHUNK, 0)
-    for number in range(last + 1):
-        part = ext_proc.StreamedBodyResponse(
-            body=body[number * CHUNK : (number + 1) * CHUNK], end_of_stream=end and number == last
-        )
-        yield ext_proc.BodyResponse(
-            response=ext_proc.CommonResponse(body_mutation=ext_proc.BodyMutation(streamed_response=part))
-        )
+def _streamed(kind: int, body: bytes, end: bool) -> Iterator[bytes]:
+    """Yields responses with a body, or a chunk of one, in parts of at most CHUNK bytes; the last part has `end`.
+
+    Each is ProcessingResponse{BodyResponse{CommonResponse{BodyMutation{StreamedBodyResponse{body, end_of_stream}}}}},
+    written directly: as protobuf objects, a body would be copied three times.
+    """
+    size = len(body)
+    for start in range(0, size or 1, CHUNK):
+        part = body if size <= CHUNK else body[start : start + CHUNK]
+        last = b"\x10\x01" if end and start + CHUNK >= size else b""
+        prefix = b"\x0a" + _varint(len(part)) if part else b""
+        inner = len(prefix) + len(part) + len(last)
+        for tag in (_STREAMED_RESPONSE, _BODY_MUTATION, _RESPONSE, kind):
+            wrapped = bytes((tag,)) + _varint(inner)
+            inner += len(wrapped)
+            prefix = wrapped + prefix
+        yield b"".join((prefix, part, last))
 
 
-REQUEST_TRAILERS = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse())
-RESPONSE_TRAILERS = ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse())
+def _varint(number: int) -> bytes:
+    if number < 128:
+        return bytes((number,))
+    if number < 16_384:
+        return bytes((number & 127 | 128, number >> 7))
+    return bytes((number & 127 | 128, number >> 7 & 127 | 128, number >> 14))
 
 
-def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
-    """Returns the response that ends a request with an error, in the form of its API."""
+# Tags of fields of messages, as they are on the wire: field number << 3 | 2.
+REQUEST_BODY, RESPONSE_BODY = 3 << 3 | 2, 4 << 3 | 2
+_CLEAR_ROUTE_CACHE = ext_proc.CommonResponse(clear_route_cache=True).SerializeToString()
+_RESPONSE, _BODY_MUTATION, _STREAMED_RESPONSE = 1 << 3 | 2, 3 << 3 | 2, 3 << 3 | 2
+REQUEST_TRAILERS = ext_proc.ProcessingResponse(request_trailers=ext_proc.TrailersResponse()).SerializeToString()
+RESPONSE_TRAILERS = ext_proc.ProcessingResponse(response_trailers=ext_proc.TrailersResponse()).SerializeToString()
+RESPONSE_HEADERS = ext_proc.ProcessingResponse(
+    response_headers=ext_proc.HeadersResponse(response=ext_proc.CommonResponse())
+).SerializeToString()
+
+
+def rejected(error: SluiceError, request: HttpRequest | None) -> bytes:
+    """Returns the message that ends a request with an error, in the form of its API."""
     status, headers = _status(error)
     if error.retry_after_ms:
         headers["retry-after"] = str(max(-(-error.retry_after_ms // 1000), 1))
     if request is not None and request.request_id:
         headers["x-request-id"] = request.request_id
     headers["content-type"] = "application/json"
-    return ext_proc.ProcessingResponse(
+    response = ext_proc.ProcessingResponse(
         immediate_response=ext_proc.ImmediateResponse(
             status=ext_proc.HttpStatus(code=status),
             headers=ext_proc.HeaderMutation(set_headers=_set(headers)),
@@ -176,6 +214,7 @@ def rejected(error: SluiceError, request: HttpRequest | None) -> Any:
             details=f"sluice_{word(error)}",
         )
     )
+    return bytes(response.SerializeToString())
 
 
 def _status(error: SluiceError) -> tuple[int, dict[str, str]]:
@@ -207,10 +246,11 @@ def _error_body(error: SluiceError, status: int, request: HttpRequest | None) ->
 
 
 def _set(headers: Mapping[str, str]) -> list[Any]:
-    return [
-        ext_proc.HeaderValueOption(
-            header=ext_proc.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
-            append_action=_OVERWRITE,
-        )
-        for name, value in headers.items()
-    ]
+    return [_option(name, value) for name, value in headers.items()]
+
+
+def _option(name: str, value: str) -> Any:
+    return ext_proc.HeaderValueOption(
+        header=ext_proc.HeaderValue(key=name, raw_value=value.encode("latin-1", "replace")),
+        append_action=_OVERWRITE,
+    )

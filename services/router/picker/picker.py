@@ -336,9 +336,13 @@ def _without_body(query: Query, route: RouteResult) -> Query:
     return replace(query, prompt=prompt, headers={}, candidates=None, return_hashes=False)
 
 
-def stale_headers(pick: PickedEndpoint) -> list[str]:
-    """Returns the routing headers that the client may have sent and that must not reach the endpoint."""
-    return [name for name in ROUTE_HEADERS if name not in pick.headers]
+def stale_headers(headers: Mapping[str, str]) -> list[str]:
+    """Returns the routing headers that the client may have sent and that must not reach the endpoint.
+
+    Args:
+        headers: that are set on the request.
+    """
+    return [name for name in ROUTE_HEADERS if name not in headers]
 
 
 def endpoint_of(worker: Worker) -> str:

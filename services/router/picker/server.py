@@ -63,10 +63,10 @@ class PickerService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the service under Envoy's name."""
-        process = grpc.stream_stream_rpc_method_handler(
+        process: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
             self.Process,
             request_deserializer=ext_proc_pb2.ProcessingRequest.FromString,
-            response_serializer=ext_proc_pb2.ProcessingResponse.SerializeToString,
+            response_serializer=None,  # they are serialized already
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),))
 
@@ -158,8 +158,9 @@ class _Exchange:
         while (message := await self._context.read()) is not grpc.aio.EOF:
             if message.observability_mode:
                 continue  # Envoy expects no responses
-            found = messages.subset_of(message)
-            subset = subset if found is None else found
+            if message.HasField("metadata_context"):
+                found = messages.subset_of(message)
+                subset = subset if found is None else found
             kind = message.WhichOneof("request")
             if kind == "request_headers":
                 _check_modes(message)
@@ -219,9 +220,8 @@ class _Exchange:
             message = await self._context.read()
 
     async def _answer_headers(self, pick: PickedEndpoint, message: Any) -> None:
-        headers = messages.read_headers(message.response_headers)
-        self._failed = not headers.get(":status", "200").startswith("2")
-        await self._context.write(messages.response_headers(pick, headers))
+        self._failed = not messages.status_of(message.response_headers).startswith("2")
+        await self._context.write(messages.response_headers(pick, message.response_headers))
         if message.response_headers.end_of_stream:
             self._end(pick)
             return

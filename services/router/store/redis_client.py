@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from hiredis import pack_command
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError, ReadOnlyError, ResponseError
+from redis.exceptions import NoScriptError, ReadOnlyError
 
 from services.common.redis.connect import connect, hang_up
 from services.common.redis.scripts import FAILURES, closed_is_lost
 from services.common.redis.target import RedisTarget
 from services.common.tasks import TaskOwner
 from services.router.store.base import StoreUnavailable
+from services.router.store.redis_pipe import RedisPipe
 from services.router.store.scripts import Script, all_scripts
 
 MOST_AT_ONCE = 128  # calls per round trip
@@ -64,7 +65,8 @@ class _Batch(NamedTuple):
 class RedisClient:
     """Runs scripts and commands with a deadline.
 
-    Calls made while all lanes are busy are batched into the next pipeline.
+    Calls made while all lanes are busy are batched into the next pipeline. Lanes keep their connections, so a client
+    that runs scripts is not used for commands as well, unless it has connections left.
 
     Args:
         timeout_s: for connecting and for every round trip.
@@ -79,11 +81,13 @@ class RedisClient:
         self._waiting: deque[_Batch] = deque()
         self._scripts = all_scripts()
         self._tasks = TaskOwner()
+        self._idle: list[RedisPipe] = []
 
     async def close(self) -> None:
         """Cancels running calls and closes all connections."""
         await self._tasks.close()
         self._fail_waiting("closed")
+        await self._drop_idle()
         await self.redis.aclose()
 
     async def command(self, key: str, *command: Argument) -> Any:
@@ -154,6 +158,7 @@ class RedisClient:
             else:
                 batch.fail(_reason(failed))
         if any(isinstance(each, ReadOnlyError) for found in results for each in found):
+            await self._drop_idle()
             await hang_up(self.redis)
 
     async def _pipeline(self, batches: list[_Batch], cached: bool) -> list[list[Any]]:
@@ -164,18 +169,35 @@ class RedisClient:
     async def _responses(self, commands: list[tuple[Argument, ...]]) -> list[Any]:
         """Returns the response, or the ResponseError, of each command."""
         if isinstance(self.redis, RedisCluster):
-            pipe = self.redis.pipeline(transaction=False)
+            pipeline = self.redis.pipeline(transaction=False)
             for command in commands:
-                pipe.execute_command(*command)
-            return list(await pipe.execute(raise_on_error=False))
-        pool = self.redis.connection_pool  # a pipeline object costs as much as the rest of the round trip
-        connection = await pool.get_connection()
+                pipeline.execute_command(*command)
+            return list(await pipeline.execute(raise_on_error=False))
+        packed = [pack_command(command) for command in commands]  # type: ignore[arg-type]  # typed as 1-tuple
+        pipe = await self._connected_pipe()
         try:
-            packed = [pack_command(command) for command in commands]  # type: ignore[arg-type]  # typed as 1-tuple
-            await connection.send_packed_command(packed, check_health=False)
-            return [await _response(connection) for _ in commands]
-        finally:
-            await pool.release(connection)
+            found = await pipe.run(packed)
+        except BaseException:
+            await self._drop(pipe)  # replies may still be under way
+            raise
+        self._idle.append(pipe)
+        return found
+
+    async def _connected_pipe(self) -> RedisPipe:
+        while self._idle:
+            pipe = self._idle.pop()
+            if not pipe.lost:
+                return pipe
+            await self._drop(pipe)
+        return RedisPipe(await self.redis.connection_pool.get_connection())
+
+    async def _drop(self, pipe: RedisPipe) -> None:
+        await pipe.connection.disconnect(nowait=True)
+        await self.redis.connection_pool.release(pipe.connection)
+
+    async def _drop_idle(self) -> None:
+        while self._idle:
+            await self._drop(self._idle.pop())
 
     def _next_batches(self) -> list[_Batch]:
         batches, room = [], MOST_AT_ONCE
@@ -187,10 +209,3 @@ class RedisClient:
     def _fail_waiting(self, reason: str) -> None:
         while self._waiting:
             self._waiting.popleft().fail(reason)
-
-
-async def _response(connection: Any) -> Any:
-    try:
-        return await connection.read_response()
-    except ResponseError as error:
-        return error

@@ -10,9 +10,13 @@ import asyncio
 import hashlib
 import json
 from dataclasses import dataclass, field
+from typing import cast
+
+import uvloop
 
 STATS, RESET, READY = "/test/stats", "/test/reset", "/ready"
 MOST_HEAD = 256 << 10
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @dataclass
@@ -47,6 +51,7 @@ class Upstream:
 
     Attributes:
         gate: holds all answers back while it is not set.
+        connections: those that are open.
     """
 
     def __init__(self, hold_s: float = 0.0, chunks: int = 4, chunk_s: float = 0.0) -> None:
@@ -54,86 +59,135 @@ class Upstream:
         self.served = Served("")
         self.gate = asyncio.Event()
         self.gate.set()
+        self.connections: set[asyncio.Transport] = set()
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self, port: int = 0) -> None:
         """Listens on this machine; port 0 takes a free one."""
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", port, limit=MOST_HEAD)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", port)
         self.served.endpoint = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
         """Stops listening, and closes all connections."""
         assert self._server is not None
         self._server.close()
-        for each in self._connections:
+        for each in self.connections:
             each.close()
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections.add(writer)
-        try:
-            while await self._serve(reader, writer):
-                continue
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            self._connections.discard(writer)
-            writer.close()
+    def answer(self, body: bytes) -> list[bytes]:
+        """Returns the events of an answer as chunks of HTTP; the last one ends it."""
+        proof = {"digest": digest(body), "endpoint": self.served.endpoint}
+        events = [_event({**proof, "number": number}) for number in range(self.chunks)]
+        events.append(_event({"usage": {"prompt_tokens": len(body) // 4, "completion_tokens": self.chunks}}))
+        events[-1] += b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+        return events
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        path = head[0].split(" ")[1]
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
-        body = await _body(reader, headers)
+
+class _Connection(asyncio.Protocol):
+    """Serves the requests of one connection, one after the other."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self._upstream = upstream
+        self._received = bytearray()
+        self._parts: list[bytes] = []
+        self._missing = 0
+        self._answering: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._upstream.connections.add(self._transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._upstream.connections.discard(self._transport)
+        if self._answering is not None:
+            self._answering.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self._missing > len(data):  # in the middle of a long body
+            self._parts.append(data)
+            self._missing -= len(data)
+            return
+        self._parts.append(data)
+        self._received += b"".join(self._parts)
+        self._parts.clear()
+        self._missing = 0
+        self._take()
+
+    def _take(self) -> None:
+        """Serves a request if it has arrived whole."""
+        end = self._received.find(b"\r\n\r\n")
+        if end < 0:
+            assert len(self._received) <= MOST_HEAD
+            return
+        head = self._received[:end].decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
+        start = end + 4
+        if headers.get("transfer-encoding") == "chunked":
+            found = _dechunked(self._received, start) if self._received.endswith(b"0\r\n\r\n") else None
+            if found is None:
+                return
+            body, after = found
+        else:
+            after = start + int(headers.get("content-length", 0))
+            if after > len(self._received):
+                self._missing = after - len(self._received)
+                return
+            body = bytes(self._received[start:after])
+        del self._received[:after]
+        self._serve(head[0].split(" ")[1], headers, body)
+
+    def _serve(self, path: str, headers: dict[str, str], body: bytes) -> None:
+        upstream, served = self._upstream, self._upstream.served
         if path in (STATS, RESET, READY):
             if path == RESET:
-                self.served.most = self.served.requests = 0
-            answer = json.dumps(vars(self.served)).encode()
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
-            await writer.drain()
-            return True
-        served = self.served
+                served.most = served.requests = 0
+            text = json.dumps(vars(served)).encode()
+            self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+            return
         served.requests += 1
         served.now += 1
         served.most = max(served.most, served.now)
         listed = headers.get("x-gateway-destination-endpoint", "")
         served.elsewhere += bool(listed) and listed.split(",")[0] != served.endpoint
-        try:
-            await self._answer(writer, body)
-        finally:
+        if upstream.gate.is_set() and not upstream.hold_s and not upstream.chunk_s:
+            self._transport.write(HEAD + b"".join(upstream.answer(body)))
             served.now -= 1
-        return True
+        else:
+            self._answering = asyncio.get_running_loop().create_task(self._answer(body))
 
-    async def _answer(self, writer: asyncio.StreamWriter, body: bytes) -> None:
-        await self.gate.wait()
-        if self.hold_s:
-            await asyncio.sleep(self.hold_s)
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
-        for number in range(self.chunks):
-            if number and self.chunk_s:
-                await asyncio.sleep(self.chunk_s)
-            _event(writer, {"digest": digest(body), "endpoint": self.served.endpoint, "number": number})
-        usage = {"prompt_tokens": len(body) // 4, "completion_tokens": self.chunks}
-        _event(writer, {"usage": usage})
-        writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-        await writer.drain()
-
-
-async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> bytes:
-    if "content-length" in headers:
-        return await reader.readexactly(int(headers["content-length"]))
-    body = b""
-    if headers.get("transfer-encoding") == "chunked":
-        while size := int((await reader.readuntil(b"\r\n")).strip(), 16):
-            body += await reader.readexactly(size)
-            await reader.readexactly(2)
-        await reader.readexactly(2)
-    return body
+    async def _answer(self, body: bytes) -> None:
+        upstream = self._upstream
+        try:
+            await upstream.gate.wait()
+            await asyncio.sleep(upstream.hold_s)
+            self._transport.write(HEAD)
+            for number, event in enumerate(upstream.answer(body)):
+                if number and upstream.chunk_s:
+                    await asyncio.sleep(upstream.chunk_s)
+                self._transport.write(event)
+        finally:
+            upstream.served.now -= 1
+            self._answering = None
 
 
-def _event(writer: asyncio.StreamWriter, event: object) -> None:
+def _dechunked(received: bytearray, at: int) -> tuple[bytes, int] | None:
+    """Returns a chunked body that starts at an index, and where it ends; None if it has not arrived whole."""
+    parts = []
+    while (line := received.find(b"\r\n", at)) >= 0:
+        size = int(received[at:line], 16)
+        at = line + 2 + size + 2
+        if at > len(received):
+            return None
+        if not size:
+            return b"".join(parts), at
+        parts.append(bytes(received[line + 2 : at - 2]))
+    return None
+
+
+def _event(event: object) -> bytes:
     data = b"data: " + json.dumps(event).encode() + b"\n\n"
-    writer.write(b"%x\r\n" % len(data) + data + b"\r\n")
+    return b"%x\r\n" % len(data) + data + b"\r\n"
 
 
 async def _main(arguments: argparse.Namespace) -> None:
@@ -148,4 +202,4 @@ if __name__ == "__main__":
     parser.add_argument("--hold-ms", type=float, default=0, help="time before the first byte, milliseconds")
     parser.add_argument("--chunks", type=int, default=4, help="events of an answer")
     parser.add_argument("--chunk-ms", type=float, default=0, help="time between two events, milliseconds")
-    asyncio.run(_main(parser.parse_args()))
+    uvloop.run(_main(parser.parse_args()))

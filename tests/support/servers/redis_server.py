@@ -67,6 +67,12 @@ class RedisServer:
             self._process.wait(10)
             self._process = None
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
     def freeze(self) -> None:
         """It keeps its connections and answers nothing."""
         assert self._process is not None

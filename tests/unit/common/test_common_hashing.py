@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.common import packing
 from services.common.errors import ErrorKind, SluiceError
-from services.common.hashing import BASE_SEED, block_hashes, chain, local_hash, seed_for
+from services.common.hashing import BASE_SEED, SEGMENT, PrefixHashes, block_hashes, chain, local_hash, seed_for
 from services.common.packing import pack_u32, pack_u64, unpack_u32, unpack_u64
 from tests.support.oracles.errors import raises_error
 
@@ -127,3 +127,21 @@ def test_truncated_field_is_named(length: int) -> None:
         unpack_u32(b"x" * length, "prompt")
     with pytest.raises(SluiceError):
         unpack_u64(b"x" * 4)
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 3), st.sampled_from(["", "a"]))
+def test_remembered_prefixes_give_the_same_hashes(segments: list[int], size: int, salt: str) -> None:
+    """Prompts that share segments, in an order of which most are remembered and some are dropped."""
+    hashes = PrefixHashes(most=3)
+    tokens = [number % 7 + token for number in segments for token in range(SEGMENT * size)][: -size or None]
+    for _ in range(2):
+        for end in (len(tokens), len(tokens) // 2, len(tokens)):
+            ids = pack_u32(tokens[:end])
+            assert hashes.of(ids, size, cache_salt=salt) == block_hashes(ids, size, cache_salt=salt)
+
+
+def test_remembered_segments_are_bounded() -> None:
+    hashes = PrefixHashes(most=3)
+    for number in range(10):
+        hashes.of(pack_u32([number] * SEGMENT), 1)
+    assert len(hashes) == 3
