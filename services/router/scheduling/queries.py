@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import check_name, invalid
+from services.common.media.spans import MediaSpan
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
 from services.router.scheduling.openai_body import Body
@@ -23,7 +24,7 @@ class Prompt:
     """A prompt as token ids (packed u32), block hashes (packed u64) or an OpenAI body (JSON).
 
     If all are empty, only the length is known. A body must be tokenized first; the prompt then has token ids and
-    hashes. `body` is a body that has been read already.
+    hashes. `body` is a body that has been read already. `media` are the media items of the token ids or hashes.
     """
 
     token_ids: bytes = b""
@@ -35,6 +36,7 @@ class Prompt:
     cache_salt: str = ""
     openai_body: bytes = b""
     body: Body | None = None
+    media: tuple[MediaSpan, ...] = ()
 
     @property
     def size(self) -> int:
