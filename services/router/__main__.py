@@ -118,6 +118,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         settings.disk_credit,
         settings.temperature,
         settings.predicted_credit,
+        settings.encoder_load_scale,
     )
     service = RouterService(router, cost, settings.session_pause_s)
     tasks = TaskOwner(stop.fail)

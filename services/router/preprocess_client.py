@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import grpc
 
+from services.common.rpc.media import input_messages, read_spans
 from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.router.scheduling.openai_body import Body, ChatBody, TextBody, read_body
@@ -84,6 +85,7 @@ class PreprocessBodies:
             hash_scheme=response.hash_scheme if hashed else "",
             block_size=block_size if hashed else 0,
             prompt_tokens=response.prompt_tokens or len(response.token_ids) // 4,
+            media=read_spans(response.media),
         )
 
 
@@ -99,6 +101,7 @@ def _request(body: Body) -> preprocess_pb2.TokenizeRequest:
                 continue_final_message=body.continue_final_message,
                 documents_json=body.documents_json,
                 tool_choice_json=body.tool_choice_json,
+                media=input_messages(body.media),
             )
         )
     if isinstance(body, TextBody):

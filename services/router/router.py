@@ -395,4 +395,5 @@ def _decision(query: Query, route: RouteResult) -> Decision:
         session_hit=route.session_hit,
         prefill_slot=None if prefill is None else WorkerRank(prefill.worker_id, route.prefill_rank),
         prefill_address=prefill.address if prefill else "",
+        media_items=len(query.prompt.media),
     )

@@ -45,6 +45,9 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     prefill_load_scale: float = Field(
         PREFILL_LOAD_SCALE, ge=0, description="weight of prefill load relative to decode load"
     )
+    encoder_load_scale: float = Field(
+        1.0, ge=0, description="weight of encoding a media item relative to computing as many prompt tokens"
+    )
     device_credit: float = Field(
         1.0, ge=0, le=1, description="share of a block's computation saved if it is in device memory"
     )

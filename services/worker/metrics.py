@@ -70,6 +70,17 @@ EVENT_LOSSES = METRICS.counter(
 EVENT_ORPHANS = METRICS.counter(
     "kv_event_orphans", "blocks stored with an unknown parent block", when=EVENTS_OF_ENGINES
 )
+TAKES_MEDIA = "the engine takes images, audio or videos"
+MEDIA_FILES = METRICS.counter(
+    "media_files",
+    "media files received, or dropped to make room",
+    Label("outcome", "what became of it", ("stored", "known", "refused", "dropped")),
+    when=TAKES_MEDIA,
+)
+MEDIA_MISSING = METRICS.counter(
+    "media_missing", "requests refused because a media file of their prompt is not kept", when=TAKES_MEDIA
+)
+MEDIA_BYTES = METRICS.gauge("media_bytes", "bytes of media files kept and of unfinished uploads")
 RUNNING = METRICS.gauge("running_requests", "requests in the running batch", RANK)
 WAITING = METRICS.gauge("waiting_requests", "admitted requests that are not in the running batch", RANK)
 USED_BLOCKS = METRICS.gauge("used_blocks", "KV-cache blocks held by running requests", RANK)
@@ -81,6 +92,25 @@ LOADS = {
     "cached_blocks": CACHED_BLOCKS,
 }
 TOTAL_BLOCKS = METRICS.gauge("total_blocks", "capacity of the KV cache in blocks", RANK)
+
+
+class MediaMetrics:
+    """Records the media files of a worker."""
+
+    def __init__(self) -> None:
+        self._files, self._missing = Counter(MEDIA_FILES), Counter(MEDIA_MISSING)
+
+    def watch(self, used: Callable[[], int]) -> None:
+        """Reports the bytes in use; `used` is called from the scraping thread."""
+        watch(MEDIA_BYTES, lambda: [(used(), {})])
+
+    def record(self, outcome: str) -> None:
+        """Counts a file."""
+        self._files.add(1, {"outcome": outcome})
+
+    def record_missing(self) -> None:
+        """Counts a request whose file is not kept."""
+        self._missing.add(1)
 
 
 class WorkerMetrics:

@@ -50,6 +50,8 @@ class WorkerServer:
             strict=settings.strict_streams,
             processing=settings.processing_options,
             grammar=Budget("grammar_characters", settings.max_grammar_kb << 10, "--max-grammar-kb"),
+            media_bytes=settings.media_cache_mb << 20,
+            max_media_bytes=min(settings.max_media_mb, settings.media_cache_mb) << 20,
         )
         scraping.health = self.health
         self.worker.gate.on_serving = self._serving_changed

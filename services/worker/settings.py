@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, FilePath, field_validator
 
+from services.common.media.spans import MediaKind
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.security.settings import RouterTokenSettings
 from services.common.settings import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
@@ -77,6 +78,14 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     )
     processing_cache_mb: int = Field(16, ge=0, description="size in MiB of the cache of tokenized prompts; 0: no cache")
 
+    media_cache_mb: int = Field(
+        256,
+        ge=1,
+        le=1 << 20,
+        description="size in MiB of the media files kept for prompts, unfinished uploads included",
+    )
+    max_media_mb: int = Field(32, ge=1, le=1 << 20, description="maximum size in MiB of one media file")
+
     engine: str = Field("mock", description="name of the engine, or package.module:Class of a custom one")
     engine_args: str = Field(
         "",
@@ -132,6 +141,11 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         [], max_length=1_024, description="mock engine: classes of a model that classifies texts; empty: it embeds"
     )
 
+    media: CommaList = Field(
+        [],
+        description="mock engine: kinds of media items to take besides those of the model's files: image, audio, video",
+    )
+
     engine_flags: tuple[str, ...] = ()
     """Command-line arguments after `--`, passed to the engine's own parser; not a flag itself."""
 
@@ -156,6 +170,15 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
             if not name.strip() or not value.strip():
                 raise ValueError(f"{label!r} is not NAME=VALUE, such as zone=eu-1")
         return labels
+
+    @field_validator("media")
+    @classmethod
+    def _media_are_kinds(cls, kinds: list[str]) -> list[str]:
+        known = [kind.capability for kind in MediaKind]
+        for kind in kinds:
+            if kind not in known:
+                raise ValueError(f"{kind!r} is not one of {', '.join(known)}")
+        return kinds
 
     @property
     def label_values(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import grpc
 
 from services.common.errors import SluiceError
+from services.common.media.spans import content_hash
 from services.common.packing import pack_u32, unpack_u32
 from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.patience import Patience
@@ -16,6 +17,7 @@ from sluice.conformance.rule import RuleFailed
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 CLOSE_S = 2.0
+PART_BYTES = 256 << 10
 
 
 class ConformanceClient:
@@ -59,6 +61,17 @@ class ConformanceClient:
     async def complete_one(self, request: worker_pb2.GenerateRequest, slot: int | None = None) -> ObservedStream:
         """Starts one request and waits for its terminal delta."""
         return (await self.complete(request, slot=slot))[0]
+
+    async def send_file(self, data: bytes, content: bytes = b"") -> None:
+        """Sends a media file in parts; `content` replaces its content hash."""
+        for offset in range(0, len(data), PART_BYTES):
+            part = worker_pb2.MediaChunk(
+                hash=content or content_hash(data),
+                size=len(data),
+                offset=offset,
+                data=data[offset : offset + PART_BYTES],
+            )
+            await self._write(worker_pb2.WorkerSessionRequest(media=[part]))
 
     async def cancel(self, slots: Iterable[int]) -> None:
         """Cancels slots in one message."""

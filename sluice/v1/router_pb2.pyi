@@ -277,6 +277,7 @@ class CostOverrides(_message.Message):
     DISK_CREDIT_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     PREDICTED_CREDIT_FIELD_NUMBER: _builtins.int
+    ENCODER_LOAD_SCALE_FIELD_NUMBER: _builtins.int
     prefill_load_scale: _builtins.float
     """weight of prefill load relative to decode load"""
     device_credit: _builtins.float
@@ -287,6 +288,8 @@ class CostOverrides(_message.Message):
     """0: always the cheapest worker"""
     predicted_credit: _builtins.float
     """[0, 1] credit for a predicted block, see Overlap.predicted_blocks"""
+    encoder_load_scale: _builtins.float
+    """weight of encoding media items relative to computing as many tokens"""
     def __init__(
         self,
         *,
@@ -296,15 +299,18 @@ class CostOverrides(_message.Message):
         disk_credit: _builtins.float | None = ...,
         temperature: _builtins.float | None = ...,
         predicted_credit: _builtins.float | None = ...,
+        encoder_load_scale: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit", "_disk_credit", b"_disk_credit", "_host_credit", b"_host_credit", "_predicted_credit", b"_predicted_credit", "_prefill_load_scale", b"_prefill_load_scale", "_temperature", b"_temperature", "device_credit", b"device_credit", "disk_credit", b"disk_credit", "host_credit", b"host_credit", "predicted_credit", b"predicted_credit", "prefill_load_scale", b"prefill_load_scale", "temperature", b"temperature"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit", "_disk_credit", b"_disk_credit", "_encoder_load_scale", b"_encoder_load_scale", "_host_credit", b"_host_credit", "_predicted_credit", b"_predicted_credit", "_prefill_load_scale", b"_prefill_load_scale", "_temperature", b"_temperature", "device_credit", b"device_credit", "disk_credit", b"disk_credit", "encoder_load_scale", b"encoder_load_scale", "host_credit", b"host_credit", "predicted_credit", b"predicted_credit", "prefill_load_scale", b"prefill_load_scale", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit", "_disk_credit", b"_disk_credit", "_host_credit", b"_host_credit", "_predicted_credit", b"_predicted_credit", "_prefill_load_scale", b"_prefill_load_scale", "_temperature", b"_temperature", "device_credit", b"device_credit", "disk_credit", b"disk_credit", "host_credit", b"host_credit", "predicted_credit", b"predicted_credit", "prefill_load_scale", b"prefill_load_scale", "temperature", b"temperature"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit", "_disk_credit", b"_disk_credit", "_encoder_load_scale", b"_encoder_load_scale", "_host_credit", b"_host_credit", "_predicted_credit", b"_predicted_credit", "_prefill_load_scale", b"_prefill_load_scale", "_temperature", b"_temperature", "device_credit", b"device_credit", "disk_credit", b"disk_credit", "encoder_load_scale", b"encoder_load_scale", "host_credit", b"host_credit", "predicted_credit", b"predicted_credit", "prefill_load_scale", b"prefill_load_scale", "temperature", b"temperature"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_credit: _TypeAlias = _typing.Literal["device_credit"]  # noqa: Y015
     _WhichOneofArgType__device_credit: _TypeAlias = _typing.Literal["_device_credit", b"_device_credit"]  # noqa: Y015
     _WhichOneofReturnType__disk_credit: _TypeAlias = _typing.Literal["disk_credit"]  # noqa: Y015
     _WhichOneofArgType__disk_credit: _TypeAlias = _typing.Literal["_disk_credit", b"_disk_credit"]  # noqa: Y015
+    _WhichOneofReturnType__encoder_load_scale: _TypeAlias = _typing.Literal["encoder_load_scale"]  # noqa: Y015
+    _WhichOneofArgType__encoder_load_scale: _TypeAlias = _typing.Literal["_encoder_load_scale", b"_encoder_load_scale"]  # noqa: Y015
     _WhichOneofReturnType__host_credit: _TypeAlias = _typing.Literal["host_credit"]  # noqa: Y015
     _WhichOneofArgType__host_credit: _TypeAlias = _typing.Literal["_host_credit", b"_host_credit"]  # noqa: Y015
     _WhichOneofReturnType__predicted_credit: _TypeAlias = _typing.Literal["predicted_credit"]  # noqa: Y015
@@ -317,6 +323,8 @@ class CostOverrides(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_credit) -> _WhichOneofReturnType__device_credit | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_credit) -> _WhichOneofReturnType__disk_credit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__encoder_load_scale) -> _WhichOneofReturnType__encoder_load_scale | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__host_credit) -> _WhichOneofReturnType__host_credit | None: ...
     @_typing.overload
@@ -1049,6 +1057,7 @@ class Decision(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
     SESSION_HIT_FIELD_NUMBER: _builtins.int
+    MEDIA_ITEMS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     request_id: _builtins.str
     model: _builtins.str
@@ -1067,6 +1076,8 @@ class Decision(_message.Message):
     policy: _builtins.str
     degraded: _builtins.str
     session_hit: _builtins.bool
+    media_items: _builtins.int
+    """images, audio and videos of the prompt"""
     @_builtins.property
     def decode(self) -> Global___WorkerTarget: ...
     @_builtins.property
@@ -1092,10 +1103,11 @@ class Decision(_message.Message):
         policy: _builtins.str = ...,
         degraded: _builtins.str = ...,
         session_hit: _builtins.bool = ...,
+        media_items: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens", "decode", b"decode", "delivered_cached_tokens", b"delivered_cached_tokens", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens", "best_cached_tokens", b"best_cached_tokens", "decided_unix_ms", b"decided_unix_ms", "decision_us", b"decision_us", "decode", b"decode", "degraded", b"degraded", "delivered_cached_tokens", b"delivered_cached_tokens", "model", b"model", "output_tokens", b"output_tokens", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reservation_id", b"reservation_id", "session_hit", b"session_hit", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens", "best_cached_tokens", b"best_cached_tokens", "decided_unix_ms", b"decided_unix_ms", "decision_us", b"decision_us", "decode", b"decode", "degraded", b"degraded", "delivered_cached_tokens", b"delivered_cached_tokens", "media_items", b"media_items", "model", b"model", "output_tokens", b"output_tokens", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reservation_id", b"reservation_id", "session_hit", b"session_hit", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delivered_cached_tokens: _TypeAlias = _typing.Literal["delivered_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__delivered_cached_tokens: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens"]  # noqa: Y015

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.common.errors import invalid
+from services.common.rpc.media import read_spans
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import scoped
@@ -27,7 +28,8 @@ _MODES = router_pb2.RouteQueryRequest.Mode.values()
 
 
 def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Prompt:
-    """Returns a prompt from its message."""
+    """Returns a prompt from its message; raises SluiceError (INVALID_ARGUMENT) for malformed media."""
+    media = prompt.media
     return Prompt(
         prompt.token_ids,
         prompt.block_hashes,
@@ -37,6 +39,7 @@ def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Promp
         lora,
         cache_salt,
         prompt.openai_body,
+        media=read_spans(media, len(prompt.token_ids) // 4 or None) if media else (),
     )
 
 
@@ -195,4 +198,5 @@ def decision_of(decision: Decision) -> router_pb2.Decision:
         policy=decision.policy,
         degraded=decision.degraded,
         session_hit=decision.session_hit,
+        media_items=decision.media_items,
     )

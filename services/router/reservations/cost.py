@@ -22,6 +22,7 @@ class CostModel:
     """Parameters of the cost function.
 
     A credit, 0 to 1, is the share of a block's computation saved if the block is on that tier, or predicted.
+    `encoder_load_scale` is the weight of encoding a token's worth of a media item relative to computing a token.
     """
 
     prefill_load_scale: float = PREFILL_LOAD_SCALE
@@ -30,6 +31,7 @@ class CostModel:
     disk_credit: float = 0.25
     temperature: float = 0.0
     predicted_credit: float = 0.9
+    encoder_load_scale: float = 1.0
 
     def credit(self, overlap: Overlap) -> float:
         """Returns the blocks of computation saved by an overlap."""

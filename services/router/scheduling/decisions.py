@@ -31,6 +31,7 @@ class Decision:
     prefill_address: str = ""
     delivered_cached_tokens: int | None = None
     output_tokens: int = 0
+    media_items: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 import orjson
 
 from services.common.errors import SluiceError, invalid
+from services.common.media.parts import MediaInput, MediaLimits, take_media
 from services.common.packing import pack_u32
 
 PARAM = "prompt.openai_body"
@@ -20,7 +21,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ChatBody:
-    """Fields of a chat completion that determine the prompt; empty: not given."""
+    """Fields of a chat completion that determine the prompt; empty: not given.
+
+    Attributes:
+        messages_json: with references to `media` in place of media items.
+    """
 
     messages_json: bytes
     tools_json: bytes = b""
@@ -31,11 +36,13 @@ class ChatBody:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     cache_salt: str = ""
+    media: tuple[MediaInput, ...] = ()
 
     @property
     def size(self) -> int:
-        """Bytes of its JSON."""
-        return sum(map(len, (self.messages_json, self.tools_json, self.template_kwargs_json, self.documents_json)))
+        """Bytes of its JSON and its media items."""
+        texts = self.messages_json, self.tools_json, self.template_kwargs_json, self.documents_json
+        return sum(map(len, texts)) + sum(len(item.data) + len(item.url) for item in self.media)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +108,15 @@ def _parse_leniently(text: bytes) -> Any:
 
 
 def read_chat(body: Mapping[str, Any]) -> ChatBody:
-    """Returns the prompt of a chat completion; raises SluiceError (INVALID_ARGUMENT) if a field is malformed."""
+    """Returns the prompt of a chat completion.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT if a field is malformed, TOO_LARGE for a media item that is.
+    """
     messages = body["messages"]
     if not isinstance(messages, list) or not messages:
         raise wrong_body("must have a non-empty list of messages")
+    messages, media = take_media(messages, MediaLimits())
     kwargs = dict(_field(body, "chat_template_kwargs", dict) or {})
     if (effort := _field(body, "reasoning_effort", str)) is not None:
         kwargs.setdefault("reasoning_effort", effort)
@@ -118,6 +130,7 @@ def read_chat(body: Mapping[str, Any]) -> ChatBody:
         add_generation_prompt=_field(body, "add_generation_prompt", bool),
         continue_final_message=bool(_field(body, "continue_final_message", bool)),
         cache_salt=_field(body, "cache_salt", str) or "",
+        media=tuple(media),
     )
 
 

@@ -23,6 +23,8 @@ class Blocks:
     Attributes:
         size: tokens per block.
         count: blocks of the prompt, including a partial one.
+        encoding: work of encoding each media item: the number of leading blocks that contain all of its tokens, and the
+            work in blocks of prefill.
         blind: the prompt has full blocks, but the caller sent neither token ids nor hashes.
     """
 
@@ -31,6 +33,7 @@ class Blocks:
     count: int
     tokens: int
     blind: bool = False
+    encoding: tuple[tuple[int, float], ...] = ()
 
 
 def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
@@ -51,12 +54,14 @@ def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
     if prompt.block_hashes:
         hashes, size = _given(prompt, card), prompt.block_size
     elif card is not None and prompt.token_ids:
-        hashes, size = block_hashes(prompt.token_ids, card.block_size, prompt.lora, prompt.cache_salt), card.block_size
+        size, media = card.block_size, prompt.media
+        hashes = block_hashes(prompt.token_ids, size, prompt.lora, prompt.cache_salt, media=media)
     else:
         hashes, size = array("Q"), card.block_size if card else NOMINAL_BLOCK
     tokens = max(prompt.prompt_tokens, len(prompt.token_ids) // 4, len(hashes) * size)
     blind = card is not None and not hashes and tokens >= size
-    return Blocks(hashes, size, -(-tokens // size), tokens, blind)
+    encoding = tuple((-(-span.end // size), (span.encoder_tokens or span.length) / size) for span in prompt.media)
+    return Blocks(hashes, size, -(-tokens // size), tokens, blind, encoding)
 
 
 def routed(prompt: Prompt, blocks: Blocks) -> RoutedPrompt:

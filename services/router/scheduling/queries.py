@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from services.common.errors import check_name, invalid
+from services.common.media.spans import MediaSpan
 from services.common.observability.receipts import reason_of
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
@@ -27,7 +28,7 @@ class Prompt:
     """A prompt as token ids (packed u32), block hashes (packed u64) or an OpenAI body (JSON).
 
     If all are empty, only the length is known. A body must be tokenized first; the prompt then has token ids and
-    hashes. `body` is a body that has been read already.
+    hashes. `body` is a body that has been read already. `media` are the media items of the token ids or hashes.
     """
 
     token_ids: bytes = b""
@@ -39,6 +40,7 @@ class Prompt:
     cache_salt: str = ""
     openai_body: bytes = b""
     body: Body | None = None
+    media: tuple[MediaSpan, ...] = ()
 
     @property
     def size(self) -> int:

@@ -41,4 +41,5 @@ class SchedulingRequest:
     @property
     def demand(self) -> Demand:
         """Blocks that the request needs."""
-        return Demand(self.blocks.count, -(-self.query.expected_output_tokens // self.blocks.size))
+        blocks = self.blocks
+        return Demand(blocks.count, -(-self.query.expected_output_tokens // blocks.size), blocks.encoding)

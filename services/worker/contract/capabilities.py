@@ -19,6 +19,11 @@ class Capability(StrEnum):
     PROMPT_EMBEDS = "prompt_embeds"
     """Accepts input embeddings in place of token ids."""
 
+    IMAGE = "image"
+    """Takes images, as placeholder tokens and files. `audio` and `video` likewise."""
+    AUDIO = "audio"
+    VIDEO = "video"
+
     LOGPROBS = "logprobs"
     PROMPT_LOGPROBS = "prompt_logprobs"
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from services.common.errors import SluiceError
+from services.common.media.spans import MediaFile as MediaFile
+from services.common.media.spans import MediaKind as MediaKind
+from services.common.media.spans import MediaSpan as MediaSpan
 from services.common.types import FinishReason as FinishReason
 from services.common.types import PositionLogprobs as PositionLogprobs
 from services.common.types import Role as Role
@@ -84,10 +87,19 @@ class PromptEmbeds:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A media item of a prompt: its placeholder tokens in `token_ids`, and its file."""
+
+    span: MediaSpan
+    file: MediaFile
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One generation. The prompt is `token_ids`, or with the matching capability `text`, `messages_json` or `embeds`.
 
-    `resumed_tokens` is the number of trailing prompt tokens that another worker generated for the same request.
+    `resumed_tokens` is the number of trailing prompt tokens that another worker generated for the same request. `media`
+    are the items that tokens of the prompt stand for, by offset.
     """
 
     request_id: str
@@ -107,6 +119,7 @@ class GenerateRequest:
     data_parallel_rank: int | None = None
     disaggregation: Disaggregation | None = None
     resumed_tokens: int = 0
+    media: tuple[MediaItem, ...] = ()
     text_out: StreamOptions | None = None  # set when the worker also returns text, reasoning and tool calls
 
 

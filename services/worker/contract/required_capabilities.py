@@ -67,5 +67,7 @@ def demands(request: GenerateRequest) -> Iterator[tuple[Capability, str]]:
     for capability, param, uses in _OPTIONS:
         if uses(request):
             yield capability, param
+    for kind in dict.fromkeys(item.span.kind for item in request.media):
+        yield Capability(kind.capability), "media"
     if request.guided is not None:
         yield GUIDED_KINDS[request.guided.kind], "response_format"

@@ -6,10 +6,10 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 
-from services.common.hashing import block_hashes
+from services.common.hashing import block_hashes, chain, local_hash, seed_for
 from services.common.packing import pack_u32
 from services.worker.contract.cache_events import CacheTier
-from services.worker.kv_events.events import EngineHash
+from services.worker.kv_events.events import BlockItem, EngineHash
 
 BlockKey = tuple[int, EngineHash]
 """Cache group and engine hash."""
@@ -39,13 +39,27 @@ class Block:
         seed_names: adapter and salt of its sequence.
         tail: hash of the last complete Sluice block up to here; None before the first.
         rest: packed token ids after that block.
-        hashable: whether its content, and that of all its predecessors, consists of tokens only.
+        hashable: whether the content of all blocks up to here, this one included, is known.
+        end: number of tokens up to the end of this block, from the start of its sequence.
+        items: media items that have tokens in `rest`: position of their first token in the sequence, and content hash.
         unfinished: engine blocks that hold the ids in `rest`.
         copies: number of copies on each tier.
         runs: the block runs it is a member of.
     """
 
-    __slots__ = ("copies", "hashable", "key", "parent", "rest", "runs", "seed_names", "tail", "unfinished")
+    __slots__ = (
+        "copies",
+        "end",
+        "hashable",
+        "items",
+        "key",
+        "parent",
+        "rest",
+        "runs",
+        "seed_names",
+        "tail",
+        "unfinished",
+    )
 
     def __init__(self, key: BlockKey, parent: Block | None, seed_names: tuple[str, str], hashable: bool) -> None:
         self.key = key
@@ -54,14 +68,26 @@ class Block:
         self.hashable = hashable
         self.tail: int | None = parent.tail if parent else None
         self.rest: bytes = parent.rest if parent else b""
+        self.end: int = parent.end if parent else 0
+        self.items: tuple[tuple[int, bytes], ...] = parent.items if parent else ()
         self.unfinished: tuple[Block, ...] = parent.unfinished if parent else ()
         self.copies: Counter[CacheTier] = Counter()
         self.runs: list[BlockRun] = []
 
-    def fill(self, token_ids: array[int], block_size: int) -> None:
-        """Computes the Sluice blocks that end within these tokens, which follow the parent's."""
+    def fill(self, token_ids: array[int], block_size: int, media: Sequence[BlockItem] = ()) -> None:
+        """Computes the Sluice blocks that end within these tokens, which follow the parent's.
+
+        Where the end of a media item is not known, the blocks after its first one are not hashed: see `_with_media`.
+
+        Args:
+            media: the items that have tokens in this engine block, in order.
+        """
         packed = self.rest + pack_u32(token_ids)
-        hashes = block_hashes(packed, block_size, *self.seed_names, parent=self.tail)
+        begin, self.end = self.end, self.end + len(token_ids)
+        if self.items or media:
+            hashes = self._with_media(packed, block_size, begin, media)
+        else:
+            hashes = block_hashes(packed, block_size, *self.seed_names, parent=self.tail)
         members = (*self.unfinished, self)
         if hashes:
             self.tail = hashes[-1]
@@ -73,6 +99,44 @@ class Block:
             self.unfinished = ()
         else:
             self.unfinished = (self,) if hashes else members
+
+    def _with_media(self, packed: bytes, block_size: int, begin: int, media: Sequence[BlockItem]) -> array[int]:
+        """Returns the hashes of the Sluice blocks in `packed`, and updates `items` and `hashable`.
+
+        Engines report where an item begins and which engine blocks it is in, but not its length. So the Sluice blocks
+        that it is in are known exactly unless it may extend over several within one engine block: the first of those
+        is hashed, and everything after it is not.
+
+        Args:
+            packed: `rest` and the ids of this block.
+            begin: position of this block's first token in the sequence.
+            media: the items of this block.
+        """
+        first = begin - len(self.rest) // 4
+        count = len(packed) // 4 // block_size
+        items = dict(self.items)
+        for content, offset in media:
+            start = begin + offset
+            if not 0 <= start < self.end or items.setdefault(start, content) != content:
+                self.hashable = False
+                return array("Q")
+        starts = sorted(items)
+        known = count
+        contents: dict[int, list[bytes]] = {}
+        for start, end in zip(starts, [*starts[1:], self.end], strict=True):
+            block = max(start - first, 0) // block_size
+            contents.setdefault(block, []).append(items[start])
+            if (end - 1 - first) // block_size > block:
+                known = min(known, block + 1)
+        self.items = () if count else tuple((start, items[start]) for start in starts)
+        self.hashable = known == count
+        hashes, seed, stride = array("Q"), seed_for(*self.seed_names), block_size * 4
+        parent = self.tail
+        for block in range(known):
+            local = local_hash(packed[block * stride : (block + 1) * stride], seed, contents.get(block, ()))
+            parent = chain(parent, local, seed)
+            hashes.append(parent)
+        return hashes
 
     def unlink(self) -> None:
         """Removes its runs from all members, because the block will never be cached again."""

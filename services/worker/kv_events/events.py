@@ -11,6 +11,9 @@ from services.worker.contract.cache_events import CacheTier
 EngineHash = int | bytes
 """An opaque block hash: an unsigned 64-bit integer, or bytes where the engine publishes complete digests."""
 
+BlockItem = tuple[bytes, int]
+"""A media item with tokens in a block: content hash, and offset of its first token from the block's first."""
+
 _TIERS = {
     "": CacheTier.DEVICE,
     "GPU": CacheTier.DEVICE,
@@ -39,6 +42,9 @@ class EngineStored:
         salt: tenant salt of the sequence, if this event contains it.
         opaque_from: index of the first hash computed from more than tokens, adapter and salt, such as an image; all
             later hashes are opaque as well. None: none is.
+        media: for each hash, the media items that have tokens in its block, in order: content hash, and offset of their
+            first token from the block's first, negative for an item that began in an earlier block. Empty: no block
+            has any.
         group: cache group of a hybrid model; None for an engine with a single group.
         kind: kind of the group's cache, in vLLM's terms; empty: not reported.
     """
@@ -51,6 +57,7 @@ class EngineStored:
     lora: str = ""
     salt: str = ""
     opaque_from: int | None = None
+    media: Sequence[Sequence[BlockItem]] = ()
     group: int | None = None
     kind: str = ""
 

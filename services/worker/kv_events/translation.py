@@ -131,7 +131,8 @@ class Translator:
             if block is None:
                 block = _new_block(key, parent, event, index)
                 if block.hashable:
-                    block.fill(event.token_ids[index * size : (index + 1) * size], self._block_size)
+                    items = event.media[index] if index < len(event.media) else ()
+                    block.fill(event.token_ids[index * size : (index + 1) * size], self._block_size, items)
             self._add_copy(block, event.tier)
             parent = block
 

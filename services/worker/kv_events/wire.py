@@ -6,7 +6,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.common.media.spans import HASH_BYTES
 from services.worker.kv_events.events import (
+    BlockItem,
     EngineBatch,
     EngineCleared,
     EngineEvent,
@@ -89,7 +91,7 @@ def _stored(fields: Mapping[str, Any]) -> EngineStored:
     if fields.get("lora_id") is not None and not lora:
         lora = f"lora-{fields['lora_id']}"  # the engine reports no name; the hashes must differ from the base model's
     token_ids, are_plain = _token_ids(fields.get("token_ids") or ())
-    salt, opaque_from = read_extra_keys(fields.get("extra_keys") or (), lora)
+    salt, opaque_from, media = read_block_keys(fields.get("extra_keys") or (), lora)
     if not are_plain or fields.get("lookahead_token_ids"):
         opaque_from = 0
     # SGLang has a field, None for blocks without salt; vLLM puts the salt among the extra keys of the first block.
@@ -103,28 +105,66 @@ def _stored(fields: Mapping[str, Any]) -> EngineStored:
         lora=lora,
         salt=salt,
         opaque_from=opaque_from,
+        media=media,
         group=_group(fields),
         kind=fields.get("kv_cache_spec_kind") or "",
     )
 
 
 def read_extra_keys(extra_keys: Sequence[Sequence[object] | None], lora: str) -> tuple[str, int | None]:
-    """Reads the additional inputs of block hashes.
+    """Reads the additional inputs of block hashes, for engines whose media items cannot be named.
 
     Returns:
         The salt, and the index of the first block with more than adapter and salt; None if there is no such block.
     """
+    salt, opaque_from, media = read_block_keys(extra_keys, lora)
+    return salt, next((index for index, items in enumerate(media) if items), opaque_from)
+
+
+def read_block_keys(
+    extra_keys: Sequence[Sequence[object] | None], lora: str
+) -> tuple[str, int | None, Sequence[Sequence[BlockItem]]]:
+    """Reads the additional inputs of block hashes.
+
+    Returns:
+        The salt; the index of the first block with more than adapter, salt and media items of this suite, None if there
+        is no such block; and the items of each block, empty if no block has any.
+    """
     salt = ""
+    media: list[list[BlockItem]] = []
     for index, keys in enumerate(extra_keys):
         texts = [key for key in keys or () if isinstance(key, str)]
-        if len(texts) != len(keys or ()):
-            return salt, index
+        items = [item for key in keys or () if (item := _item(key)) is not None]
+        if len(texts) + len(items) != len(keys or ()):
+            return salt, index, _if_any(media)
+        media.append(items)
         if lora and texts and texts[0] == lora:
             texts = texts[1:]
         if len(texts) > 1:
-            return salt, index
+            return salt, index, _if_any(media)
         salt = salt or (texts[0] if texts else "")
-    return salt, None
+    return salt, None, _if_any(media)
+
+
+def _item(key: object) -> BlockItem | None:
+    """Returns the media item of a pair of identifier and offset; None for anything else.
+
+    An identifier that is not a content hash was not chosen by this suite, so no other service can compute it.
+    """
+    if not isinstance(key, list | tuple) or len(key) != 2:
+        return None
+    identifier, offset = key
+    if not isinstance(identifier, str) or len(identifier) != 2 * HASH_BYTES or not isinstance(offset, int):
+        return None
+    try:
+        content = bytes.fromhex(identifier)
+    except ValueError:
+        return None
+    return (content, offset) if len(content) == HASH_BYTES else None
+
+
+def _if_any(media: list[list[BlockItem]]) -> Sequence[Sequence[BlockItem]]:
+    return media if any(media) else ()
 
 
 def _hashes(raw: Sequence[object]) -> list[EngineHash]:

@@ -12,6 +12,7 @@ from services.preprocess.protocol import ChatRequest
 from services.preprocess.validation import checked_chat
 
 T = TypeVar("T")
+MEDIA_PARTS = ("image", "audio", "video", "image_url", "input_audio", "video_url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ def read_body(document: bytes) -> ChatRequestBody:
         raise invalid(
             'messages_json must be an object with "messages", like the body of a chat request.', param="messages_json"
         )
+    _refuse_media(body.get("messages"))
     chat = checked_chat(
         body.get("messages"),
         body.get("tools"),
@@ -49,6 +51,19 @@ def read_body(document: bytes) -> ChatRequestBody:
         continue_final_message=bool(_field(body, "continue_final_message", bool, "true or false")),
     )
     return ChatRequestBody(chat, _field(body, "parallel_tool_calls", bool, "true or false") is not False)
+
+
+def _refuse_media(messages: Any) -> None:
+    """Raises SluiceError(INVALID_ARGUMENT) for a part that is an image, audio or a video."""
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
+                where = f"messages[{number}].content[{index}]"
+                raise invalid(
+                    f"{where} is a media item, and the worker tokenizes text only; send token ids and their media.",
+                    param=where,
+                )
 
 
 def _template_kwargs(body: dict[str, Any]) -> Any:

@@ -31,6 +31,7 @@ class Page:
         token_ids: tokens of all rows, concatenated.
         extras: deltas by slot, to be applied after the rows.
         texts: text produced from the tokens, by slot.
+        dropped_media: hashes of media files that the worker no longer keeps, concatenated.
     """
 
     slots: array[int] = field(default_factory=lambda: array("I"))
@@ -38,6 +39,7 @@ class Page:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     extras: list[tuple[int, Delta]] = field(default_factory=list)
     texts: dict[int, TextUpdate] = field(default_factory=dict)
+    dropped_media: bytearray = field(default_factory=bytearray)
 
 
 class Outbox:
@@ -63,7 +65,8 @@ class Outbox:
     @property
     def empty(self) -> bool:
         """Whether nothing is waiting to be sent."""
-        return not (self._full or self.page.slots or self.page.extras or self.page.texts)
+        page = self.page
+        return not (self._full or page.slots or page.extras or page.texts or page.dropped_media)
 
     @property
     def pending_tokens(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -15,7 +16,10 @@ from services.common.observability import telemetry
 from services.common.packing import unpack_u32
 from services.common.rpc.errors import abort, answer
 from services.common.rpc.session import BatchWriter, serve_session
+from services.worker.contract.generation import MediaFile, MediaItem, MediaSpan
 from services.worker.generation.response_sink import StreamResponseSink
+from services.worker.media.inline import items_of, read_inline
+from services.worker.media.uploads import MediaPart
 from services.worker.serving.control import Controls
 from services.worker.serving.embedding import EmbedCall, embed
 from services.worker.serving.session import WorkerSession
@@ -115,7 +119,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         with telemetry.stage("worker.generate", parent=carrier, model=request.model):
             try:
                 trace = {**read_trace(request.trace), **telemetry.headers()} if telemetry.tracing() else None
-                self._worker.submit(read_request(request), sink, trace)
+                files = await read_inline(request.files) if request.files else {}
+                self._worker.submit(read_request(request, partial(self._inline_items, files)), sink, trace)
             except SluiceError as error:
                 await abort(context, error)
             try:
@@ -173,7 +178,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         with telemetry.stage(f"worker.{verb}", parent=parent):
             return await answer(context, handler, request)
 
+    def _inline_items(self, files: Mapping[bytes, MediaFile], spans: Sequence[MediaSpan]) -> tuple[MediaItem, ...]:
+        self._worker.require_media(spans)
+        return items_of(spans, files)
+
     async def _embed(self, request: worker_pb2.EmbedRequest) -> worker_pb2.EmbedResponse:
+        if any(prompt.media for prompt in request.inputs):
+            raise invalid("Embeddings of media items are not supported; send text only.", param="input")
         inputs = [unpack_u32(prompt.token_ids, f"inputs[{index}]") for index, prompt in enumerate(request.inputs)]
         seconds = [prompt.second_text_at for prompt in request.inputs]
         call = EmbedCall(request.model, inputs, seconds, request.dimensions, request.lora)
@@ -216,10 +227,12 @@ def _next_batch(session: WorkerSession) -> worker_pb2.TokenBatch | None:
 
 
 def _apply(session: WorkerSession, message: worker_pb2.WorkerSessionRequest) -> None:
+    for part in message.media:
+        session.receive(MediaPart(part.hash, part.size, part.offset, part.data, part.media_type))
     for start in message.starts:
         try:
             trace = read_trace(start.request.trace) if telemetry.tracing() else None
-            session.start(start.slot, read_request(start.request), trace)
+            session.start(start.slot, read_request(start.request, session.find_media), trace)
         except SluiceError as error:
             session.refuse(start.slot, error)
     if message.cancels:

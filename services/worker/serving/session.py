@@ -7,9 +7,18 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.common.errors import SluiceError, invalid
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
+from services.worker.contract.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    MediaItem,
+    MediaSpan,
+    PositionLogprobs,
+    Usage,
+)
 from services.worker.generation.response_sink import BEGUN, ResponseSink
 from services.worker.generation.text_delta import TextUpdate
+from services.worker.media.uploads import MediaPart, MediaUploads
 from services.worker.serving.outbox import Outbox, Page
 from services.worker.serving.worker import Worker
 
@@ -87,6 +96,8 @@ class WorkerSession:
         self._worker = worker
         self._outbox = Outbox(wake, on_overflow)
         self._open: dict[int, SessionResponseSink] = {}
+        self._pins: dict[int, list[bytes]] = {}
+        self._uploads = MediaUploads(worker.media, worker.max_media_bytes, self._report_drop)
 
     async def flush(self) -> None:
         """Returns when all pending output has been sent; the caller sets the deadline."""
@@ -96,6 +107,20 @@ class WorkerSession:
         """Returns the next message to send; None when there is none."""
         return self._outbox.take()
 
+    def receive(self, part: MediaPart) -> None:
+        """Adds a part of a media file; ignored if the engine takes no media."""
+        if self._worker.takes_media:
+            self._uploads.receive(part)
+
+    def find_media(self, spans: Sequence[MediaSpan]) -> tuple[MediaItem, ...]:
+        """Returns the media items of a prompt with their files.
+
+        Raises:
+            SluiceError: the engine does not take them, or the worker does not have a file.
+        """
+        self._worker.require_media(spans)
+        return self._uploads.items(spans)
+
     def start(self, slot: int, request: GenerateRequest, trace: Mapping[str, str] | None = None) -> None:
         """Starts a request in a slot; an error ends that slot only."""
         if slot in self._open:
@@ -103,10 +128,13 @@ class WorkerSession:
             return
         sink = SessionResponseSink(slot, self._outbox, self._close_slot)
         self._open[slot] = sink
+        if request.media:
+            self._pins[slot] = [item.file.hash for item in request.media]
+            self._worker.media.pin(self._pins[slot])
         try:
             self._worker.submit(request, sink, trace)
         except SluiceError as error:
-            self._open.pop(slot, None)
+            self._close_slot(slot)
             self.refuse(slot, error)
 
     def refuse(self, slot: int, error: SluiceError) -> None:
@@ -126,6 +154,7 @@ class WorkerSession:
             sink.detached = True
             self._worker.cancel(sink)
         self._open.clear()
+        self._uploads.close()
 
     def _end_ambiguous(self, slot: int) -> None:
         """Ends both requests of a slot with one error, because the caller cannot distinguish their output."""
@@ -134,6 +163,12 @@ class WorkerSession:
 
     def _close_slot(self, slot: int) -> None:
         self._open.pop(slot, None)
+        if pins := self._pins.pop(slot, None):
+            self._worker.media.unpin(pins)
+
+    def _report_drop(self, content: bytes) -> None:
+        self._outbox.page.dropped_media += content
+        self._outbox.ready()
 
 
 async def wait_flushed(sessions: Iterable[WorkerSession], timeout_s: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from google.protobuf.message import Message
@@ -13,6 +13,7 @@ from services.common.hashing import HASH_SCHEME
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import to_detail
+from services.common.rpc.media import read_spans
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import merge
 from services.postprocess.wire import parts, to_event, to_finish, to_options, to_tokens
@@ -21,6 +22,8 @@ from services.worker.contract.generation import (
     Delta,
     Disaggregation,
     GenerateRequest,
+    MediaItem,
+    MediaSpan,
     PositionLogprobs,
     PromptEmbeds,
     Role,
@@ -34,10 +37,18 @@ from services.worker.generation.tracing import LINK
 from services.worker.serving.outbox import Page
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
 
+FindMedia = Callable[[Sequence[MediaSpan]], tuple[MediaItem, ...]]
+"""Returns the items of a prompt with their files."""
 
-def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
-    """Reads a generation request; raises SluiceError (INVALID_ARGUMENT) when a packed field is malformed."""
+
+def read_request(message: worker_pb2.GenerateRequest, find_media: FindMedia) -> GenerateRequest:
+    """Reads a generation request.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when a packed field or the media are malformed, and as raised by `find_media`.
+    """
     prompt = message.WhichOneof("prompt")
+    spans = message.tokens.media
     return GenerateRequest(
         request_id=message.request_id,
         model=message.model,
@@ -56,6 +67,7 @@ def read_request(message: worker_pb2.GenerateRequest) -> GenerateRequest:
         data_parallel_rank=_optional(message, "data_parallel_rank"),
         disaggregation=_read_disaggregation(message.disaggregation) if message.HasField("disaggregation") else None,
         resumed_tokens=message.resumed_tokens,
+        media=find_media(read_spans(spans, len(message.tokens.token_ids) // 4)) if spans else (),
         text_out=_read_text_options(message.postprocess) if message.HasField("postprocess") else None,
     )
 
@@ -152,6 +164,7 @@ def write_page(page: Page) -> worker_pb2.TokenBatch:
         slots=pack_u32(page.slots),
         counts=pack_u32(page.counts),
         token_ids=pack_u32(page.token_ids),
+        dropped_media=bytes(page.dropped_media),
         extras=_write_extras(page) if page.texts else [write_extra(delta, slot) for slot, delta in page.extras],
     )
 

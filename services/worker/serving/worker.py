@@ -11,13 +11,15 @@ from dataclasses import replace
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.common.observability import telemetry
+from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.contract.generation import FinishReason, GenerateRequest, Usage
+from services.worker.contract.generation import FinishReason, GenerateRequest, MediaKind, MediaSpan, Usage
 from services.worker.contract.handoff import opened, seal
 from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.generation.tracing import open_span
-from services.worker.generation.validation import validate, validate_grammar_size
+from services.worker.generation.validation import require, validate, validate_grammar_size
 from services.worker.local_processing.processing import Processing
+from services.worker.media.store import MediaStore
 from services.worker.metrics import WorkerMetrics
 from services.worker.processing_options import ProcessingOptions
 from services.worker.serving.admission_gate import AdmissionGate
@@ -39,6 +41,8 @@ class Worker:
         strict: raise contract violations into the engine.
         processing: tokenization and detokenization in the worker process; by default none.
         grammar: limit on the characters of a grammar; by default none.
+        media_bytes: most bytes of media files that are kept.
+        max_media_bytes: most bytes of one media file.
 
     Attributes:
         epoch: greater at every start; in microseconds, because a store may represent numbers as doubles.
@@ -60,6 +64,8 @@ class Worker:
         strict: bool = False,
         processing: ProcessingOptions | None = None,
         grammar: Budget | None = None,
+        media_bytes: int = 256 << 20,
+        max_media_bytes: int = 32 << 20,
     ) -> None:
         self.engine = engine
         self.processing = Processing(processing or ProcessingOptions("none"), self._task_failed)
@@ -72,6 +78,8 @@ class Worker:
         self.on_card: Callable[[], None] = lambda: None
         self.last_finished_s = time.monotonic()
         self._delivered_to_ended = 0  # tokens delivered to requests that have ended
+        self.media = MediaStore(media_bytes)
+        self.max_media_bytes = max_media_bytes
         self._strict = strict
         self._grammar = grammar
         self._config: EngineConfig | None = None
@@ -92,6 +100,16 @@ class Worker:
     def started(self) -> bool:
         """Whether the engine has been loaded."""
         return self._config is not None
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether the engine takes media items of any kind."""
+        return self._config is not None and any(kind.capability in self._config.capabilities for kind in MediaKind)
+
+    def require_media(self, spans: Sequence[MediaSpan]) -> None:
+        """Raises SluiceError unless the engine takes items of these kinds, or while it is not ready."""
+        for kind in {span.kind for span in spans}:
+            require(Capability(kind.capability), self.config, "media")
 
     @property
     def live_requests(self) -> int:

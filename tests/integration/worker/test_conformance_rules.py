@@ -29,14 +29,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def address(folder: Path) -> AsyncIterator[str]:
-    async with hosted(folder, speedup=SPEEDUP, context_length=CONTEXT, adapters=["polite"]) as host:
+    async with hosted(folder, speedup=SPEEDUP, context_length=CONTEXT, adapters=["polite"], media=["image"]) as host:
         yield f"127.0.0.1:{host.server.port}"
 
 
 async def test_the_mock_passes_every_rule(folder: Path) -> None:
     watcher = Watcher()
     await watcher.start()
-    fields = {"context_length": CONTEXT, "adapters": ["polite"], "routers": [watcher.address]}
+    fields = {"context_length": CONTEXT, "adapters": ["polite"], "media": ["image"], "routers": [watcher.address]}
     async with hosted(folder, speedup=SPEEDUP, **fields) as host:
         stopping: list[asyncio.Task[None]] = []
 

@@ -65,6 +65,9 @@ class Honest:
     def request(self, request: Request) -> None:
         """Changes a request before the worker sees it."""
 
+    def part(self, chunk: worker_pb2.MediaChunk) -> None:
+        """Changes a part of a media file before the worker sees it."""
+
     def cancels(self, slots: list[int]) -> None:
         """Hears the cancels; may raise to end the session."""
 
@@ -170,7 +173,11 @@ class Proxy(worker_pb2_grpc.WorkerServicer):
         if refused:
             async with write:
                 await context.write(worker_pb2.TokenBatch(extras=refused))
-        await upstream.write(worker_pb2.WorkerSessionRequest(starts=starts, cancels=message.cancels))
+        for chunk in message.media:
+            self._flaw.part(chunk)
+        await upstream.write(
+            worker_pb2.WorkerSessionRequest(starts=starts, cancels=message.cancels, media=message.media)
+        )
 
     async def _back(self, upstream: Any, passing: Passing, context: Context, write: asyncio.Lock) -> None:
         while (batch := await upstream.read()) is not grpc.aio.EOF:

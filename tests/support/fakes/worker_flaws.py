@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.media.spans import content_hash
 from services.common.packing import unpack_u32
 from sluice.v1 import common_pb2, worker_pb2
 from tests.support.fakes.broken_workers import (
@@ -180,6 +181,39 @@ FLAWS.update({rule: lambda matches=matches: WrongRefusal(matches) for rule, matc
 FLAWS.update({rule: lambda forget=forget: Forgets(forget) for rule, forget in FORGETS.items()})
 FLAWS.update({rule: lambda name=name: Claims(name) for rule, name in CLAIMS.items()})
 FLAWS.update({rule: lambda actions=actions: ControlFlaw(*actions) for rule, actions in CONTROLS.items()})
+
+
+@breaks("image")
+class ImageCountedTwice(Honest):
+    def extra(self, seen: Seen, extra: Extra) -> list[Extra]:
+        if seen.request.tokens.media and extra.usage.prompt_tokens:
+            extra.usage.prompt_tokens += 1
+        return [extra]
+
+
+@breaks("image-missing")
+class MissingWithoutCode(Honest):
+    def extra(self, seen: Seen, extra: Extra) -> list[Extra]:
+        if extra.error.code == "media_missing":
+            extra.error.code = ""
+        return [extra]
+
+
+@breaks("image-hash")
+class UsesAnyFile(Honest):
+    """Keeps a file under the hash that its sender states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._contents: dict[bytes, bytes] = {}
+
+    def part(self, chunk: worker_pb2.MediaChunk) -> None:
+        stated, chunk.hash = chunk.hash, content_hash(chunk.data)
+        self._contents[stated] = chunk.hash
+
+    def request(self, request: Request) -> None:
+        for span in request.tokens.media:
+            span.hash = self._contents.get(span.hash, span.hash)
 
 
 @breaks("info")

@@ -11,6 +11,7 @@ from sluice_client import block_hashes, pack_u32, pack_u64, prompts, unpack_u32,
 from sluice_client.wire import PromptRef
 
 from services.common import hashing, packing
+from services.common.media.spans import MediaKind, MediaSpan, content_hash
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -51,6 +52,23 @@ def test_names_are_those_of_the_services(ids: list[int], block_size: int, lora: 
     expected = hashing.block_hashes(ids, block_size, lora, salt)
     assert block_hashes(ids, block_size, lora, salt) == expected
     assert block_hashes(pack_u32(ids), block_size, lora, salt) == expected
+
+
+@given(
+    st.integers(0, 60),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.sampled_from([b"a", b"b"]), st.integers(0, 9), st.integers(1, 20)), max_size=4),
+)
+def test_names_of_prompts_with_media_are_those_of_the_services(
+    length: int, block_size: int, items: list[tuple[bytes, int, int]]
+) -> None:
+    spans, at = [], 0
+    for content, gap, tokens in items:
+        spans.append(MediaSpan(MediaKind.IMAGE, content_hash(content), at + gap, tokens))
+        at += gap + tokens
+    given_media = [(span.hash, span.offset, span.length) for span in spans]
+    expected = hashing.block_hashes(range(length), block_size, media=spans)
+    assert block_hashes(range(length), block_size, media=given_media) == expected
 
 
 @given(ids=IDS, hashes=st.lists(st.integers(0, 2**64 - 1), max_size=20))

@@ -44,10 +44,20 @@ class RankCandidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """KV blocks that a request needs for its prompt and its expected output."""
+    """KV blocks that a request needs for its prompt and its expected output.
+
+    Attributes:
+        encoding: work of encoding each media item: the number of leading blocks that contain all of its tokens, and the
+            work in blocks of prefill.
+    """
 
     prompt_blocks: int
     output_blocks: int = 0
+    encoding: tuple[tuple[int, float], ...] = ()
+
+    def to_encode(self, cached_blocks: int) -> float:
+        """Returns the work, in blocks of prefill, of the items that a cached prefix does not contain entirely."""
+        return sum(work for blocks, work in self.encoding if blocks > cached_blocks)
 
 
 MakeOffer: TypeAlias = Callable[[RankCandidate, Demand, CostModel], Offer]
@@ -57,6 +67,8 @@ def cache_aware(candidate: RankCandidate, demand: Demand, model: CostModel) -> O
     """Returns an offer whose cost counts load and overlap."""
     overlap = candidate.overlap
     uncached = demand.prompt_blocks - model.credit(overlap)
+    if demand.encoding:
+        uncached += model.encoder_load_scale * demand.to_encode(overlap.blocks + overlap.predicted)
     added = demand.prompt_blocks - overlap.device
     # Blocks being computed for other requests are in the rank's reserved prefill: here they are neither work of this
     # request nor work ahead of it, while on any other rank this request would have to compute them.
@@ -77,7 +89,8 @@ def cache_aware(candidate: RankCandidate, demand: Demand, model: CostModel) -> O
 def load_only(candidate: RankCandidate, demand: Demand, model: CostModel) -> Offer:
     """Returns an offer whose cost ignores the cache; it still reserves the actual load."""
     blocks = float(demand.prompt_blocks)
-    return cache_aware(candidate, demand, model)._replace(uncached=blocks, added=blocks, held=0)
+    work = blocks + model.encoder_load_scale * demand.to_encode(0)
+    return cache_aware(candidate, demand, model)._replace(uncached=work, added=blocks, held=0)
 
 
 def in_groups(offers: Sequence[Offer], groups: Mapping[WorkerRank, int]) -> list[Offer]:

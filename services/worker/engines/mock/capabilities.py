@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.generation import Role
 
@@ -9,6 +11,9 @@ _HONOURED_SAMPLING = frozenset({Capability.SEED, Capability.MIN_TOKENS, Capabili
 
 CAPABILITIES = _HONOURED_SAMPLING | {
     Capability.TOKEN_IDS,
+    Capability.IMAGE,
+    Capability.AUDIO,
+    Capability.VIDEO,
     Capability.LOGPROBS,
     Capability.PROMPT_LOGPROBS,
     Capability.GUIDED_JSON,
@@ -35,6 +40,8 @@ CAPABILITIES = _HONOURED_SAMPLING | {
 
 ACCEPTED = SAMPLING - _HONOURED_SAMPLING - {Capability.ENGINE_OPTIONS}
 
+_MEDIA = frozenset({Capability.IMAGE, Capability.AUDIO, Capability.VIDEO})
+
 _UNSUPPORTED_BY_ROLE = {
     Role.AGGREGATED: frozenset({Capability.PREFILL, Capability.DECODE, Capability.LOCAL_PREFILL}),
     Role.PREFILL: frozenset({Capability.DECODE, Capability.LOCAL_PREFILL}),
@@ -43,8 +50,17 @@ _UNSUPPORTED_BY_ROLE = {
 }
 
 
-def capabilities_of(role: Role, ranks: int = 1, classifies: bool = False) -> frozenset[Capability]:
-    """Returns the engine's capabilities in a role, with a number of data-parallel ranks."""
+def capabilities_of(
+    role: Role, ranks: int = 1, classifies: bool = False, media: Collection[str] = ()
+) -> frozenset[Capability]:
+    """Returns the engine's capabilities in a role.
+
+    Args:
+        ranks: number of data-parallel ranks.
+        classifies: whether texts are classified instead of embedded.
+        media: kinds of media items that are taken.
+    """
     single_rank = {Capability.DATA_PARALLEL_RANK} if ranks == 1 else set()
     other_pooling = Capability.EMBEDDINGS if classifies else Capability.CLASSIFICATION
-    return CAPABILITIES - _UNSUPPORTED_BY_ROLE[role] - single_rank - {other_pooling}
+    other_media = {kind for kind in _MEDIA if kind not in media}
+    return CAPABILITIES - _UNSUPPORTED_BY_ROLE[role] - single_rank - {other_pooling} - other_media

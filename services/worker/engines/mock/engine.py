@@ -20,6 +20,7 @@ from services.worker.engines.mock.faults import Faults, injected
 from services.worker.engines.mock.guided.answers import GuidedAnswers
 from services.worker.engines.mock.guided.effort import Effort
 from services.worker.engines.mock.loading import Loaded, load, timing
+from services.worker.engines.mock.media import Describer
 from services.worker.engines.mock.operations import Operations
 from services.worker.engines.mock.rank import Rank
 from services.worker.engines.mock.scheduler import MockScheduler
@@ -66,6 +67,8 @@ class MockEngine(InProcessEngine):
             settings.max_waiting,
         )
 
+        self._describer = Describer(self._begin, self.tasks, settings.grammar_threads, settings.max_waiting)
+
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
         if settings.engine_args or settings.engine_flags:
@@ -99,7 +102,9 @@ class MockEngine(InProcessEngine):
             max_sequences=settings.max_sequences,
             max_batched_tokens=settings.max_batched_tokens,
             eos_token_ids=loaded.vocabulary.eos_ids,
-            capabilities=capabilities_of(self._role, settings.data_parallel_size, bool(settings.labels)),
+            capabilities=capabilities_of(
+                self._role, settings.data_parallel_size, bool(settings.labels), {*settings.media, *loaded.media}
+            ),
             accepted=frozenset(ACCEPTED),
             adapters=tuple(settings.adapters),
             data_parallel_size=settings.data_parallel_size,
@@ -119,24 +124,27 @@ class MockEngine(InProcessEngine):
                 param="prompt",
             )
         sequence = Running(request, limit, self._arrivals, sink)
-        if request.guided is None:
-            self._enqueue(sequence)
+        if request.media:
+            self._describer.begin(sequence)
         else:
-            self._guided.begin(sequence)
+            self._begin(sequence)
         self._arrivals += 1
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
+        self._describer.abort(context.request_id)
         self._guided.abort(context.request_id)
         for rank in self._ranks:
             rank.abort(context.request_id)
 
     async def drain(self) -> None:
+        await self._describer.drain()
         await self._guided.drain()
         for rank in self._ranks:
             await rank.idle.wait()
 
     async def cleanup(self) -> None:
+        self._describer.close()
         self._guided.close()
         await self.tasks.close()
         for rank in self._ranks:
@@ -145,8 +153,9 @@ class MockEngine(InProcessEngine):
     def load(self) -> Sequence[Load]:
         # The first rank also counts the requests that are not assigned to a rank yet.
         loads = [rank.load() for rank in self._ranks]
+        unassigned = len(self._describer) + len(self._guided)
         if loads:
-            loads[0] = replace(loads[0], waiting_requests=loads[0].waiting_requests + len(self._guided))
+            loads[0] = replace(loads[0], waiting_requests=loads[0].waiting_requests + unassigned)
         return loads or [Load()] * len(self._sources)
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
@@ -186,6 +195,16 @@ class MockEngine(InProcessEngine):
         )
         return Rank(scheduler, source, self._operations, self._statistics, self._vocab_size, self._hand_over)
 
+    def _begin(self, sequence: Running, opening: str = "") -> None:
+        """Queues a sequence, once its output is known if that takes long; `opening` describes its media items."""
+        request = sequence.request
+        if request.guided is not None:
+            self._guided.begin(sequence)
+            return
+        if opening:
+            sequence.prepare(self._answer(request, sequence.limit, opening=opening))
+        self._enqueue(sequence)
+
     def _enqueue(self, sequence: Running) -> None:
         """Submits a sequence to its rank; raises SluiceError(OVERLOADED) when the queue is full."""
         assert self._loaded is not None
@@ -213,9 +232,9 @@ class MockEngine(InProcessEngine):
             raise injected("requests are rejected", ErrorKind.ENGINE_SHUTDOWN)
         return self._loaded
 
-    def _answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None) -> Answer:
+    def _answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None, opening: str = "") -> Answer:
         assert self._loaded is not None
-        answer = self._loaded.text_generator.answer(request, limit, effort)
+        answer = self._loaded.text_generator.answer(request, limit, effort, opening)
         if self._role is Role.PREFILL and len(answer.token_ids) > 1:
             return Answer(answer.token_ids[:1], FinishReason.HANDOFF)
         return answer

@@ -17,13 +17,14 @@ BLOCK_BYTES = 200  # memory of this process per simulated block
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Contents of the model's files."""
+    """Contents of the model's files; `media` are the kinds of media items that the model takes."""
 
     vocabulary: MockVocabulary
     text_generator: TextGenerator
     processor: str
     fingerprint: str
     context_length: int
+    media: frozenset[str] = frozenset()
 
 
 def load(settings: WorkerSettings) -> Loaded:
@@ -34,8 +35,19 @@ def load(settings: WorkerSettings) -> Loaded:
     # A custom processor may create the ids, but their text is defined by the model's files.
     vocabulary = load_vocabulary(path, processor if processor in models.PROCESSORS else models.detect_processor(path))
     return Loaded(
-        vocabulary, TextGenerator(vocabulary), processor, models.fingerprint(path), declared_context_length(path)
+        vocabulary,
+        TextGenerator(vocabulary),
+        processor,
+        models.fingerprint(path),
+        declared_context_length(path),
+        declared_media(path),
     )
+
+
+def declared_media(path: Path) -> frozenset[str]:
+    """Returns the kinds of media items that the model's config.json declares an encoder for."""
+    config = models.read_json(path, "config.json")
+    return frozenset({"image"}) if "vision_config" in config else frozenset()
 
 
 def check_memory(total_blocks: int) -> None:

@@ -26,6 +26,7 @@ class MockStep:
         ended: Sequences that generated their last token.
         events: Cache events, in order.
         prefill_tokens: Number of prompt tokens computed.
+        encoder_tokens: Work of encoding media items, in prompt tokens.
         preempted: Number of sequences that were preempted.
     """
 
@@ -34,6 +35,7 @@ class MockStep:
     ended: list[Sequence] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     prefill_tokens: int = 0
+    encoder_tokens: int = 0
     preempted: int = 0
 
 
@@ -106,7 +108,7 @@ class MockScheduler:
         budget = self._prefill_running(step, budget)
         if not step.preempted:
             self._admit(step, budget, now)
-        step.duration_s = self._timing.step_s(step.prefill_tokens, decoding, cache_use)
+        step.duration_s = self._timing.step_s(step.prefill_tokens + step.encoder_tokens, decoding, cache_use)
         step.events = self.pool.take_events()
         self._step_s += STEP_SMOOTHING * (step.duration_s - self._step_s)
         return step
@@ -198,6 +200,8 @@ class MockScheduler:
         self.pool.hold(prefix)
         sequence.blocks = [*prefix, *(self.pool.allocate() for _ in range(fresh))]
         sequence.computed_tokens = len(prefix) * size
+        if sequence.media:
+            sequence.begin_encoding()
         if sequence.scheduled_at is None:
             sequence.scheduled_at = now
             sequence.cached_tokens = sequence.computed_tokens
@@ -214,6 +218,8 @@ class MockScheduler:
         for index in range(full_blocks_before, full_blocks):
             self.pool.store(sequence.blocks[index], hashes[index])
         step.prefill_tokens += chunk
+        if sequence.unencoded:
+            step.encoder_tokens += sequence.encode_upto(sequence.computed_tokens)
         if sequence.computed_tokens == sequence.token_count:
             self._prefilling.remove(sequence)
             self._start_decoding(sequence, step)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from enum import Enum, auto
 
 from services.common.hashing import block_hashes
+from services.common.media.spans import MediaSpan
 from services.worker.contract.engine import Sink
 from services.worker.contract.generation import GenerateRequest, Usage
 from services.worker.engines.mock.text import Answer
@@ -30,6 +32,8 @@ class Sequence:
         computed_tokens: Number of tokens in the cache; updated while prefilling only.
         total_tokens: Length of `tokens`.
         quiet_steps: Number of coming decode steps that need no block, fill none, and do not end the sequence.
+        media: Media items of the prompt.
+        unencoded: Media items whose encoding is due.
         hashes: Chained hashes of the full blocks, computed on demand.
         cached_tokens: Prompt tokens found in the prefix cache when the sequence was first scheduled.
         handoff_tokens: Output tokens that a prefill worker returned: 0 or 1.
@@ -45,6 +49,7 @@ class Sequence:
         "hashes",
         "is_prefilled",
         "limit",
+        "media",
         "order",
         "prompt_tokens",
         "quiet_steps",
@@ -55,6 +60,7 @@ class Sequence:
         "token_count",
         "tokens",
         "total_tokens",
+        "unencoded",
     )
 
     def __init__(self, request: GenerateRequest, limit: int, arrival: int, sink: Sink | None = None) -> None:
@@ -68,6 +74,8 @@ class Sequence:
         self.computed_tokens = 0
         self.quiet_steps = 0
         self.blocks: list[int] = []
+        self.media = [item.span for item in request.media]
+        self.unencoded: list[MediaSpan] = []
         self.hashes = array("Q")
         self.tokens = array("I")
         self.total_tokens = 0
@@ -102,15 +110,28 @@ class Sequence:
         """Returns the hashes of at least the first `blocks` full blocks."""
         count = len(self.hashes)
         if count < blocks:
-            request = self.request
+            request, first = self.request, count * block_size
             self.hashes += block_hashes(
-                self.tokens[count * block_size : blocks * block_size],
+                self.tokens[first : blocks * block_size],
                 block_size,
                 request.lora,
                 request.cache_salt,
                 parent=self.hashes[-1] if count else None,
+                media=[replace(span, offset=span.offset - first) for span in self.media if span.end > first],
             )
         return self.hashes
+
+    def begin_encoding(self) -> None:
+        """Lists the items to encode: those whose tokens are not all computed."""
+        self.unencoded = [span for span in self.media if span.end > self.computed_tokens]
+
+    def encode_upto(self, tokens: int) -> int:
+        """Encodes the items that begin in the first `tokens` tokens; returns the work, in tokens."""
+        work = 0
+        while self.unencoded and self.unencoded[0].offset < tokens:
+            span = self.unencoded.pop(0)
+            work += span.encoder_tokens or span.length
+        return work
 
     def usage(self, undelivered: int = 0) -> Usage:
         """Returns the token counts, without the last `undelivered` generated tokens."""

@@ -73,11 +73,12 @@ class TextGenerator:
         self._sentences = _sentences(vocabulary)
         self._script_starts = _script_starts(vocabulary)
 
-    def answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None) -> Answer:
+    def answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None, opening: str = "") -> Answer:
         """Returns an output of 1 to `limit` tokens, including a stop or end-of-sequence id.
 
         Args:
             effort: Budget for structured output; call it off the event loop in that case.
+            opening: Text with which the output begins, unless a script or a constraint determines it.
 
         Raises:
             SluiceError: INVALID_ARGUMENT for a constraint that the mock engine does not support.
@@ -93,7 +94,7 @@ class TextGenerator:
             length = len(forced)
         elif endless:
             length = resumed + limit
-        story = self._story(prompt, random, min(length, resumed + limit)) if forced is None else forced
+        story = self._story(prompt, random, min(length, resumed + limit), opening) if forced is None else forced
         eos = () if endless else (stop.eos_token_ids or self._vocabulary.eos_ids)[:1]
         ended = not endless and len(story) >= length
         if ended:
@@ -118,9 +119,10 @@ class TextGenerator:
             scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-PROMPT_TOKENS:]))
         return array("I", self._vocabulary.encode_marked(_script(*scripts[-1]))) if scripts else None
 
-    def _story(self, prompt: array[int], random: Random, length: int) -> array[int]:
-        """Returns complete sentences with at least `length` tokens in total."""
-        story = self._echo(prompt)
+    def _story(self, prompt: array[int], random: Random, length: int, opening: str) -> array[int]:
+        """Returns the opening and complete sentences with at least `length` tokens in total."""
+        story = array("I", self._vocabulary.encode(f"{opening}. ") if opening else ())
+        story += self._echo(prompt)
         while len(story) < length:
             for sentence in random.choices(self._sentences, k=8):
                 story.extend(sentence)

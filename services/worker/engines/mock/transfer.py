@@ -49,7 +49,8 @@ class Transfer:
             raise _rejected(
                 f"has blocks of {self.block_size} tokens, and this worker of {block_size}", "foreign_handoff"
             )
-        hashes = block_hashes(request.token_ids, block_size, request.lora, request.cache_salt)
+        spans = [item.span for item in request.media]
+        hashes = block_hashes(request.token_ids, block_size, request.lora, request.cache_salt, media=spans)
         if self.prompt_tokens != len(request.token_ids) or self.hashes != pack_u64(hashes):
             raise _rejected("is for another prompt", "foreign_handoff")
 

@@ -14,7 +14,7 @@ from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch,
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.reservations.cost import CostModel, Load, choose, cost, softmax
 from services.router.router import Router
-from services.router.scheduling.policies.built_in import kv
+from services.router.scheduling.policies.built_in import kv, least_loaded
 from services.router.scheduling.policies.offers import Demand, RankCandidate
 from services.router.scheduling.preselect import LoadSnapshot, preselect
 from services.router.scheduling.queries import Prompt, Query
@@ -61,6 +61,27 @@ def test_temperature_samples_by_the_softmax() -> None:
     random = Random(1)
     seen = Counter(choose([1, 2, 3], [0, 0, 0], 1.0, random) for _ in range(10_000))
     assert [seen[at] / 10_000 for at in range(3)] == pytest.approx([0.506, 0.307, 0.186], abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "work"),
+    [
+        (NO_OVERLAP, 6.0),
+        (Overlap(2), 6.0),  # holds only a part of the first item
+        (Overlap(3), 2.0),
+        (Overlap(1, 1, 1), 2.0),
+        (Overlap(2, predicted=1), 2.0),
+        (Overlap(7), 0.0),
+    ],
+)
+def test_encoding_counts_items_that_the_cached_prefix_does_not_contain(overlap: Overlap, work: float) -> None:
+    candidate, model = RankCandidate(WorkerRank("w", 0), overlap, 0), CostModel(encoder_load_scale=0.5)
+    bare, demand = Demand(10), Demand(10, encoding=((3, 8.0), (7, 4.0)))
+    with_media, without = (kv([candidate], each, model)[0] for each in (demand, bare))
+    assert with_media.uncached - without.uncached == pytest.approx(work)
+    assert with_media.book_prefill - without.book_prefill == work * 1000
+    assert (with_media.added, with_media.book_decode) == (without.added, without.book_decode)
+    assert least_loaded([candidate], demand, model)[0].uncached == 10 + 6
 
 
 BLOCK = 16

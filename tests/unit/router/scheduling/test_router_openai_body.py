@@ -87,3 +87,19 @@ def test_nonsense_is_refused_in_a_sentence(body: bytes) -> None:
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="prompt.openai_body") as refused:
         read_body(body)
     assert refused.value.message.endswith(".")
+
+
+def test_images_of_a_chat_become_media_items() -> None:
+    url = "data:image/png;base64,QUJD"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
+    body = read_body(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    assert isinstance(body, ChatBody)
+    assert json.loads(body.messages_json)[0]["content"] == [{"type": "image", "media": 0}, parts[1]]
+    assert [(item.part, item.data) for item in body.media] == [("messages[0].content[0]", b"ABC")]
+    assert body.size == len(body.messages_json) + 3
+
+
+def test_broken_image_of_a_chat_is_refused() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}]
+    with raises_error(param="messages[0].content[0]", code="invalid_media"):
+        read_body(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())

@@ -96,3 +96,11 @@ def test_every_field_has_its_type(field: str, value: object) -> None:
 def test_any_bytes_are_a_chat_or_a_typed_error(document: bytes) -> None:
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
         read_body(document)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "video_url"])
+def test_a_media_item_is_refused_with_its_part(kind: str) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, "media": 0}]
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="messages[1].content[1]") as refused:
+        read_body(json.dumps({"messages": [USER, {"role": "user", "content": parts}]}).encode())
+    assert "text only" in refused.value.message

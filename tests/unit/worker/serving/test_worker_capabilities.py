@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.media.spans import content_hash
 from services.postprocess.detokenize.stream import StreamOptions
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import (
     Disaggregation,
+    MediaFile,
+    MediaItem,
+    MediaKind,
+    MediaSpan,
     PromptEmbeds,
     Role,
     SamplingParams,
@@ -22,6 +27,12 @@ from services.worker.contract.required_capabilities import demands
 from services.worker.generation.validation import validate, validate_embedding
 from tests.support.fakes.engines import CONFIG, request
 from tests.support.oracles.errors import raises_error
+
+
+def media_item(kind: MediaKind) -> MediaItem:
+    file = MediaFile(content_hash(b"file"), b"file")
+    return MediaItem(MediaSpan(kind, file.hash, 0, 1), file)
+
 
 BARE = replace(CONFIG, capabilities=frozenset({"token_ids"}), adapters=("polite",))
 USES: list[tuple[Capability, str, dict[str, Any]]] = [
@@ -55,6 +66,9 @@ USES: list[tuple[Capability, str, dict[str, Any]]] = [
     (Capability.PRIORITY, "priority", {"priority": -1}),
     (Capability.CACHE_SALT, "cache_salt", {"cache_salt": "tenant"}),
     (Capability.LORA, "lora", {"lora": "polite"}),
+    (Capability.IMAGE, "media", {"media": (media_item(MediaKind.IMAGE),)}),
+    (Capability.AUDIO, "media", {"media": (media_item(MediaKind.AUDIO),)}),
+    (Capability.VIDEO, "media", {"media": (media_item(MediaKind.VIDEO),)}),
 ]
 NO_USE: list[dict[str, Any]] = [
     {},

@@ -1012,6 +1012,13 @@ class CostOverrides(betterproto2.Message):
     [0, 1] credit for a predicted block, see Overlap.predicted_blocks
     """
 
+    encoder_load_scale: "float | None" = betterproto2.field(
+        7, betterproto2.TYPE_FLOAT, optional=True
+    )
+    """
+    weight of encoding media items relative to computing as many tokens
+    """
+
 
 default_message_pool.register_message("sluice.v1", "CostOverrides", CostOverrides)
 
@@ -1074,6 +1081,11 @@ class Decision(betterproto2.Message):
     degraded: "str" = betterproto2.field(15, betterproto2.TYPE_STRING)
 
     session_hit: "bool" = betterproto2.field(16, betterproto2.TYPE_BOOL)
+
+    media_items: "int" = betterproto2.field(17, betterproto2.TYPE_UINT32)
+    """
+    images, audio and videos of the prompt
+    """
 
 
 default_message_pool.register_message("sluice.v1", "Decision", Decision)

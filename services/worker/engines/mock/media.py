@@ -1,0 +1,134 @@
+"""Describes media items for the mock engine: decodes pictures off the event loop, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from services.common.errors import SluiceError, invalid, overloaded
+from services.common.media.spans import MediaFile, MediaKind
+from services.common.tasks import TaskOwner
+from services.worker.contract.generation import FinishReason, MediaItem
+from services.worker.engines.mock.sequence import Sequence as Running
+
+MOST_PIXELS = 1 << 26
+SAMPLE = 64  # pixels on each side of the sample that determines the colour
+MOST_KEPT = 4_096
+
+
+class Describer:
+    """Describes the items of sequences before they are queued.
+
+    Args:
+        proceed: Continues with a sequence and the description of its items; may raise SluiceError.
+        tasks: Owns the tasks.
+        threads: Number of threads.
+        max_waiting: Maximum number of sequences; more are rejected.
+    """
+
+    def __init__(
+        self, proceed: Callable[[Running, str], None], tasks: TaskOwner, threads: int, max_waiting: int
+    ) -> None:
+        self._proceed = proceed
+        self._tasks = tasks
+        self._max_waiting = max_waiting
+        self._pool = ThreadPoolExecutor(threads, "mock-media")
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._waiting: dict[str, tuple[Running, asyncio.Task[None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, sequence: Running) -> None:
+        """Describes the items and continues, or ends the sequence with an error.
+
+        Raises:
+            SluiceError: OVERLOADED when too many sequences are waiting.
+        """
+        if len(self._waiting) > self._max_waiting:
+            raise overloaded(
+                f"The engine's queue is full ({len(self._waiting)} requests waiting for pictures); try again later."
+            )
+        request_id = sequence.request.request_id
+        task = self._tasks.spawn(self._describe(sequence), f"media-{request_id}")
+        self._waiting[request_id] = sequence, task
+
+    def abort(self, request_id: str) -> None:
+        """Ends a waiting sequence with CANCELLED; ignores unknown requests."""
+        if entry := self._waiting.pop(request_id, None):
+            sequence, task = entry
+            task.cancel()
+            _end(sequence, FinishReason.CANCELLED)
+
+    async def drain(self) -> None:
+        """Waits until no sequence is waiting."""
+        while self._waiting:
+            await asyncio.wait([task for _, task in self._waiting.values()])
+
+    def close(self) -> None:
+        """Ends all waiting sequences with CANCELLED."""
+        for request_id in tuple(self._waiting):
+            self.abort(request_id)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _describe(self, sequence: Running) -> None:
+        request = sequence.request
+        try:
+            opening = "; ".join([await self._description(item) for item in request.media])
+            self._proceed(sequence, opening)
+        except SluiceError as error:
+            _end(sequence, FinishReason.ERROR, error)
+        finally:
+            if self._waiting.get(request.request_id, (None,))[0] is sequence:
+                del self._waiting[request.request_id]
+
+    async def _description(self, item: MediaItem) -> str:
+        if (known := self._known.get(item.file.hash)) is not None:
+            self._known.move_to_end(item.file.hash)
+            return known
+        loop = asyncio.get_running_loop()
+        text = await loop.run_in_executor(self._pool, describe, item.span.kind, item.file)
+        self._known[item.file.hash] = text
+        if len(self._known) > MOST_KEPT:
+            self._known.popitem(last=False)
+        return text
+
+
+def describe(kind: MediaKind, file: MediaFile) -> str:
+    """Returns such as "image 64x48 #ff0000 0123abcd": size, most frequent colour, and the beginning of the hash.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for a picture that cannot be decoded or has too many pixels.
+    """
+    name = file.hash[:4].hex()
+    if kind is not MediaKind.IMAGE:
+        return f"{kind.capability} {len(file.data)} bytes {name}"
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(io.BytesIO(file.data)) as picture:
+            if picture.width * picture.height > MOST_PIXELS:
+                raise _bad(f"has {picture.width} x {picture.height} pixels; send at most {MOST_PIXELS}")
+            turned = ImageOps.exif_transpose(picture).convert("RGB")
+    except SluiceError:
+        raise
+    except Exception as error:  # decoders raise many types for broken files
+        raise _bad("cannot be decoded; send a complete PNG, JPEG, WebP or GIF file") from error
+    width, height = turned.size
+    sample = turned.resize((min(width, SAMPLE), min(height, SAMPLE)), Image.Resampling.NEAREST)
+    colours: Sequence[tuple[int, tuple[int, ...]]] = sample.getcolors(SAMPLE * SAMPLE)  # type: ignore[assignment]
+    _, (red, green, blue) = max(colours)
+    return f"image {width}x{height} #{red:02x}{green:02x}{blue:02x} {name}"
+
+
+def _bad(what: str) -> SluiceError:
+    return invalid(f"A picture {what}.", param="media", code="invalid_media")
+
+
+def _end(sequence: Running, reason: FinishReason, error: SluiceError | None = None) -> None:
+    sink, sequence.sink = sequence.sink, None
+    if sink is not None:
+        sink.finish(reason, sequence.usage(), error=error)
