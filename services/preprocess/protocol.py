@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -94,15 +95,13 @@ class ImageRule(Protocol):
     """Which tokens stand for an image of a model.
 
     Attributes:
-        placeholder: what the model's chat template writes in place of an image.
-        token_id: its id.
+        token_id: what stands in place of an image before expansion.
     """
 
-    placeholder: str
     token_id: int
 
-    def count(self, width: int, height: int) -> int:
-        """Returns how many times the token stands for an image.
+    def ids(self, width: int, height: int) -> array[int]:
+        """Returns the tokens, as array("I").
 
         Raises:
             ValueError: the model does not take images of this size; the text completes the sentence "The image …".

@@ -28,12 +28,11 @@ _QWEN_CLASSES = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor")
 class PatchGrid(ImageRule):
     """LLaVA: every image is cropped to one size, so all have the same number of tokens."""
 
-    placeholder: str
     token_id: int
     tokens: int
 
-    def count(self, width: int, height: int) -> int:
-        return self.tokens
+    def ids(self, width: int, height: int) -> array[int]:
+        return array("I", [self.token_id]) * self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +44,15 @@ class ResizedGrid(ImageRule):
         least, most: bounds on the pixels of a scaled image.
     """
 
-    placeholder: str
     token_id: int
     side: int
     least: int
     most: int
 
-    def count(self, width: int, height: int) -> int:
+    def ids(self, width: int, height: int) -> array[int]:
         if max(width, height) / min(width, height) > _MOST_RATIO:
             raise ValueError(f"has sides whose ratio is over {_MOST_RATIO}")
-        return _scaled_squares(width, height, self.side, self.least, self.most)
+        return array("I", [self.token_id]) * _scaled_squares(width, height, self.side, self.least, self.most)
 
 
 @lru_cache(maxsize=4096)
@@ -70,7 +68,7 @@ def _scaled_squares(width: int, height: int, side: int, least: int, most: int) -
 
 
 def image_rule(
-    config: Mapping[str, Any], preprocessor: Mapping[str, Any], processor: Mapping[str, Any], token_text: Any
+    config: Mapping[str, Any], preprocessor: Mapping[str, Any], processor: Mapping[str, Any]
 ) -> ImageRule | None:
     """Returns the rule that a model's files declare; None for models without images, and for other families.
 
@@ -78,19 +76,17 @@ def image_rule(
         config: the model's config.json.
         preprocessor: its preprocessor_config.json.
         processor: its processor_config.json.
-        token_text: returns the text of a token id, or None.
     """
     preprocessor = {**preprocessor, **_mapping(processor.get("image_processor"))}
     name = processor.get("processor_class") or preprocessor.get("processor_class")
     token_id = config.get("image_token_id", config.get("image_token_index"))
-    placeholder = token_text(token_id) if isinstance(token_id, int) and not isinstance(token_id, bool) else None
-    if not isinstance(placeholder, str) or not placeholder:
+    if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
         return None
     if name == "LlavaProcessor":
         tokens = _llava_tokens(config, preprocessor, processor)
-        return PatchGrid(placeholder, token_id, tokens) if 0 < tokens <= MOST_TOKENS else None
+        return PatchGrid(token_id, tokens) if 0 < tokens <= MOST_TOKENS else None
     if name in _QWEN_CLASSES:
-        return _qwen_rule(preprocessor, placeholder, token_id)
+        return _qwen_rule(preprocessor, token_id)
     return None
 
 
@@ -111,7 +107,7 @@ def _llava_tokens(config: Mapping[str, Any], preprocessor: Mapping[str, Any], pr
     return (height // patch) * (width // patch) + extra - (strategy == "default")
 
 
-def _qwen_rule(preprocessor: Mapping[str, Any], placeholder: str, token_id: int) -> ImageRule | None:
+def _qwen_rule(preprocessor: Mapping[str, Any], token_id: int) -> ImageRule | None:
     size = _mapping(preprocessor.get("size"))
     least = preprocessor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
     most = preprocessor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
@@ -120,7 +116,7 @@ def _qwen_rule(preprocessor: Mapping[str, Any], placeholder: str, token_id: int)
         return None
     if most // (side * side) > MOST_TOKENS or least > most:
         return None
-    return ResizedGrid(placeholder, token_id, side, least, most)
+    return ResizedGrid(token_id, side, least, most)
 
 
 def _number(values: Mapping[str, Any], name: str, default: int) -> int:
@@ -171,17 +167,18 @@ def expand(packed: bytes, rule: ImageRule, items: Sequence[CountedItem]) -> tupl
     for item in items:
         at = ids.index(rule.token_id, start)
         expanded += ids[start:at]
-        length = _count(rule, item)
+        ids_of_item = _ids(rule, item)
+        length = len(ids_of_item)
         spans.append(MediaSpan(MediaKind.IMAGE, item.hash, len(expanded), length, single, length))
-        expanded += array("I", [rule.token_id]) * length
+        expanded += ids_of_item
         start = at + 1
     expanded += ids[start:]
     return pack_u32(expanded), tuple(spans)
 
 
-def _count(rule: ImageRule, item: CountedItem) -> int:
+def _ids(rule: ImageRule, item: CountedItem) -> array[int]:
     try:
-        return rule.count(item.facts.width, item.facts.height)
+        return rule.ids(item.facts.width, item.facts.height)
     except ValueError as error:
         raise _refused(item, error) from None
 

@@ -100,7 +100,6 @@ class HfTokenizer(TokenizerProtocol):
             model,
             read_json(path, "preprocessor_config.json"),
             read_json(path, "processor_config.json"),
-            self._tokenizer.id_to_token,
         )
         self._placeholders = self._own_placeholders(file)
         self.facts = TokenizerFacts(

@@ -29,10 +29,11 @@ class Placeholders:
 
     def __init__(self, rule: ImageRule, content: bytes) -> None:
         self._content = orjson.loads(content)
-        if not any(entry["id"] == rule.token_id for entry in self._content.get("added_tokens") or []):
+        added = {entry["id"]: entry["content"] for entry in self._content.get("added_tokens") or []}
+        if not added.get(rule.token_id):
             raise ValueError("the media placeholder is not an added token")
         nonce = secrets.token_hex(8)
-        self._text = rule.placeholder
+        self._text: str = added[rule.token_id]
         self._typed, self._token = f"\ue000typed-{nonce}\ue001", f"\ue000media-{nonce}\ue001"
         self._token_id = rule.token_id
         self._lock = Lock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, ip_network
 
 import pytest
 from hypothesis import given
@@ -48,7 +48,8 @@ permits = PublicAddresses().permits
 @st.composite
 def not_public_addresses(draw: st.DrawFn) -> str:
     network = ip_network(draw(st.sampled_from(NOT_PUBLIC_V4 + NOT_PUBLIC_V6)))
-    return str(ip_address(int(network.network_address) + draw(st.integers(0, network.num_addresses - 1))))
+    number = int(network.network_address) + draw(st.integers(0, network.num_addresses - 1))
+    return str(IPv4Address(number) if network.version == 4 else IPv6Address(number))
 
 
 @given(not_public_addresses())
