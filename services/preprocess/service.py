@@ -142,7 +142,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid("The request has no input; set chat, text or tokens.", param="input")
-        size = getattr(request, kind).ByteSize() - sum(len(each.data) for each in request.chat.media)
+        size = _text_size(getattr(request, kind), request.chat)
         self._check_size(size, "prompt" if kind != "chat" else "messages")
         media = await self._load_media(tokenizer, request.chat, size) if request.chat.media else NO_MEDIA
         pending = await self._begin_chat(tokenizer, request.chat, size) if kind == "chat" else None
@@ -165,7 +165,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         return await self._media.load(inputs)
 
     async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
-        size = request.chat.ByteSize()
+        size = _text_size(request.chat, request.chat)
         self._check_size(size, "messages")
         with self._registry.using(await self._registry.get(request.model)) as tokenizer:
             pending = await self._begin_chat(tokenizer, request.chat, size)
@@ -217,6 +217,14 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     def _check_size(self, size: int, param: str) -> None:
         if size > self._max_prompt_bytes:
             raise too_large(size, self._max_prompt_bytes, param)
+
+
+def _text_size(
+    given: preprocess_pb2.ChatInput | preprocess_pb2.TextInput | preprocess_pb2.TokenInput,
+    chat: preprocess_pb2.ChatInput,
+) -> int:
+    """Returns the size of an input without its media files, which have their own limit."""
+    return given.ByteSize() - sum(len(each.data) for each in chat.media)
 
 
 def _tokenize(

@@ -44,7 +44,7 @@ class CheckLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class MediaVerdict:
     """The result for one file.
 
     Attributes:
@@ -85,8 +85,8 @@ class MediaChecker:
         )
         self.tasks = TaskOwner()
         self._lanes = [_CheckLane(self) for _ in range(limits.processes)]
-        self._known: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._running: dict[bytes, asyncio.Future[Verdict]] = {}
+        self._known: OrderedDict[bytes, MediaVerdict] = OrderedDict()
+        self._running: dict[bytes, asyncio.Future[MediaVerdict]] = {}
         self.counts = CheckCounts()
 
     async def check(self, data: bytes, part: str, digest: bytes = b"") -> ImageFacts:
@@ -109,7 +109,7 @@ class MediaChecker:
             )
         return verdict.facts
 
-    async def verdict(self, data: bytes, digest: bytes) -> Verdict:
+    async def verdict(self, data: bytes, digest: bytes) -> MediaVerdict:
         """Returns the result for one file; raises SluiceError as `check` unless the file is at fault."""
         known = self._known.get(digest)
         if known is not None:
@@ -125,10 +125,13 @@ class MediaChecker:
             started = perf_counter()
             future.add_done_callback(lambda done: self._on_done(digest, done, started))
             min(self._lanes, key=lambda lane: lane.outstanding).add(Call(data, future))
-        wait_s = START_S + self.limits.limit_s * (self.limits.waiting + 1)
-        return await asyncio.wait_for(asyncio.shield(future), wait_s)
+        try:
+            async with asyncio.timeout(START_S + 2 * self.limits.limit_s):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            raise overloaded("Too many media files are waiting to be checked; retry shortly.") from None
 
-    def _on_done(self, digest: bytes, done: asyncio.Future[Verdict], started: float) -> None:
+    def _on_done(self, digest: bytes, done: asyncio.Future[MediaVerdict], started: float) -> None:
         self._running.pop(digest, None)
         self.counts.checked += 1
         self.counts.seconds += perf_counter() - started
@@ -146,7 +149,7 @@ class MediaChecker:
         await self.server.close()
 
 
-class _CheckLane(CallQueue[Verdict]):
+class _CheckLane(CallQueue[MediaVerdict]):
     """The files of one process."""
 
     def __init__(self, home: MediaChecker) -> None:
@@ -154,7 +157,7 @@ class _CheckLane(CallQueue[Verdict]):
         self._home = home
         self._opening: asyncio.Task[None] | None = None
 
-    def add(self, call: Call[Verdict]) -> None:
+    def add(self, call: Call[MediaVerdict]) -> None:
         self.waiting.append(call)
         self.send_ready()
 
@@ -177,7 +180,7 @@ class _CheckLane(CallQueue[Verdict]):
             self._opening = None
         self.use(child)
 
-    def on_reply(self, call: Call[Verdict], reply: bytes) -> None:
+    def on_reply(self, call: Call[MediaVerdict], reply: bytes) -> None:
         if reply.startswith(ENDS):
             call.resolve(_exhausted())
             self.drop()
@@ -193,7 +196,7 @@ class _CheckLane(CallQueue[Verdict]):
             head.attempts += 1
             self.waiting.appendleft(head)
         elif head is not None:
-            head.resolve(Verdict(None, "takes too long to decode", fault=True) if timed_out else _exhausted())
+            head.resolve(MediaVerdict(None, "takes too long to decode", fault=True) if timed_out else _exhausted())
 
     def close(self) -> None:
         self.drop()
@@ -201,20 +204,20 @@ class _CheckLane(CallQueue[Verdict]):
             self.waiting.popleft().resolve(SluiceError(ErrorKind.UNAVAILABLE, "The service is stopping."))
 
 
-def _exhausted() -> Verdict:
-    return Verdict(None, "requires too much memory to decode, or cannot be decoded", fault=True)
+def _exhausted() -> MediaVerdict:
+    return MediaVerdict(None, "requires too much memory to decode, or cannot be decoded", fault=True)
 
 
-def _read_reply(reply: bytes) -> Verdict:
+def _read_reply(reply: bytes) -> MediaVerdict:
     """Returns the verdict of a reply; a process compromised by a file may send anything."""
     try:
         form = orjson.loads(reply)
         if "error" in form:
-            return Verdict(None, str(form["error"])[:200])
+            return MediaVerdict(None, str(form["error"])[:200])
         width, height = int(form["width"]), int(form["height"])
         facts = ImageFacts(width, height, str(form["format"]))
         if width < 1 or height < 1 or not facts.media_type:
             return _exhausted()
-        return Verdict(facts, peak_kb=int(form["peak_kb"]))
+        return MediaVerdict(facts, peak_kb=int(form["peak_kb"]))
     except (ValueError, KeyError, TypeError):
         return _exhausted()

@@ -10,7 +10,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
 from services.common.media.parts import MOST_URL, media_too_large
 from services.common.tasks import TaskOwner
 from services.preprocess.media.addresses import AllowedHosts
-from services.preprocess.media.https_get import Failed, HttpsGet, OverLimit, Refused, read_target
+from services.preprocess.media.https_get import FetchFailed, FileOverLimit, HttpsGet, UrlRefused, read_target
 
 HOSTS_SETTING = "--media-hosts"
 FETCH_REFUSED, FETCH_FAILED, FETCH_TOO_LARGE = "media_fetch_refused", "media_fetch_failed", "media_too_large"
@@ -141,25 +141,25 @@ class MediaFetcher:
                 return await self._follow(url)
         except TimeoutError:
             return _Failure(FETCH_FAILED, "is not answered in time")
-        except Refused as error:
+        except UrlRefused as error:
             return _Failure(FETCH_REFUSED, str(error))
-        except Failed as error:
+        except FetchFailed as error:
             return _Failure(FETCH_FAILED, str(error))
-        except OverLimit:
+        except FileOverLimit:
             return _Failure(FETCH_TOO_LARGE)
 
     async def _follow(self, url: str) -> bytes:
         for _ in range(self._limits.redirects + 1):
             target = read_target(url)
             if not self._hosts.permits(target.host, target.port):
-                raise Refused(f"leads to a host that the preprocess setting {HOSTS_SETTING} does not list")
+                raise UrlRefused(f"leads to a host that the preprocess setting {HOSTS_SETTING} does not list")
             answer = await self._get.get(target)
             if not answer.location:
                 return answer.data
             url = urljoin(url, answer.location)
             if len(url) > MOST_URL:
-                raise Refused("is redirected to a URL that is too long")
-        raise Refused(f"is redirected more than {self._limits.redirects} times")
+                raise UrlRefused("is redirected to a URL that is too long")
+        raise UrlRefused(f"is redirected more than {self._limits.redirects} times")
 
     async def close(self) -> None:
         """Ends all fetches."""

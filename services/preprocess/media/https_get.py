@@ -20,15 +20,15 @@ REDIRECTS = frozenset((301, 302, 303, 307, 308))
 Resolver = Callable[[str, int], Awaitable[list[str]]]
 
 
-class Refused(Exception):
+class UrlRefused(Exception):
     """The URL, or what it leads to, is not permitted; the text is the reason, for clients."""
 
 
-class Failed(Exception):
+class FetchFailed(Exception):
     """The file cannot be fetched; the text is the reason, for clients."""
 
 
-class OverLimit(Exception):
+class FileOverLimit(Exception):
     """The file has too many bytes."""
 
 
@@ -41,7 +41,7 @@ class AddressPolicy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class HttpsTarget:
     """Where a URL leads.
 
     Attributes:
@@ -61,29 +61,29 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpsAnswer:
     """A response: its file, or the location that it redirects to."""
 
     data: bytes = b""
     location: str = ""
 
 
-def read_target(url: str) -> Target:
-    """Returns where an https URL leads; raises Refused for other URLs, and for credentials in them."""
+def read_target(url: str) -> HttpsTarget:
+    """Returns where an https URL leads; raises UrlRefused for other URLs, and for credentials in them."""
     try:
         parts: SplitResult = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise Refused("is not a valid URL") from None
+        raise UrlRefused("is not a valid URL") from None
     host = (parts.hostname or "").rstrip(".")
     if parts.scheme != "https" or not host:
-        raise Refused("does not begin with https:// and a host")
+        raise UrlRefused("does not begin with https:// and a host")
     if parts.username is not None or parts.password is not None:
-        raise Refused("contains a user name or password")
+        raise UrlRefused("contains a user name or password")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     if not (host + path).isascii() or any(ord(char) <= 32 or ord(char) == 127 for char in host + path):
-        raise Refused("contains characters that must be percent-encoded")
-    return Target(host, 443 if port is None else port, path)
+        raise UrlRefused("contains characters that must be percent-encoded")
+    return HttpsTarget(host, 443 if port is None else port, path)
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -117,28 +117,32 @@ class HttpsGet:
         self._tls = tls
         self._resolver = resolver
 
-    async def get(self, target: Target) -> Answer:
-        """Returns the response to one request, without following a redirect; raises Refused, Failed or OverLimit."""
+    async def get(self, target: HttpsTarget) -> HttpsAnswer:
+        """Returns the response to one request, without following a redirect.
+
+        Raises:
+            UrlRefused, FetchFailed, FileOverLimit: see there.
+        """
         reader, writer = await self._connect(target)
         try:
             peer = writer.get_extra_info("peername")
             if not peer or not self._policy.permits(str(peer[0])):
-                raise Refused("leads to an address that is not public")
+                raise UrlRefused("leads to an address that is not public")
             return await self._exchange(target, reader, writer)
         except (TimeoutError, OSError, h11.RemoteProtocolError) as error:
-            raise Failed(_reason(error)) from None
+            raise FetchFailed(_reason(error)) from None
         finally:
             writer.transport.abort()
 
-    async def _connect(self, target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connect(self, target: HttpsTarget) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         try:
             async with asyncio.timeout(self._read_s):
                 addresses = await self._resolver(target.host, target.port)
         except (TimeoutError, OSError, UnicodeError):
-            raise Failed("names a host that cannot be resolved") from None
+            raise FetchFailed("names a host that cannot be resolved") from None
         allowed = [address for address in addresses if self._policy.permits(address)]
         if not allowed:
-            raise Refused("leads to an address that is not public")
+            raise UrlRefused("leads to an address that is not public")
         if self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         failure = ""
@@ -150,9 +154,11 @@ class HttpsGet:
                     )
             except (TimeoutError, OSError) as error:
                 failure = _reason(error)
-        raise Failed(failure)
+        raise FetchFailed(failure)
 
-    async def _exchange(self, target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
+    async def _exchange(
+        self, target: HttpsTarget, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> HttpsAnswer:
         connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=MOST_HEAD_BYTES)
         headers = [
             ("Host", target.authority),
@@ -172,15 +178,15 @@ class HttpsGet:
             elif isinstance(event, h11.Response):
                 location = self._check_head(event)
                 if location:
-                    return Answer(location=location)
+                    return HttpsAnswer(location=location)
             elif isinstance(event, h11.Data):
                 data += event.data
                 if len(data) > self._max_bytes:
-                    raise OverLimit
+                    raise FileOverLimit
             elif isinstance(event, h11.EndOfMessage):
-                return Answer(bytes(data))
+                return HttpsAnswer(bytes(data))
             elif not isinstance(event, h11.InformationalResponse):
-                raise Failed("was cut off by its server")
+                raise FetchFailed("was cut off by its server")
 
     def _check_head(self, head: h11.Response) -> str:
         """Returns the location of a redirect; raises unless a file follows otherwise."""
@@ -188,14 +194,14 @@ class HttpsGet:
         if head.status_code in REDIRECTS:
             location = headers.get(b"location", "")
             if not location:
-                raise Failed("is redirected to no location")
+                raise FetchFailed("is redirected to no location")
             return location
         if head.status_code != 200:
-            raise Failed(f"is answered with status {head.status_code}")
+            raise FetchFailed(f"is answered with status {head.status_code}")
         if headers.get(b"content-encoding", "identity").strip().lower() != "identity":
-            raise Failed("is answered with compressed data")
+            raise FetchFailed("is answered with compressed data")
         if int(headers.get(b"content-length", "0")) > self._max_bytes:
-            raise OverLimit
+            raise FileOverLimit
         return ""
 
 
