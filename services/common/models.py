@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*.jinja",
     "generation_config.json",
     "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
     "tekken.json",
     "tokenizer.model",
     "tokenizer.model.v*",

@@ -50,10 +50,11 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         lambda spec: load_tokenizer(spec, limits, engines, encoder_options, settings.template_file(spec.name)),
         settings.load_wait_s,
     )
+    media = settings.media_loader()
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(
         PreprocessService(
-            registry, pool, settings.max_prompt_bytes, waiters, template_waiters, settings.session_pause_s
+            registry, pool, settings.max_prompt_bytes, waiters, template_waiters, settings.session_pause_s, media
         ),
         server.server,
     )
@@ -83,6 +84,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         waiters.close()
         template_waiters.close()
         await template_processes.aclose()
+        await media.close()
 
 
 def _model_discovery(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> ModelDiscovery:

@@ -11,6 +11,8 @@ from services.common.observability.declarations import ERROR_KINDS, MODEL, Metri
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
 from services.preprocess.encoders.segment_cache import CacheStats
+from services.preprocess.media.fetching import FETCH_FAILED, FETCH_REFUSED, FETCH_TOO_LARGE
+from services.preprocess.media.loading import MediaLoader
 from services.preprocess.protocol import TokenizerFacts
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.registry import ModelRegistry
@@ -18,6 +20,15 @@ from services.preprocess.tokenizers.registry import ModelRegistry
 Observed = Iterator[tuple[float, Mapping[str, str]]]
 
 METRICS = MetricDeclarations("preprocess")
+
+MEDIA_CODES = (
+    "invalid_media",
+    "media_too_large",
+    "too_many_media",
+    "media_not_supported",
+    FETCH_REFUSED,
+    FETCH_FAILED,
+)
 
 VERB = Label("verb", "the requested operation", ("tokenize", "render", "detokenize", "list_models", "get_fingerprint"))
 
@@ -31,6 +42,21 @@ PROMPT_TOKENS = METRICS.histogram(
     buckets=(16, 64, 256, 1024, 4096, 16384, 65536, 262144),
 )
 POOL_JOBS = METRICS.gauge("pool_jobs", "large requests waiting or running")
+
+MEDIA_FETCHES = METRICS.counter(
+    "media_fetches",
+    "media files that were to be fetched",
+    Label("result", "fetched, or the code of the error", ("fetched", FETCH_REFUSED, FETCH_FAILED, FETCH_TOO_LARGE)),
+)
+MEDIA_FETCHED_BYTES = METRICS.counter("media_fetched_bytes", "size of the fetched media files", unit="By")
+MEDIA_CHECKS = METRICS.counter(
+    "media_checks", "media files that were checked", Label("result", "whether the content was known", ("hit", "miss"))
+)
+MEDIA_CHECK_SECONDS = METRICS.counter("media_check_seconds", "time of checking media files, with their waits", unit="s")
+MEDIA_REJECTED = METRICS.counter(
+    "media_rejected", "chats rejected for a media item", Label("reason", "code of the error", MEDIA_CODES)
+)
+ENCODER_TOKENS = METRICS.counter("encoder_tokens", "tokens that stand for media items in prompts", MODEL)
 
 INFO = METRICS.gauge(
     "tokenizer_info",
@@ -61,6 +87,8 @@ class Instruments:
         self._seconds = Histogram(REQUEST_SECONDS)
         self._errors = Counter(ERRORS)
         self._prompt_tokens = Histogram(PROMPT_TOKENS)
+        self._media_rejected = Counter(MEDIA_REJECTED)
+        self._encoder_tokens = Counter(ENCODER_TOKENS)
         watch(POOL_JOBS, lambda: [(pool.taken, {})])
 
     @contextmanager
@@ -71,15 +99,28 @@ class Instruments:
             yield
         except SluiceError as error:
             self._errors.add(1, {"verb": verb, "kind": error.kind.name.lower()})
+            if error.code in MEDIA_CODES:
+                self._media_rejected.add(1, {"reason": error.code})
             raise
         except Exception:
             self._errors.add(1, {"verb": verb, "kind": ErrorKind.INTERNAL.name.lower()})
             raise
         self._seconds.record(perf_counter() - started, {"verb": verb})
 
-    def prompt(self, model: str, tokens: int) -> None:
+    def prompt(self, model: str, tokens: int, encoder_tokens: int = 0) -> None:
         """Records a tokenized prompt; `model` must exist."""
         self._prompt_tokens.record(tokens, {"model": model})
+        if encoder_tokens:
+            self._encoder_tokens.add(encoder_tokens, {"model": model})
+
+
+def watch_media(loader: MediaLoader) -> None:
+    """Creates the instruments of media files; call it after telemetry is configured."""
+    fetches, checks = loader.fetcher.counts, loader.checker.counts
+    watch(MEDIA_FETCHES, lambda: [(count, {"result": result}) for result, count in fetches.results.items()])
+    watch(MEDIA_FETCHED_BYTES, lambda: [(fetches.bytes, {})])
+    watch(MEDIA_CHECKS, lambda: [(checks.known, {"result": "hit"}), (checks.checked, {"result": "miss"})])
+    watch(MEDIA_CHECK_SECONDS, lambda: [(checks.seconds, {})])
 
 
 def watch_tokenizers(registry: ModelRegistry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -68,6 +69,7 @@ class TokenizerFacts:
         template_fingerprint: hex SHA-256 of the chat template; empty for none.
         backend: library that encodes text; empty for the implementation's own.
         prompt_fingerprint: digests of a fixed set of chats, see `probes`; empty until the tokenizer is served.
+        media_fingerprint: the same of chats with a sample image; empty if the tokenizer takes none.
         defaults: sampling defaults from the model's files.
         cache_refusal: why prompt segments are not cached; empty when they are, or when there is no such cache.
         without_effect: those of HINTS that change no prompt of this model.
@@ -84,8 +86,27 @@ class TokenizerFacts:
     backend: str = ""
     cache_refusal: str = ""
     prompt_fingerprint: str = ""
+    media_fingerprint: str = ""
     defaults: GenerationDefaults = NO_DEFAULTS
     without_effect: frozenset[str] = frozenset()
+
+
+class ImageRule(Protocol):
+    """Which tokens stand for an image of a model.
+
+    Attributes:
+        token_id: what stands in place of an image before expansion.
+    """
+
+    token_id: int
+
+    def ids(self, width: int, height: int) -> array[int]:
+        """Returns the tokens, as array("I").
+
+        Raises:
+            ValueError: the model does not take images of this size; the text completes the sentence "The image …".
+        """
+        ...
 
 
 def packed_chat(tokenizer: TokenizerProtocol, chat: ChatRequest) -> bytes:
@@ -126,10 +147,14 @@ class PendingPrompt:
     Attributes:
         render: starts rendering; to be awaited on the event loop.
         finish: converts the template's output into the prompt.
+        pack: returns the packed ids of the prompt; None for those of `pack_text` without special tokens.
+        shown: returns the prompt as clients may see it; None for the same.
     """
 
     render: Callable[[], Awaitable[str]]
     finish: Callable[[str], str]
+    pack: Callable[[str], bytes] | None = None
+    shown: Callable[[str], str] | None = None
 
     async def text(self) -> str:
         """Returns the prompt; raises SluiceError as TokenizerProtocol.render."""
@@ -143,11 +168,13 @@ class TokenizerProtocol(Protocol):
 
     Attributes:
         blocks: whether methods wait for more than computation, so that they must stay off the event loop.
+        image_rule: how images become tokens; None if the tokenizer takes none.
         renders_apart: whether the model's own template runs in another process, so that chats start with `begin_chat`.
     """
 
     blocks: ClassVar[bool] = False
     renders_apart: bool = False
+    image_rule: ImageRule | None = None
     facts: TokenizerFacts
 
     @property

@@ -10,13 +10,18 @@ import grpc
 
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import HASH_SCHEME, PrefixHashes
+from services.common.media.parts import MediaInput
+from services.common.media.spans import MediaKind, MediaSpan
 from services.common.models import ModelSpec
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, pack_u64, unpack_u32
 from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import answer
+from services.common.rpc.media import file_messages, read_inputs, span_messages
 from services.preprocess.generation_defaults import GenerationDefaults
-from services.preprocess.metrics import Instruments, watch_tokenizers
+from services.preprocess.media.expansion import expand
+from services.preprocess.media.loading import LoadedMedia, MediaLoader
+from services.preprocess.metrics import Instruments, watch_media, watch_tokenizers
 from services.preprocess.protocol import (
     ChatRequest,
     PendingPrompt,
@@ -32,6 +37,7 @@ from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 PROMPT_TAIL_TOKENS = 16
 MAX_EACH = 32_768
+NO_MEDIA = LoadedMedia()
 COST_PER_TOKEN = 32  # decoding tokens one by one, relative to decoding them together
 
 _hashes = PrefixHashes()  # of all models: the seed and the tokens tell them apart
@@ -52,6 +58,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         foreign: for chats with a template in the request, so that hostile ones only delay each other; defaults to
             `waiters`.
         max_pause_s: longest pause between two messages of a session under load.
+        media: loads media items; None: chats with them are rejected.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         waiters: ComputePool | None = None,
         foreign: ComputePool | None = None,
         max_pause_s: float = 0.0,
+        media: MediaLoader | None = None,
     ) -> None:
         self._registry = registry
         self._pool = pool
@@ -69,6 +77,9 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         self._foreign = foreign or self._waiters
         self._max_prompt_bytes = max_prompt_bytes
         self._max_pause_s = max_pause_s
+        self._media = media
+        if media is not None:
+            watch_media(media)
         self._instruments = Instruments(pool)
         watch_tokenizers(registry)
 
@@ -123,7 +134,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def _tokenize(self, request: preprocess_pb2.TokenizeRequest) -> preprocess_pb2.TokenizeResponse:
         with self._registry.using(await self._registry.get(request.model)) as tokenizer:
             reply, tokens = await self._tokenize_with(tokenizer, request)
-        self._instruments.prompt(request.model, tokens)
+        self._instruments.prompt(request.model, tokens, sum(span.encoder_tokens for span in reply.media))
         return reply
 
     async def _tokenize_with(
@@ -133,24 +144,36 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         kind = request.WhichOneof("input")
         if kind is None:
             raise invalid("The request has no input; set chat, text or tokens.", param="input")
-        size = getattr(request, kind).ByteSize()
+        size = _text_size(getattr(request, kind), request.chat)
         self._check_size(size, "prompt" if kind != "chat" else "messages")
+        media = await self._load_media(tokenizer, request.chat, size) if request.chat.media else NO_MEDIA
         pending = await self._begin_chat(tokenizer, request.chat, size) if kind == "chat" else None
         if pending is None:
             foreign = bool(request.chat.chat_template)
-            return await self._compute(tokenizer, lambda: _tokenize(tokenizer, request, kind), size, foreign)
+            return await self._compute(tokenizer, lambda: _tokenize(tokenizer, request, kind, media), size, foreign)
         text = await pending.text()
-        return await self._pool.run(
-            lambda: _response(tokenizer, request, packed_text(tokenizer, text, add_special_tokens=False)), len(text)
-        )
+        pack = pending.pack or (lambda text: packed_text(tokenizer, text, add_special_tokens=False))
+        return await self._pool.run(lambda: _response(tokenizer, request, pack(text), media), len(text))
+
+    async def _load_media(self, tokenizer: TokenizerProtocol, chat: preprocess_pb2.ChatInput, size: int) -> LoadedMedia:
+        """Returns the media items of a chat; fetches nothing if the chat or the model is at fault."""
+        inputs = read_inputs(chat.media)
+        rule = getattr(tokenizer, "image_rule", None)  # optional for custom classes
+        for item in inputs:
+            if self._media is None or rule is None or item.kind is not MediaKind.IMAGE:
+                raise _not_supported(item, tokenizer)
+        assert self._media is not None
+        await self._compute(tokenizer, lambda: _chat(chat), size, foreign=False)
+        return await self._media.load(inputs)
 
     async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
-        size = request.chat.ByteSize()
+        size = _text_size(request.chat, request.chat)
         self._check_size(size, "messages")
         with self._registry.using(await self._registry.get(request.model)) as tokenizer:
             pending = await self._begin_chat(tokenizer, request.chat, size)
             if pending is not None:
                 text = await pending.text()
+                text = pending.shown(text) if pending.shown is not None else text
             else:
                 foreign = bool(request.chat.chat_template)
                 text = await self._compute(tokenizer, lambda: tokenizer.render(_chat(request.chat)), size, foreign)
@@ -198,8 +221,16 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             raise too_large(size, self._max_prompt_bytes, param)
 
 
+def _text_size(
+    given: preprocess_pb2.ChatInput | preprocess_pb2.TextInput | preprocess_pb2.TokenInput,
+    chat: preprocess_pb2.ChatInput,
+) -> int:
+    """Returns the size of an input without its media files, which have their own limit."""
+    return given.ByteSize() - sum(len(each.data) for each in chat.media)
+
+
 def _tokenize(
-    tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, kind: str
+    tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, kind: str, media: LoadedMedia
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     """Returns the response and its number of tokens."""
     second_text_at = 0
@@ -210,25 +241,29 @@ def _tokenize(
         packed = packed_chat(tokenizer, _chat(request.chat))
     else:
         packed, second_text_at = _text_ids(tokenizer, request.text)
-    reply, tokens = _response(tokenizer, request, packed)
+    reply, tokens = _response(tokenizer, request, packed, media)
     reply.second_text_at = second_text_at
     return reply, tokens
 
 
 def _response(
-    tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, packed: bytes
+    tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, packed: bytes, media: LoadedMedia
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
+    spans: tuple[MediaSpan, ...] = ()
+    rule = getattr(tokenizer, "image_rule", None)
+    if rule is not None and request.HasField("chat"):
+        packed, spans = expand(packed, rule, media.items)
     size = request.block_size
     tokens = len(packed) // 4
     if request.hashes_only and size:
-        hashes = _hashes.of(packed, size, request.lora, request.cache_salt)
+        hashes = _hashes.of(packed, size, request.lora, request.cache_salt, spans)
         return preprocess_pb2.TokenizeResponse(
-            block_hashes=pack_u64(hashes), hash_scheme=HASH_SCHEME, prompt_tokens=tokens
+            block_hashes=pack_u64(hashes), hash_scheme=HASH_SCHEME, prompt_tokens=tokens, media=span_messages(spans)
         ), tokens
     facts = tokenizer.facts
     reply = preprocess_pb2.TokenizeResponse(
         token_ids=packed,
-        block_hashes=pack_u64(_hashes.of(packed, size, request.lora, request.cache_salt)) if size else b"",
+        block_hashes=pack_u64(_hashes.of(packed, size, request.lora, request.cache_salt, spans)) if size else b"",
         hash_scheme=HASH_SCHEME,
         stop_token_ids=pack_u32(facts.stop_ids),
         eos_token_ids=pack_u32(facts.eos_ids),
@@ -239,8 +274,21 @@ def _response(
         default_max_tokens=facts.defaults.max_tokens,
         without_effect=_without_effect(facts.without_effect, request.chat),
         prompt_tokens=tokens,
+        media=span_messages(spans),
+        fetched=file_messages(media.fetched),
     )
     return reply, tokens
+
+
+def _not_supported(item: MediaInput, tokenizer: TokenizerProtocol) -> SluiceError:
+    """Returns the error of a media item that the model's tokenizer does not take."""
+    facts = tokenizer.facts
+    return invalid(
+        f"{item.part} is an {item.kind.capability}, which the {facts.processor} tokenizer of this model does not take; "
+        "leave it out, or choose a model with that modality.",
+        param=item.part,
+        code="media_not_supported",
+    )
 
 
 def _detokenize(
@@ -279,6 +327,7 @@ def _chat(chat: preprocess_pb2.ChatInput) -> ChatRequest:
         chat_template=chat.chat_template,
         add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
         continue_final_message=chat.continue_final_message,
+        media=read_inputs(chat.media) if chat.media else (),
     )
 
 
@@ -313,6 +362,7 @@ def _spec(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> common_pb2.To
         source=spec.source,
         fingerprint=facts.fingerprint if facts is not None else "",
         prompt_fingerprint=facts.prompt_fingerprint if facts is not None else "",
+        media_fingerprint=facts.media_fingerprint if facts is not None else "",
     )
 
 

@@ -8,9 +8,16 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from services.common.discovery.processing_settings import ProcessingSettings
+from services.common.media.parts import MediaLimits
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.preprocess.encoders.backend import EncoderOptions
+from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
+from services.preprocess.media.checking import CheckLimits, MediaChecker
+from services.preprocess.media.fetching import FetchLimits, MediaFetcher
+from services.preprocess.media.https_get import HttpsGet
+from services.preprocess.media.images import ImageLimits
+from services.preprocess.media.loading import MediaLoader
 from services.preprocess.tokenizers.engine import EngineOptions
 
 
@@ -62,6 +69,26 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
         "memory and CPU",
     )
 
+    max_message_mb: int = Field(64, ge=1, le=1024, description="maximum size of a gRPC message, MiB")
+    media_hosts: CommaList = Field(
+        [],
+        description="hosts that images are fetched from over https, each HOST or *.DOMAIN, with :PORT unless 443; "
+        "* for all; empty: none",
+    )
+    media_items: int = Field(32, ge=1, le=1024, description="maximum number of media items of a chat")
+    media_mb: float = Field(20.0, gt=0, le=512, description="maximum size of a media file, MiB")
+    media_pixels: int = Field(40_000_000, ge=1, le=1 << 30, description="maximum number of pixels of an image")
+    media_side: int = Field(16_384, ge=1, le=1 << 20, description="maximum number of pixels of a side of an image")
+    media_frames: int = Field(256, ge=1, description="maximum number of frames of an image; only the first is used")
+    media_processes: int = Field(1, ge=1, le=16, description="number of processes that decode media files")
+    media_memory_mb: int = Field(768, ge=128, description="address space limit of a media process, MiB")
+    media_limit_s: float = Field(5.0, gt=0, description="maximum seconds of decoding a media file")
+    media_fetch_s: float = Field(15.0, gt=0, description="maximum seconds of fetching a media file, with redirects")
+    media_read_s: float = Field(
+        5.0, gt=0, description="maximum seconds of connecting to a media host, and between two pieces of a file"
+    )
+    media_fetches: int = Field(16, ge=1, le=256, description="maximum number of media files fetched at once")
+
     engine_processes: int = Field(1, ge=1, le=64, description="number of engine tokenizer processes per model")
     engine_memory_mb: int = Field(
         2048, ge=128, description="memory limit of an engine tokenizer process beyond its tokenizer, MiB"
@@ -86,6 +113,24 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
             if not file or name not in {spec.name for spec in self.served}:
                 raise ValueError(f"chat template {text!r} is not NAME=FILE with the name of a served model")
         return self
+
+    @model_validator(mode="after")
+    def _check_media_hosts(self) -> Self:
+        AllowedHosts(self.media_hosts)
+        return self
+
+    def media_loader(self) -> MediaLoader:
+        """Returns a new loader of media items with these limits; belongs to the running event loop."""
+        most = int(self.media_mb * (1 << 20))
+        get = HttpsGet(PublicAddresses(), most, self.media_read_s)
+        fetch_limits = FetchLimits(most, self.media_fetch_s, self.media_fetches)
+        images = ImageLimits(self.media_pixels, self.media_side, self.media_frames)
+        check_limits = CheckLimits(images, self.media_limit_s, self.media_memory_mb, self.media_processes)
+        return MediaLoader(
+            MediaFetcher(AllowedHosts(self.media_hosts), get, fetch_limits),
+            MediaChecker(check_limits),
+            MediaLimits(self.media_items, most),
+        )
 
     def template_file(self, model: str) -> Path | None:
         """Returns the chat template file configured for a model; None for the model's own template."""

@@ -5,14 +5,19 @@ Every error is one sentence and names the field as in the client's request, such
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
+from services.common.media.parts import MediaInput
+from services.common.media.spans import MediaKind
 from services.preprocess.protocol import ChatRequest, Message, Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MEDIA_PARTS = tuple(kind.capability for kind in MediaKind)
+"""Types of content parts that refer to a media item."""
 _TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
 _REQUEST_FIELDS = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 
@@ -27,8 +32,12 @@ def parse_chat(
     chat_template: str = "",
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
+    media: Sequence[MediaInput] = (),
 ) -> ChatRequest:
     """Parses and validates a chat whose parts are JSON; empty bytes are an unset part.
+
+    Args:
+        media: the items that its content parts refer to, each once and in order.
 
     Raises:
         SluiceError: INVALID_ARGUMENT naming the field; invalid UTF-8, lone surrogates and NaN are not valid JSON.
@@ -42,6 +51,7 @@ def parse_chat(
         chat_template=chat_template,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
+        media=media,
     )
 
 
@@ -55,6 +65,7 @@ def checked_chat(
     chat_template: str = "",
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
+    media: Sequence[MediaInput] = (),
 ) -> ChatRequest:
     """Validates a chat whose parts are parsed already; None is an unset part."""
     if add_generation_prompt and continue_final_message:
@@ -64,7 +75,7 @@ def checked_chat(
         )
     checked_tools = _check_tools(tools)
     return ChatRequest(
-        messages=check_messages(messages),
+        messages=check_messages(messages, media),
         tools=checked_tools,
         template_kwargs=_check_kwargs(template_kwargs),
         chat_template=chat_template,
@@ -84,7 +95,7 @@ def _load(data: bytes, param: str) -> Any:
         raise invalid(f"{param} is not valid JSON: {error.msg} at position {error.pos}.", param=param) from None
 
 
-def check_messages(messages: Any) -> list[Message]:
+def check_messages(messages: Any, media: Sequence[MediaInput] = ()) -> list[Message]:
     """Returns the messages unchanged; raises SluiceError(INVALID_ARGUMENT) naming the first invalid field."""
     if not isinstance(messages, list):
         raise invalid("messages must be an array of messages.", param="messages")
@@ -92,7 +103,33 @@ def check_messages(messages: Any) -> list[Message]:
         raise invalid("messages must contain at least one message.", param="messages")
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
+    _check_references(messages, media)
     return messages
+
+
+def _check_references(messages: list[Message], media: Sequence[MediaInput]) -> None:
+    """Checks that content parts refer to all media items, in order."""
+    used = 0
+    for index, message in enumerate(messages):
+        content = message.get("content")
+        for at, part in enumerate(content if isinstance(content, list) else ()):
+            if part["type"] not in MEDIA_PARTS:
+                continue
+            where = f"messages[{index}].content[{at}]"
+            if used == len(media):
+                raise invalid(
+                    f"{where}.type {quoted(part['type'])} is not supported; send text.", param=f"{where}.type"
+                )
+            if part.get("media") != used or isinstance(part["media"], bool):
+                raise invalid(f"{where}.media must be {used}, the next of the media items.", param=f"{where}.media")
+            if part["type"] != media[used].kind.capability:
+                raise invalid(
+                    f"{where}.type must be {media[used].kind.capability}, the kind of its media item.",
+                    param=f"{where}.type",
+                )
+            used += 1
+    if used < len(media):
+        raise invalid(f"No content part refers to media item {used}; leave it out.", param=media[used].part or "media")
 
 
 def _check_message(message: Any, where: str) -> None:
@@ -131,6 +168,8 @@ def _check_parts(parts: Any, where: str) -> None:
         kind = part.get("type")
         if not isinstance(kind, str):
             raise invalid(f"{here}.type {'is missing' if kind is None else 'must be a string'}.", param=f"{here}.type")
+        if kind in MEDIA_PARTS:
+            continue
         if kind not in ("text", "refusal"):
             raise invalid(f"{here}.type {quoted(kind)} is not supported; send text.", param=f"{here}.type")
         if not isinstance(part.get(kind), str):

@@ -7,7 +7,9 @@ from typing import Any
 
 import orjson
 
+from services.common.errors import invalid
 from services.preprocess.protocol import Message
+from services.preprocess.validation import MEDIA_PARTS
 
 # Clients send either name; templates read either.
 _REASONING = (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning"))
@@ -40,10 +42,23 @@ def _normalize(message: Message, content_format: ContentFormat) -> Message:
         if content_format is ContentFormat.PARTS:
             normalized["content"] = [{"type": "text", "text": content}]
     elif content_format is ContentFormat.STRING:
-        normalized["content"] = "\n".join(text for part in content if (text := part[part["type"]]))
+        normalized["content"] = "\n".join(text for part in content if (text := _text_of(part)))
+    elif any(part["type"] in MEDIA_PARTS for part in content):
+        normalized["content"] = [{"type": part["type"]} if part["type"] in MEDIA_PARTS else part for part in content]
     if message["role"] == "assistant":
         _adapt_assistant(normalized)
     return normalized
+
+
+def _text_of(part: dict[str, Any]) -> str:
+    if part["type"] in MEDIA_PARTS:
+        raise invalid(
+            "The chat template of this model shows text only; leave the media out.",
+            param="messages",
+            code="media_not_supported",
+        )
+    text: str = part[part["type"]]
+    return text
 
 
 def _adapt_assistant(message: Message) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from services.preprocess.encoders.hf import HfEncoder
 from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.limits import Limits
+from services.preprocess.media.expansion import image_rule
 from services.preprocess.protocol import (
     HINTS,
     ChatRequest,
@@ -28,6 +30,10 @@ from services.preprocess.protocol import (
     TokenizerProtocol,
 )
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
+from services.preprocess.tokenizers.placeholders import Placeholders
+from services.preprocess.validation import MEDIA_PARTS
+
+log = logging.getLogger(__name__)
 
 _END_MARK = "\ue000sluice-open-end\ue001 "
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -90,6 +96,12 @@ class HfTokenizer(TokenizerProtocol):
         for source in self._templates.values():
             self._own.compile(source)
         self._encoder = HfEncoder(file, self._tokenizer, self._probe(), encoder_options or EncoderOptions())
+        self.image_rule = image_rule(
+            model,
+            read_json(path, "preprocessor_config.json"),
+            read_json(path, "processor_config.json"),
+        )
+        self._placeholders = self._own_placeholders(file)
         self.facts = TokenizerFacts(
             processor="hf",
             fingerprint=fingerprint(path),
@@ -103,6 +115,17 @@ class HfTokenizer(TokenizerProtocol):
             cache_refusal=self._encoder.cache_refusal,
             without_effect=frozenset(name for name in HINTS if not _is_read(name, self._templates.values())),
         )
+
+    def _own_placeholders(self, file: Path) -> Placeholders | None:
+        """Returns the placeholders of images; without them, the model takes no images."""
+        if self.image_rule is None:
+            return None
+        try:
+            return Placeholders(self.image_rule, file.read_bytes())
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("images are not supported by this tokenizer", extra={"reason": str(error)})
+            self.image_rule = None
+            return None
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
@@ -121,7 +144,18 @@ class HfTokenizer(TokenizerProtocol):
 
     def pack_chat(self, chat: ChatRequest) -> bytes:
         """Returns packed ids of a chat; the template emits BOS itself, so none is added."""
-        return self.pack_text(self.render(chat), add_special_tokens=False)
+        hidden = self._placeholders.hidden(chat) if self._placeholders is not None else chat
+        runner, source = self._template(chat)
+        text = _finished(chat, runner.render(source, self._variables(hidden)))
+        return self._pack_hidden(text) if hidden is not chat else self.pack_text(text, add_special_tokens=False)
+
+    def _pack_hidden(self, text: str) -> bytes:
+        """Returns packed ids of a rendered chat whose text contained placeholders, which stay text."""
+        assert self._placeholders is not None
+        try:
+            return self._placeholders.packed(self._placeholders.restored(text))
+        except (TypeError, ValueError) as error:
+            raise invalid("The prompt cannot be tokenized; send valid Unicode.") from error
 
     def pack_text(self, text: str, add_special_tokens: bool | None = None) -> bytes:
         try:
@@ -157,7 +191,12 @@ class HfTokenizer(TokenizerProtocol):
         runner, source = self._template(chat)
         if not runner.apart:
             return None
-        return PendingPrompt(runner.prepare(source, self._variables(chat)), lambda text: _finished(chat, text))
+        places = self._placeholders
+        hidden = places.hidden(chat) if places is not None else chat
+        render = runner.prepare(source, self._variables(hidden))
+        if places is None or hidden is chat:
+            return PendingPrompt(render, lambda text: _finished(chat, text))
+        return PendingPrompt(render, lambda text: _finished(chat, text), self._pack_hidden, places.shown)
 
     def close(self) -> None:
         """Ends the process of the model's templates, if any."""
@@ -215,6 +254,11 @@ def _with_end_mark(message: Message) -> Message:
     if isinstance(content, str):
         return {**message, "content": content + _END_MARK}
     *before, last = content
+    if last["type"] in MEDIA_PARTS:
+        raise invalid(
+            "A message that ends with a media item cannot be continued; unset continue_final_message.",
+            param="continue_final_message",
+        )
     kind = last["type"]
     return {**message, "content": [*before, {**last, kind: last[kind] + _END_MARK}]}
 

@@ -31,6 +31,7 @@ from services.preprocess.encoders.mistral_plain import PlainEncoder
 from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import generation_defaults
 from services.preprocess.protocol import EFFORT, HINTS, ChatRequest, Message, TokenizerFacts, TokenizerProtocol
+from services.preprocess.tokenizers.mistral_images import IMAGE_PART, MistralImages
 
 _TOOL_CALL_ID_CHARS = 9
 _UNSET_LENGTH = 10**9
@@ -57,6 +58,7 @@ class MistralTokenizer(TokenizerProtocol):
         self._plain = PlainEncoder.for_tokenizer(self._tokenizer, self._encoder.pack)
         # Only after the fast path was compared with mistral-common, which must not use this encoder then.
         self._encoder.stand_in(self._text)
+        self.image_rule = MistralImages.take_over(self._tokenizer.instruct_tokenizer)
         config = read_json(path, "params.json") | read_json(path, "config.json")
         length = config.get("max_position_embeddings") or config.get("max_seq_len") or 0
         self.facts = TokenizerFacts(
@@ -78,7 +80,7 @@ class MistralTokenizer(TokenizerProtocol):
 
     def pack_chat(self, chat: ChatRequest) -> bytes:
         chat = self._without_hints(chat)
-        if self._plain is not None:
+        if self._plain is not None and not (self.image_rule is not None and _shows_images(chat)):
             try:
                 ids = self._plain.pack(chat)
             except ValueError as error:
@@ -164,7 +166,10 @@ class MistralTokenizer(TokenizerProtocol):
             adapted.pop("reasoning_content", None)
             adapted.pop("reasoning", None)
         if isinstance(content := message.get("content"), list):
-            adapted["content"] = [{"type": "text", "text": part[part["type"]]} for part in content]
+            adapted["content"] = [
+                IMAGE_PART if part["type"] == "image" else {"type": "text", "text": part[part["type"]]}
+                for part in content
+            ]
         if self._short_ids:
             if call_id := message.get("tool_call_id"):
                 adapted["tool_call_id"] = _short_id(call_id)
@@ -173,6 +178,11 @@ class MistralTokenizer(TokenizerProtocol):
                     {**call, "id": _short_id(call["id"])} if call.get("id") else call for call in calls
                 ]
         return adapted
+
+
+def _shows_images(chat: ChatRequest) -> bool:
+    contents = (message.get("content") for message in chat.messages)
+    return any(part["type"] == "image" for content in contents if isinstance(content, list) for part in content)
 
 
 def _in_order(messages: list[Message]) -> list[Message]:

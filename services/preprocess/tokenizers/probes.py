@@ -8,7 +8,9 @@ from typing import Any
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u32
-from services.preprocess.protocol import ChatRequest, Message, TokenizerProtocol
+from services.preprocess.media.expansion import CountedItem, expand
+from services.preprocess.media.images import ImageFacts
+from services.preprocess.protocol import ChatRequest, ImageRule, Message, TokenizerProtocol
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,34 @@ PROBES: dict[str, ChatRequest] = {
 def prompt_fingerprint(tokenizer: TokenizerProtocol) -> str:
     """Returns a prefix of the SHA-256 of each probe's ids in hex, or "-" where rejected, joined by commas."""
     return ",".join(_digest(tokenizer, chat) for chat in PROBES.values())
+
+
+SAMPLE_SIZES = ((64, 64), (200, 100), (1024, 768), (33, 601))
+"""Width and height of the sample images."""
+
+
+def media_fingerprint(tokenizer: TokenizerProtocol) -> str:
+    """Returns the same as `prompt_fingerprint` for a chat with each sample image; empty for tokenizers without images.
+
+    A sample image is a name for its size: only that becomes tokens.
+    """
+    rule = getattr(tokenizer, "image_rule", None)  # optional for custom classes
+    if rule is None:
+        return ""
+    return ",".join(_media_digest(tokenizer, rule, *size) for size in SAMPLE_SIZES)
+
+
+def _media_digest(tokenizer: TokenizerProtocol, rule: ImageRule, width: int, height: int) -> str:
+    sample = CountedItem(
+        "messages[0].content[1]", f"{width}x{height}".encode().ljust(16), ImageFacts(width, height, "PNG")
+    )
+    part = {"type": "image", "media": 0}
+    chat = ChatRequest([{"role": "user", "content": [{"type": "text", "text": "Describe: "}, part]}])
+    try:
+        packed, _ = expand(pack_u32(tokenizer.encode_chat(chat)), rule, [sample])
+    except SluiceError:
+        return REFUSED
+    return hashlib.sha256(packed).hexdigest()[:DIGEST_CHARS]
 
 
 def _digest(tokenizer: TokenizerProtocol, chat: ChatRequest) -> str:

@@ -14,7 +14,7 @@ from services.common.errors import SluiceError, not_found, quoted, unavailable
 from services.common.models import ModelSpec
 from services.common.tasks import TaskOwner
 from services.preprocess.protocol import TokenizerProtocol
-from services.preprocess.tokenizers.probes import prompt_fingerprint
+from services.preprocess.tokenizers.probes import media_fingerprint, prompt_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,11 @@ class ModelRegistry:
     def _timed_load(self, spec: ModelSpec) -> TokenizerProtocol:
         started = perf_counter()
         tokenizer = self._load(spec)
-        facts = tokenizer.facts = replace(tokenizer.facts, prompt_fingerprint=prompt_fingerprint(tokenizer))
+        facts = tokenizer.facts = replace(
+            tokenizer.facts,
+            prompt_fingerprint=prompt_fingerprint(tokenizer),
+            media_fingerprint=media_fingerprint(tokenizer),
+        )
         fields = {"model": spec.name, "processor": facts.processor, "vocab_size": facts.vocab_size}
         log.info("tokenizer is loaded", extra={**fields, "seconds": round(perf_counter() - started, 2)})
         return tokenizer

@@ -1,0 +1,1 @@
+"""Media items of chats: fetching, checking and counting."""

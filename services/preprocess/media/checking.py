@@ -1,0 +1,223 @@
+"""Checks media files in processes with limits; files with known content are not checked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import orjson
+
+from services.common.child_rpc.call_queue import Call, CallQueue
+from services.common.child_rpc.fork_server import ForkServer
+from services.common.child_rpc.process import bare_environment, module_command
+from services.common.errors import ErrorKind, SluiceError, overloaded
+from services.common.media.spans import content_hash
+from services.common.tasks import TaskOwner
+from services.preprocess.media.child import ENDS
+from services.preprocess.media.images import ImageFacts, ImageLimits
+
+START_S = 30.0
+WINDOW = 2
+MAX_REPLY_BYTES = 4096
+MOST_KNOWN = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLimits:
+    """Bounds on checking.
+
+    Attributes:
+        images: bounds on images.
+        limit_s: maximum seconds of one file.
+        memory_mb: address space of a process, MiB.
+        processes: number of processes.
+        waiting: files that wait for one.
+    """
+
+    images: ImageLimits = field(default_factory=ImageLimits)
+    limit_s: float = 5.0
+    memory_mb: int = 768
+    processes: int = 1
+    waiting: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MediaVerdict:
+    """The result for one file.
+
+    Attributes:
+        facts: None if the file is refused.
+        reason: completes "The image …" if it is.
+        fault: whether the process failed, rather than the file; such a verdict is not kept.
+        peak_kb: peak memory of the process, KiB; 0 if unknown.
+    """
+
+    facts: ImageFacts | None
+    reason: str = ""
+    fault: bool = False
+    peak_kb: int = 0
+
+
+@dataclass(slots=True)
+class CheckCounts:
+    """Counts since the start: files checked, files whose content was known, and seconds of checking."""
+
+    checked: int = 0
+    known: int = 0
+    seconds: float = 0.0
+
+
+class MediaChecker:
+    """The processes, started on first use and replaced when they fail; belongs to one event loop."""
+
+    def __init__(self, limits: CheckLimits | None = None) -> None:
+        self.limits = limits = limits or CheckLimits()
+        images = limits.images
+        arguments = (limits.limit_s, limits.memory_mb, images.pixels, images.side, images.frames)
+        self.server = ForkServer(
+            lambda control: module_command("services.preprocess.media.child", control, *arguments),
+            MAX_REPLY_BYTES,
+            START_S,
+            quiet=True,
+            environment=bare_environment(),
+        )
+        self.tasks = TaskOwner()
+        self._lanes = [_CheckLane(self) for _ in range(limits.processes)]
+        self._known: OrderedDict[bytes, MediaVerdict] = OrderedDict()
+        self._running: dict[bytes, asyncio.Future[MediaVerdict]] = {}
+        self.counts = CheckCounts()
+
+    async def check(self, data: bytes, part: str, digest: bytes = b"") -> ImageFacts:
+        """Returns the facts of a file.
+
+        Args:
+            part: its content part, for errors.
+            digest: its `content_hash` if known.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT for a file that is refused; OVERLOADED; INTERNAL if no process starts.
+        """
+        verdict = await self.verdict(data, digest or content_hash(data))
+        if verdict.facts is None:
+            raise SluiceError(
+                ErrorKind.INVALID_ARGUMENT,
+                f"The image of {part} {verdict.reason}.",
+                param=part,
+                code="invalid_media",
+            )
+        return verdict.facts
+
+    async def verdict(self, data: bytes, digest: bytes) -> MediaVerdict:
+        """Returns the result for one file; raises SluiceError as `check` unless the file is at fault."""
+        known = self._known.get(digest)
+        if known is not None:
+            self._known.move_to_end(digest)
+            self.counts.known += 1
+            return known
+        future = self._running.get(digest)
+        if future is None:
+            if sum(lane.outstanding for lane in self._lanes) >= self.limits.waiting:
+                raise overloaded("Too many media files are waiting to be checked; retry shortly.")
+            future = asyncio.get_running_loop().create_future()
+            self._running[digest] = future
+            started = perf_counter()
+            future.add_done_callback(lambda done: self._on_done(digest, done, started))
+            min(self._lanes, key=lambda lane: lane.outstanding).add(Call(data, future))
+        try:
+            async with asyncio.timeout(START_S + 2 * self.limits.limit_s):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            raise overloaded("Too many media files are waiting to be checked; retry shortly.") from None
+
+    def _on_done(self, digest: bytes, done: asyncio.Future[MediaVerdict], started: float) -> None:
+        self._running.pop(digest, None)
+        self.counts.checked += 1
+        self.counts.seconds += perf_counter() - started
+        if done.cancelled() or done.exception() is not None or done.result().fault:
+            return
+        self._known[digest] = done.result()
+        if len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await self.tasks.close()
+        for lane in self._lanes:
+            lane.close()
+        await self.server.close()
+
+
+class _CheckLane(CallQueue[MediaVerdict]):
+    """The files of one process."""
+
+    def __init__(self, home: MediaChecker) -> None:
+        super().__init__(home.limits.limit_s, WINDOW)
+        self._home = home
+        self._opening: asyncio.Task[None] | None = None
+
+    def add(self, call: Call[MediaVerdict]) -> None:
+        self.waiting.append(call)
+        self.send_ready()
+
+    def on_no_child(self) -> None:
+        if self._opening is None:
+            self._opening = self._home.tasks.spawn(self._open(), "media process")
+
+    async def _open(self) -> None:
+        try:
+            child, _ = await self._home.server.fork()
+            assert child is not None, "this service's greeting is never an error"
+        except (OSError, EOFError, ValueError):
+            await self._home.server.close()
+            while self.waiting:
+                self.waiting.popleft().resolve(
+                    SluiceError(ErrorKind.INTERNAL, "No process for media files could be started; see the log.")
+                )
+            return
+        finally:
+            self._opening = None
+        self.use(child)
+
+    def on_reply(self, call: Call[MediaVerdict], reply: bytes) -> None:
+        if reply.startswith(ENDS):
+            call.resolve(_exhausted())
+            self.drop()
+        else:
+            call.resolve(_read_reply(reply))
+
+    def on_failure(self, timed_out: bool) -> None:
+        """Refuses the file that was being checked, but tries it again once if others may have used up the memory."""
+        head = self.take_head()
+        tainted = self.replies > 0
+        self.drop()
+        if head is not None and not timed_out and tainted and not head.attempts:
+            head.attempts += 1
+            self.waiting.appendleft(head)
+        elif head is not None:
+            head.resolve(MediaVerdict(None, "takes too long to decode", fault=True) if timed_out else _exhausted())
+
+    def close(self) -> None:
+        self.drop()
+        while self.waiting:
+            self.waiting.popleft().resolve(SluiceError(ErrorKind.UNAVAILABLE, "The service is stopping."))
+
+
+def _exhausted() -> MediaVerdict:
+    return MediaVerdict(None, "requires too much memory to decode, or cannot be decoded", fault=True)
+
+
+def _read_reply(reply: bytes) -> MediaVerdict:
+    """Returns the verdict of a reply; a process compromised by a file may send anything."""
+    try:
+        form = orjson.loads(reply)
+        if "error" in form:
+            return MediaVerdict(None, str(form["error"])[:200])
+        width, height = int(form["width"]), int(form["height"])
+        facts = ImageFacts(width, height, str(form["format"]))
+        if width < 1 or height < 1 or not facts.media_type:
+            return _exhausted()
+        return MediaVerdict(facts, peak_kb=int(form["peak_kb"]))
+    except (ValueError, KeyError, TypeError):
+        return _exhausted()

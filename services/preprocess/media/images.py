@@ -1,0 +1,151 @@
+"""Checks image files completely; runs in a process with limits, because files may be made to exhaust their readers."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from io import BytesIO
+from struct import error as StructError
+
+from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, WebPImagePlugin
+
+PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, WebPImagePlugin)
+"""All readers that files can reach; loaded before the limits apply."""
+MEDIA_TYPES = {
+    "JPEG": "image/jpeg",
+    "PNG": "image/png",
+    "WEBP": "image/webp",
+    "GIF": "image/gif",
+    "BMP": "image/bmp",
+}
+_MAGIC = (
+    (b"\xff\xd8\xff", "JPEG"),
+    (b"\x89PNG\r\n\x1a\n", "PNG"),
+    (b"GIF87a", "GIF"),
+    (b"GIF89a", "GIF"),
+    (b"BM", "BMP"),
+)
+_ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
+
+
+class BadImage(Exception):
+    """The file is not acceptable; the text completes the sentence "The image …"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageLimits:
+    """Bounds on images.
+
+    Attributes:
+        pixels: most pixels of a frame.
+        side: most pixels of a side.
+        frames: most frames; only the first one is used.
+    """
+
+    pixels: int = 40_000_000
+    side: int = 16_384
+    frames: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFacts:
+    """What a checked file contains.
+
+    Attributes:
+        width, height: of the image as shown, after the rotation that its metadata declares.
+        format: a name in MEDIA_TYPES.
+    """
+
+    width: int
+    height: int
+    format: str
+
+    @property
+    def media_type(self) -> str:
+        """The media type of the format."""
+        return MEDIA_TYPES[self.format]
+
+
+def sniff(data: bytes) -> str:
+    """Returns the format that the first bytes of a file declare; empty for others than those of MEDIA_TYPES."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return next((name for magic, name in _MAGIC if data.startswith(magic)), "")
+
+
+def check_image(data: bytes, limits: ImageLimits) -> ImageFacts:
+    """Decodes the first frame of a file and returns its facts; raises BadImage."""
+    form = sniff(data)
+    if not form:
+        raise BadImage(f"is not in one of the formats {', '.join(MEDIA_TYPES)}")
+    if form == "GIF":
+        _check_gif(data, limits.frames)
+    if form == "PNG":
+        _check_png(data)
+    if form == "WEBP" and int.from_bytes(data[4:8], "little") + 8 > len(data):
+        raise BadImage("is truncated")
+    Image.MAX_IMAGE_PIXELS = None  # checked below, with the same error for all formats
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(BytesIO(data), formats=(form,)) as image:
+                _check_size(image.size, limits)
+                if getattr(image, "n_frames", 1) > limits.frames and form != "JPEG":
+                    raise BadImage(f"has more than {limits.frames} frames")
+                image.load()
+                _check_size(image.size, limits)
+                sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
+                width, height = image.size
+    except (BadImage, MemoryError):
+        raise
+    except (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, StructError) as error:
+        raise BadImage("is broken or truncated") from error
+    return ImageFacts(height, width, form) if sideways else ImageFacts(width, height, form)
+
+
+def _check_size(size: tuple[int, int], limits: ImageLimits) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise BadImage("has no pixels")
+    if max(size) > limits.side:
+        raise BadImage(f"has a side of more than {limits.side:,} pixels")
+    if width * height > limits.pixels:
+        raise BadImage(f"has more than {limits.pixels:,} pixels")
+
+
+def _check_png(data: bytes) -> None:
+    """Walks over the chunks of a PNG file to its end; raises BadImage for truncated ones."""
+    at = 8
+    while data[at + 4 : at + 8] != b"IEND":
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+        if at + 12 > len(data):
+            raise BadImage("is broken or truncated")
+
+
+def _check_gif(data: bytes, most: int) -> None:
+    """Walks over the blocks of a GIF file without decoding them; raises BadImage for truncated ones and many frames."""
+    try:
+        at = 13 + _table_bytes(data[10])
+        frames = 0
+        while data[at] != 0x3B:
+            if data[at] == 0x21:
+                at += 2
+            elif data[at] == 0x2C:
+                frames += 1
+                if frames > most:
+                    raise BadImage(f"has more than {most} frames")
+                at += 11 + _table_bytes(data[at + 9])
+            else:
+                raise BadImage("is broken or truncated")
+            while data[at]:
+                at += data[at] + 1
+            at += 1
+    except IndexError:
+        raise BadImage("is broken or truncated") from None
+    if not frames:
+        raise BadImage("has no pixels")
+
+
+def _table_bytes(flags: int) -> int:
+    return 3 << ((flags & 7) + 1) if flags & 0x80 else 0

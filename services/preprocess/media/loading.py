@@ -1,0 +1,89 @@
+"""Loads the media items of a request: fetches them, checks them and names them by their content."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.errors import invalid
+from services.common.media.parts import MediaInput, MediaLimits, media_too_large
+from services.common.media.spans import MediaFile, content_hash
+from services.preprocess.media.checking import MediaChecker
+from services.preprocess.media.expansion import CountedItem
+from services.preprocess.media.fetching import MediaFetcher
+
+_INLINE_BYTES = 256 << 10
+_ALIASES = {"image/jpg": "image/jpeg", "image/x-png": "image/png", "image/x-ms-bmp": "image/bmp"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMedia:
+    """The media items of a request, checked.
+
+    Attributes:
+        fetched: files of those items that the caller has only a URL of, each once.
+    """
+
+    items: tuple[CountedItem, ...] = ()
+    fetched: tuple[MediaFile, ...] = ()
+
+
+class MediaLoader:
+    """Loads media items.
+
+    Args:
+        limits: bounds on one request.
+    """
+
+    def __init__(self, fetcher: MediaFetcher, checker: MediaChecker, limits: MediaLimits) -> None:
+        self.fetcher = fetcher
+        self.checker = checker
+        self._limits = limits
+
+    async def load(self, inputs: Sequence[MediaInput]) -> LoadedMedia:
+        """Returns the items of a request.
+
+        Raises:
+            SluiceError: as MediaFetcher.fetch and MediaChecker.check, for the first item that fails; INVALID_ARGUMENT
+                for too many, and for a file of another type than declared.
+        """
+        if len(inputs) > self._limits.items:
+            where = inputs[self._limits.items].part
+            raise invalid(
+                f"{where} is one media item too many; send at most {self._limits.items}.",
+                param=where,
+                code="too_many_media",
+            )
+        results = await asyncio.gather(*map(self._load, inputs), return_exceptions=True)
+        items, fetched = [], {}
+        for given, result in zip(inputs, results, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            item, data = result
+            items.append(item)
+            if given.url:
+                fetched[item.hash] = MediaFile(item.hash, data, item.facts.media_type)
+        return LoadedMedia(tuple(items), tuple(fetched.values()))
+
+    async def _load(self, given: MediaInput) -> tuple[CountedItem, bytes]:
+        data = await self.fetcher.fetch(given.url, given.part) if given.url else given.data
+        if not data:
+            raise invalid(f"{given.part} is empty; send the bytes of a file.", param=given.part, code="invalid_media")
+        if len(data) > self._limits.item_bytes:
+            raise media_too_large(given.part, self._limits.item_bytes)
+        digest = content_hash(data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(content_hash, data)
+        facts = await self.checker.check(data, given.part, digest)
+        declared = given.media_type.lower()
+        if declared and _ALIASES.get(declared, declared) != facts.media_type:
+            raise invalid(
+                f"The image of {given.part} is declared as {given.media_type[:100]}, but is {facts.media_type}.",
+                param=given.part,
+                code="invalid_media",
+            )
+        return CountedItem(given.part, digest, facts), data
+
+    async def close(self) -> None:
+        """Ends fetches and processes."""
+        await self.fetcher.close()
+        await self.checker.close()

@@ -1,0 +1,136 @@
+"""Files of every bad class, checked by the real limited process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.media.spans import content_hash
+from services.preprocess.media.checking import CheckLimits, MediaChecker
+from services.preprocess.media.images import BadImage, ImageFacts, ImageLimits, check_image
+from tests.support.data.images import gif_of_frames, image_file, png_bomb, png_declaring
+
+PART = "messages[2].content[1]"
+SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href="file:///etc/passwd"/></svg>'
+LIMITS = CheckLimits(ImageLimits(pixels=4_000_000, side=8192, frames=64), limit_s=20.0, memory_mb=512)
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[MediaChecker]:
+    checker = MediaChecker(LIMITS)
+    yield checker
+    await checker.close()
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+def test_check_image_of_each_format_returns_its_size(form: str) -> None:
+    assert check_image(image_file(70, 40, form), LIMITS.images) == ImageFacts(70, 40, form)
+
+
+@pytest.mark.parametrize(("orientation", "size"), [(1, (70, 40)), (3, (70, 40)), (6, (40, 70)), (8, (40, 70))])
+def test_check_image_rotated_by_metadata_returns_the_size_as_shown(orientation: int, size: tuple[int, int]) -> None:
+    facts = check_image(image_file(70, 40, "JPEG", orientation=orientation), LIMITS.images)
+    assert (facts.width, facts.height) == size
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.9])
+def test_check_image_truncated_raises(form: str, kept: float) -> None:
+    whole = image_file(64, 64, form)
+    with pytest.raises(BadImage):
+        check_image(whole[: int(len(whole) * kept)], LIMITS.images)
+
+
+BAD_FILES = {
+    "svg": (SVG, "formats"),
+    "text": (b"not an image at all", "formats"),
+    "pdf with a png behind": (b"%PDF-1.7\n" + image_file(8, 8), "formats"),
+    "gif header with a script": (b"GIF89a/*" + b"a" * 40 + b"*/=1;alert(1)", "broken"),
+    "png with a jpeg inside": (b"\x89PNG\r\n\x1a\n" + image_file(8, 8, "JPEG"), "broken"),
+    "zero pixels wide": (png_declaring(0, 8), "broken|pixels"),
+    "no frames": (gif_of_frames(0), "no pixels"),
+    "pixels": (png_bomb(4000, 4000), "more than 4,000,000 pixels"),
+    "declared pixels": (png_declaring(2_000, 2_001), "pixels"),
+    "side": (png_declaring(60_000, 1), "side"),
+    "gif of 100,000 frames": (gif_of_frames(100_000), "64 frames"),
+    "canvas of a gif": (gif_of_frames(1, side=65_535), "side"),
+    "missing data": (png_declaring(40, 40, b""), "broken"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+async def test_checker_bad_file_is_refused_by_name_within_bounded_memory(checker: MediaChecker, name: str) -> None:
+    file, reason = BAD_FILES[name]
+    with pytest.raises(SluiceError, match=reason) as caught:
+        await checker.check(file, PART)
+    assert (caught.value.kind, caught.value.param, caught.value.code) == (
+        ErrorKind.INVALID_ARGUMENT,
+        PART,
+        "invalid_media",
+    )
+    assert PART in caught.value.message
+    good = image_file(500, 400, "JPEG")
+    verdict = await checker.verdict(good, content_hash(good))
+    assert verdict.facts == ImageFacts(500, 400, "JPEG")
+    assert 0 < verdict.peak_kb < 200 << 10  # the bombs would take gigabytes
+
+
+async def test_checker_bomb_over_the_memory_limit_fails_alone() -> None:
+    limits = CheckLimits(ImageLimits(pixels=1 << 30, side=1 << 20), limit_s=60.0, memory_mb=400)
+    checker = MediaChecker(limits)
+    try:
+        bomb, good = png_bomb(16_000, 9_000), image_file(9, 8)
+        results = await asyncio.gather(checker.check(bomb, PART), checker.check(good, PART), return_exceptions=True)
+        assert isinstance(results[0], SluiceError)
+        assert "memory" in results[0].message
+        assert results[1] == ImageFacts(9, 8, "PNG")
+    finally:
+        await checker.close()
+
+
+async def test_checker_slow_file_fails_alone_after_the_limit() -> None:
+    limits = CheckLimits(ImageLimits(pixels=1 << 30, side=1 << 20), limit_s=0.2, memory_mb=4096)
+    checker = MediaChecker(limits)
+    try:
+        bomb, good = png_bomb(20_000, 12_000), image_file(9, 8)
+        with pytest.raises(SluiceError, match="too long"):
+            await checker.check(bomb, PART)
+        for _ in range(50):  # on a busy machine, the next process may also need several attempts
+            verdict = await checker.verdict(good, content_hash(good))
+            if verdict.facts is not None:
+                break
+        assert verdict.facts == ImageFacts(9, 8, "PNG")
+    finally:
+        await checker.close()
+
+
+async def test_checker_killed_process_is_replaced(checker: MediaChecker) -> None:
+    await checker.check(image_file(5, 5), PART)
+    child = checker._lanes[0].child
+    assert child is not None
+    os.kill(child.pid, signal.SIGKILL)
+    assert await checker.check(image_file(6, 5), PART) == ImageFacts(6, 5, "PNG")
+
+
+async def test_checker_same_content_is_decoded_once(checker: MediaChecker) -> None:
+    file = image_file(300, 300)
+    await asyncio.gather(*(checker.check(file, PART) for _ in range(8)))
+    await checker.check(file, PART)
+    assert checker.counts.checked == 1
+    assert checker.counts.known >= 1
+
+
+async def test_checker_with_too_many_waiting_files_refuses_more() -> None:
+    checker = MediaChecker(CheckLimits(waiting=2))
+    try:
+        files = [image_file(side, 3) for side in range(1, 6)]
+        results = await asyncio.gather(*(checker.check(file, PART) for file in files), return_exceptions=True)
+        refused = [error for error in results if isinstance(error, SluiceError)]
+        assert [error.kind for error in refused] == [ErrorKind.OVERLOADED] * 3
+    finally:
+        await checker.close()
