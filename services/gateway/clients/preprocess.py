@@ -9,7 +9,11 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
+from services.common.errors import internal
+from services.common.media.parts import MediaInput
+from services.common.media.spans import MediaFile, content_hash
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
+from services.common.rpc.media import input_messages, read_files, read_spans
 from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway import context
@@ -18,6 +22,7 @@ from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
     Prompt,
+    PromptMedia,
     SamplingParams,
     TextPrompt,
     TokenizedPrompt,
@@ -101,7 +106,11 @@ class PreprocessClient:
         else:  # input embeddings: only the model's stop tokens and defaults are needed
             request.tokens.token_ids = PLACEHOLDER_TOKEN
             request.block_size = 0
-        response = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
+        media = prompt.media if isinstance(prompt, ChatPrompt) else ()
+        if media:  # as a unary call, so that the files do not delay the calls that share the session
+            response = await self._call(_unary_tokenize, request, "")
+        else:
+            response = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         return TokenizedPrompt(
             token_ids=response.token_ids if embeds is None else b"",
@@ -116,6 +125,7 @@ class PreprocessClient:
             default_max_tokens=response.default_max_tokens if response.HasField("default_max_tokens") else None,
             without_effect=tuple(response.without_effect),
             second_text_at=response.second_text_at,
+            media=_media(media, response) if media else (),
         )
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
@@ -165,4 +175,26 @@ def _chat_input(prompt: ChatPrompt) -> preprocess_pb2.ChatInput:
         continue_final_message=prompt.continue_final_message,
         documents_json=prompt.documents_json,
         tool_choice_json=prompt.tool_choice_json,
+        media=input_messages(prompt.media),
     )
+
+
+def _unary_tokenize(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> Callable[..., Awaitable[Any]]:
+    return cast(Any, stub.Tokenize).unary  # type: ignore[no-any-return]
+
+
+def _media(items: Sequence[MediaInput], response: preprocess_pb2.TokenizeResponse) -> tuple[PromptMedia, ...]:
+    """Returns the media items of a tokenized prompt: the client's files, and those that preprocess has fetched.
+
+    Raises:
+        SluiceError: INTERNAL if the response has other items than the request.
+    """
+    spans = read_spans(response.media, len(response.token_ids) // 4)
+    files = {file.hash: file for file in read_files(response.fetched)}
+    for item in items:
+        if item.data:
+            file = MediaFile(content_hash(item.data), item.data, item.media_type)
+            files.setdefault(file.hash, file)
+    if len(spans) != len(items) or any(span.hash not in files for span in spans):
+        raise internal("The preprocess service returned other media items than the request has.")
+    return tuple(PromptMedia(span, files[span.hash]) for span in spans)
