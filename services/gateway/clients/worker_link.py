@@ -141,7 +141,8 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         """Drops further messages of the worker for a stream."""
         super().release(stream)
         self.keep.pop(stream.slot, None)
-        if self._repeatable.pop(stream.slot, None) is not None:
+        if stream.prompt.media:
+            self._repeatable.pop(stream.slot, None)
             self._media.remove(stream.slot)
 
     @property
