@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 LIST_TIMEOUT_S = 2.0
 TOKENIZE_SHARE = 0.5
 PLACEHOLDER_TOKEN = bytes(4)
+LARGE_FILES = 256 << 10
+"""Least bytes of the media files of a request that are hashed in a thread."""
 
 A = TypeVar("A")
 
@@ -125,7 +128,7 @@ class PreprocessClient:
             default_max_tokens=response.default_max_tokens if response.HasField("default_max_tokens") else None,
             without_effect=tuple(response.without_effect),
             second_text_at=response.second_text_at,
-            media=_media(media, response) if media else (),
+            media=await _media_of(media, response) if media else (),
         )
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
@@ -181,6 +184,13 @@ def _chat_input(prompt: ChatPrompt) -> preprocess_pb2.ChatInput:
 
 def _unary_tokenize(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> Callable[..., Awaitable[Any]]:
     return cast(Any, stub.Tokenize).unary  # type: ignore[no-any-return]
+
+
+async def _media_of(items: Sequence[MediaInput], response: preprocess_pb2.TokenizeResponse) -> tuple[PromptMedia, ...]:
+    """Returns `_media(...)`; large files are hashed in a thread."""
+    if sum(len(item.data) for item in items) < LARGE_FILES:
+        return _media(items, response)
+    return await asyncio.to_thread(_media, items, response)
 
 
 def _media(items: Sequence[MediaInput], response: preprocess_pb2.TokenizeResponse) -> tuple[PromptMedia, ...]:

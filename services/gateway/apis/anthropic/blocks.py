@@ -14,7 +14,7 @@ import orjson
 
 from services.common.budgets import Budget
 from services.common.media.parts import MediaInput, MediaLimits
-from services.gateway.apis.anthropic.images import read_image
+from services.gateway.apis.anthropic.images import has_image, read_image
 from services.gateway.apis.common.field_reader import FieldReader
 
 _SUPPORTED = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference")
@@ -160,7 +160,7 @@ def _read_result(block: FieldReader, chat: Chat, called: Set[str]) -> str:
         raise call.invalid(f"is {call.value[:64]!r}, but the previous message has no `tool_use` block with this id")
     failed = "Error: " if block.under("is_error").optional(bool) else ""
     result: Any = failed
-    if _has_image(content.value):
+    if has_image(content.value):
         result = [{"type": "text", "text": failed}] if failed else []
         for part in content.items():
             _check_kind(part)
@@ -244,10 +244,6 @@ def _add_part(chat: Chat, parts: list[dict[str, Any]], block: FieldReader, messa
     chat.parts[part] = block.path
     parts.append({"type": "image", "media": len(chat.media)})
     chat.media.append(replace(read_image(block, chat.limits, len(chat.media)), part=part))
-
-
-def _has_image(content: Any) -> bool:
-    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in content)
 
 
 def _text(block: FieldReader) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from services.common.errors import invalid
 from services.common.media.parts import MediaInput, MediaLimits, media_of_base64, media_of_url
 from services.common.media.spans import MediaKind
 from services.gateway.apis.common.field_reader import FieldReader
 
 _TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
+
+
+def has_image(content: Any) -> bool:
+    """Returns whether content is a list with an image block."""
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in content)
 
 
 def read_image(block: FieldReader, limits: MediaLimits, before: int) -> MediaInput:
