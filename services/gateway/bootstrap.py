@@ -257,6 +257,7 @@ def _build_components(
         settings.pipeline.any_replicas_make_text,
         partial(metrics.trouble, "postprocess"),
         settings.session_pause_s,
+        metrics.media_sent,
     )
     return Components(
         preprocess=preprocess,

@@ -74,6 +74,12 @@ TROUBLE = METRICS.counter(
     PEERS,
     Label("what", "what happened", TROUBLES),
 )
+MEDIA = METRICS.counter(
+    "media_files",
+    "media files sent to workers",
+    Label("sent", "first, or again because the worker no longer had it", ("first", "again")),
+)
+MEDIA_BYTES = METRICS.counter("media_bytes", "bytes of media files sent to workers")
 LIVE = METRICS.gauge("live_streams", "generations in progress")
 PARITY = METRICS.gauge(
     "tokenizer_parity",
@@ -101,6 +107,7 @@ class GatewayMetrics:
         self._disaggregated = Counter(DISAGGREGATED)
         self._text_moves = Counter(TEXT_MOVES)
         self._trouble = Counter(TROUBLE)
+        self._media, self._media_bytes = Counter(MEDIA), Counter(MEDIA_BYTES)
 
     def watch(self, live_streams: Callable[[], int]) -> None:
         """Registers the source of the gauge of live streams."""
@@ -151,3 +158,8 @@ class GatewayMetrics:
     def trouble(self, service: str, what: str) -> None:
         """Counts a call that was retried, hedged or refused; see `ReplicaSet.on_event`."""
         self._trouble.add(1, {"service": service, "what": what})
+
+    def media_sent(self, size: int, again: bool) -> None:
+        """Counts a media file sent to a worker, with its size in bytes; see `WorkerLink`."""
+        self._media.add(1, {"sent": "again" if again else "first"})
+        self._media_bytes.add(size, {})

@@ -106,14 +106,15 @@ def test_open_responses_case_tool_calling_returns_a_call(http: httpx.Client, str
     assert "function_call" in [item["type"] for item in response["output"]]
 
 
-def test_open_responses_case_image_input_is_refused_with_its_field(http: httpx.Client) -> None:
+def test_open_responses_case_image_input_without_an_engine_for_images_names_the_part(http: httpx.Client) -> None:
     parts = [
         {"type": "input_text", "text": "What do you see in this image?"},
         {"type": "input_image", "image_url": PIXEL},
     ]
     response = http.post("/responses", json={"model": MODEL, "input": [message("user", parts)]})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "input[0].content[1].type"
+    assert response.json()["error"]["param"] == "input[0].content[1]"
+    assert response.json()["error"]["code"] == "media_not_supported"
 
 
 def test_open_responses_case_compact_response_returns_a_compaction(http: httpx.Client) -> None:

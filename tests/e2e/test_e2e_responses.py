@@ -230,7 +230,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
     wrong: list[tuple[str, dict[str, Any]]] = [
         ("input", {"input": []}),
-        ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+        ("input[0].content[0].image_url", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         ("tools[0].type", {"input": "x", "tools": [{"type": "local_shell"}]}),
         ("tools[1].parameters", {"input": "x", "tools": [TOOLS[0], {**TOOLS[1], "parameters": []}]}),
         ("background", {"input": "x", "background": True, "store": False}),

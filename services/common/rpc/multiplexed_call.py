@@ -92,6 +92,11 @@ class MultiplexedCall(Generic[Q, A]):
             self._close_if_done()
             del answer  # break the reference cycle: its exception's traceback references this frame
 
+    @property
+    def unary(self) -> Callable[..., Awaitable[A]]:
+        """The unary RPC, for requests whose bytes would delay others on the stream."""
+        return self._unary
+
     async def run(self) -> None:
         """Keeps a session open until cancelled."""
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,11 @@ from typing import Any, TypeVar, cast
 
 import grpc
 
+from services.common.errors import internal
+from services.common.media.parts import MediaInput
+from services.common.media.spans import MediaFile, content_hash
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
+from services.common.rpc.media import input_messages, read_files, read_spans
 from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway import context
@@ -18,6 +23,7 @@ from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
     Prompt,
+    PromptMedia,
     SamplingParams,
     TextPrompt,
     TokenizedPrompt,
@@ -28,6 +34,8 @@ from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 LIST_TIMEOUT_S = 2.0
 TOKENIZE_SHARE = 0.5
 PLACEHOLDER_TOKEN = bytes(4)
+LARGE_FILES = 256 << 10
+"""Least bytes of the media files of a request that are hashed in a thread."""
 
 A = TypeVar("A")
 
@@ -101,7 +109,11 @@ class PreprocessClient:
         else:  # input embeddings: only the model's stop tokens and defaults are needed
             request.tokens.token_ids = PLACEHOLDER_TOKEN
             request.block_size = 0
-        response = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
+        media = prompt.media if isinstance(prompt, ChatPrompt) else ()
+        if media:  # as a unary call, so that the files do not delay the calls that share the session
+            response = await self._call(_unary_tokenize, request, "")
+        else:
+            response = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         return TokenizedPrompt(
             token_ids=response.token_ids if embeds is None else b"",
@@ -116,6 +128,7 @@ class PreprocessClient:
             default_max_tokens=response.default_max_tokens if response.HasField("default_max_tokens") else None,
             without_effect=tuple(response.without_effect),
             second_text_at=response.second_text_at,
+            media=await _media_of(media, response) if media else (),
         )
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
@@ -165,4 +178,33 @@ def _chat_input(prompt: ChatPrompt) -> preprocess_pb2.ChatInput:
         continue_final_message=prompt.continue_final_message,
         documents_json=prompt.documents_json,
         tool_choice_json=prompt.tool_choice_json,
+        media=input_messages(prompt.media),
     )
+
+
+def _unary_tokenize(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> Callable[..., Awaitable[Any]]:
+    return cast(Any, stub.Tokenize).unary  # type: ignore[no-any-return]
+
+
+async def _media_of(items: Sequence[MediaInput], response: preprocess_pb2.TokenizeResponse) -> tuple[PromptMedia, ...]:
+    """Returns `_media(...)`; large files are hashed in a thread."""
+    if sum(len(item.data) for item in items) < LARGE_FILES:
+        return _media(items, response)
+    return await asyncio.to_thread(_media, items, response)
+
+
+def _media(items: Sequence[MediaInput], response: preprocess_pb2.TokenizeResponse) -> tuple[PromptMedia, ...]:
+    """Returns the media items of a tokenized prompt: the client's files, and those that preprocess has fetched.
+
+    Raises:
+        SluiceError: INTERNAL if the response has other items than the request.
+    """
+    spans = read_spans(response.media, len(response.token_ids) // 4)
+    files = {file.hash: file for file in read_files(response.fetched)}
+    for item in items:
+        if item.data:
+            file = MediaFile(content_hash(item.data), item.data, item.media_type)
+            files.setdefault(file.hash, file)
+    if len(spans) != len(items) or any(span.hash not in files for span in spans):
+        raise internal("The preprocess service returned other media items than the request has.")
+    return tuple(PromptMedia(span, files[span.hash]) for span in spans)

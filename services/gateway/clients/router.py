@@ -13,6 +13,7 @@ import grpc
 
 from services.common.errors import SluiceError
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
+from services.common.rpc.media import span_messages
 from services.common.rpc.multiplexed_call import router_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway import context
@@ -105,6 +106,8 @@ class RouterClient:
             reference.block_size = block_size
         else:
             reference.token_ids = prompt.token_ids
+        if prompt.media:
+            reference.media.extend(span_messages(item.span for item in prompt.media))
         query = router_pb2.RouteQueryRequest(
             mode=_RESERVE if book else _QUERY_ONLY,
             request_id=request_id,

@@ -8,7 +8,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Protocol
 
 import grpc
-import orjson
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
@@ -16,17 +15,21 @@ from services.common.observability import telemetry
 from services.common.packing import pack_u32
 from services.common.rpc.errors import from_detail, passed_on
 from services.gateway.clients.link import Link, take_within
+from services.gateway.clients.media_uploads import MediaUploads, Start, read_hashes
 from services.gateway.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts, stream_options
+from services.gateway.clients.worker_messages import (
+    chat_body,
+    embeds_prompt,
+    guided_decoding,
+    sampling_options,
+    token_prompt,
+)
 from services.gateway.core.request import (
-    ChatPrompt,
     DisaggregationPart,
-    EmbedsPrompt,
     FinishReason,
     GenerationRequest,
     PositionLogprobs,
-    SamplingParams,
     StopParams,
-    StructuredOutput,
     TextPrompt,
     TokenizedPrompt,
     TokenLogprob,
@@ -42,6 +45,8 @@ MAX_START_BYTES = 16 << 20
 TOKEN_BYTES = 4
 BATCH_TOKENS = Budget("batch_tokens", 1 << 18, "--max-batch-tokens")
 _START_OVERHEAD_BYTES = 64
+_MEDIA_MISSING = "media_missing"
+"""Code of the error of a start whose files the worker does not have."""
 
 
 class WorkerEvents(TextEvents, Protocol):
@@ -85,6 +90,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
     Args:
         max_start_bytes: largest message that the worker accepts; a larger one would end the session.
         batch_tokens: maximum number of tokens in one message of the worker; exceeding it ends the session.
+        on_media: called with the bytes of each media file that was sent, and whether it was sent before.
 
     Attributes:
         embedding: number of embedding calls in progress, which are separate from the session.
@@ -102,6 +108,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         max_start_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
         max_pause_s: float = 0.0,
+        on_media: Callable[[int, bool], None] = lambda size, again: None,
     ) -> None:
         super().__init__(
             f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error), max_pause_s
@@ -115,7 +122,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self._max_start_bytes = max_start_bytes
         self._batch_tokens = batch_tokens
         self.keep: dict[int, Callable[[int], None]] = {}
-        self._starts: list[tuple[worker_pb2.SessionStart, int]] = []  # each with its size, bytes
+        self._starts: list[Start] = []
+        self._media = MediaUploads(on_media)
+        self._repeatable: dict[int, Start] = {}  # starts with media, until their files turned out to be missing
         self._cancels: list[int] = []
 
     @property
@@ -132,6 +141,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         """Drops further messages of the worker for a stream."""
         super().release(stream)
         self.keep.pop(stream.slot, None)
+        if stream.prompt.media:
+            self._repeatable.pop(stream.slot, None)
+            self._media.remove(stream.slot)
 
     @property
     def silent_s(self) -> float:
@@ -171,12 +183,12 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         message = worker_pb2.GenerateRequest(
             request_id=request_id,
             model=request.model,
-            tokens=worker_pb2.TokenPrompt(token_ids=prompt.token_ids) if prompt.has_token_ids else None,
-            embeds=_embeds(prompt.embeds) if prompt.embeds else None,
-            sampling=_sampling(request.sampling, stream.seed),
+            tokens=token_prompt(prompt) if prompt.has_token_ids else None,
+            embeds=embeds_prompt(prompt.embeds) if prompt.embeds else None,
+            sampling=sampling_options(request.sampling, stream.seed),
             stop=_stop(request.stop, prompt, stream.max_tokens, resumed),
             output=_output(request, stream.computed),
-            guided=_guided(request.guided) if request.guided else None,
+            guided=guided_decoding(request.guided) if request.guided else None,
             lora=request.lora,
             cache_salt=request.cache_salt,
             priority=request.priority,
@@ -189,12 +201,18 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         if isinstance(prompt.raw, TextPrompt):
             message.text = prompt.raw.text
         elif prompt.raw is not None:
-            message.messages_json = _messages(prompt.raw)
+            message.messages_json = chat_body(prompt.raw)
         start = worker_pb2.SessionStart(slot=stream.slot, request=message)
         size = start.ByteSize()
         if size + _START_OVERHEAD_BYTES > self._max_start_bytes:
             raise _too_large(size, self._max_start_bytes)
-        self._starts.append((start, size))
+        if prompt.media:
+            self._repeatable[stream.slot] = start, size
+        self._begin(stream, (start, size))
+
+    def _begin(self, stream: GenerationStream, start: Start) -> None:
+        if self._media.add(start, (item.file for item in stream.prompt.media)):
+            self._starts.append(start)
         self._wake()
 
     def cancel(self, slot: int) -> None:
@@ -206,14 +224,26 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         return self.stub.Session()
 
     def _drain(self) -> worker_pb2.WorkerSessionRequest | None:
-        if not self._starts and not self._cancels:
+        if not self._starts and not self._cancels and not self._media:
             return None
-        starts = take_within(self._starts, START_BYTES_PER_MESSAGE)  # workers limit the size of messages
+        parts = []
+        if self._media and not self._next_is_large:
+            part, ready = self._media.next_part()
+            parts.append(part)
+            self._starts += ready
+        starts = []  # workers limit the size of messages
+        if not parts or not self._next_is_large:
+            starts = take_within(self._starts, START_BYTES_PER_MESSAGE)
         # A cancel must not overtake the start of its generation.
         cancels: list[int] = []
         if not self._starts:
             cancels, self._cancels = self._cancels, []
-        return worker_pb2.WorkerSessionRequest(starts=starts, cancels=pack_u32(cancels))
+        return worker_pb2.WorkerSessionRequest(media=parts, starts=starts, cancels=pack_u32(cancels))
+
+    @property
+    def _next_is_large(self) -> bool:
+        """Whether the next start takes a message of its own."""
+        return bool(self._starts) and self._starts[0][1] > START_BYTES_PER_MESSAGE
 
     def _on_message(self, message: worker_pb2.TokenBatch) -> None:
         self._active_at = monotonic()
@@ -226,6 +256,8 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
                 )
             )
             return
+        if message.dropped_media:
+            self._media.forget(read_hashes(message.dropped_media))
         if message.slots:
             self._events.on_tokens(self, message.slots, message.counts, message.token_ids)
         for extra in message.extras:
@@ -250,7 +282,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         if extra.events:
             self._on_text_events(stream, extra)
         if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
-            events.on_failed(stream, passed_on(from_detail(extra.error), self.peer))
+            error = from_detail(extra.error)
+            if error.code != _MEDIA_MISSING or not self._repeat(stream):
+                events.on_failed(stream, passed_on(error, self.peer))
         elif extra.finish_reason == common_pb2.FINISH_REASON_HANDOFF:
             events.on_handoff(stream, extra.handoff)
         elif extra.finish_reason:
@@ -260,6 +294,15 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             if stream.request.text_only:
                 stream.prompt = replace(stream.prompt, counted=usage.prompt_tokens)
             events.on_ended(stream, reason, stop_token_id, usage.completion_tokens, usage.cached_tokens)
+
+    def _repeat(self, stream: GenerationStream) -> bool:
+        """Sends the media files and the start of a stream again; returns False if that was done before."""
+        start = self._repeatable.pop(stream.slot, None)
+        if start is None:
+            return False
+        self._media.forget([item.span.hash for item in stream.prompt.media])
+        self._begin(stream, start)
+        return True
 
     def _on_text_events(self, stream: GenerationStream, extra: worker_pb2.TokenExtra) -> None:
         if not stream.request.engine_text:
@@ -272,6 +315,8 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
     def _reset(self) -> None:
         self._starts.clear()
         self._cancels.clear()
+        self._media.clear()
+        self._repeatable.clear()
 
 
 def _too_large(size: int, max_bytes: int) -> SluiceError:
@@ -280,24 +325,6 @@ def _too_large(size: int, max_bytes: int) -> SluiceError:
         f"The request takes {size} bytes as sent to a worker, but workers accept at most {max_bytes}: shorten the "
         "prompt, or raise the workers' --max-message-mb and the gateway's --worker-message-mb.",
         code="request_too_large",
-    )
-
-
-def _sampling(sampling: SamplingParams, seed: int | None) -> common_pb2.SamplingOptions:
-    return common_pb2.SamplingOptions(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=seed,
-        logit_bias=sampling.logit_bias,
-        allowed_token_ids=pack_u32(sampling.allowed_token_ids),
-        bad_words=[pack_u32(word) for word in sampling.bad_words],
-        thinking_token_budget=sampling.thinking_token_budget,
-        engine_options_json=orjson.dumps(sampling.engine_options) if sampling.engine_options else b"",
     )
 
 
@@ -312,37 +339,6 @@ def _output(request: GenerationRequest, computed: bool) -> common_pb2.OutputOpti
     if request.logprobs is None and prompt_logprobs is None:
         return None
     return common_pb2.OutputOptions(logprobs=request.logprobs, prompt_logprobs=prompt_logprobs)
-
-
-def _guided(guided: StructuredOutput) -> common_pb2.GuidedDecoding:
-    kind, grammar = guided.kind, guided.grammar
-    if kind == "choice":
-        return common_pb2.GuidedDecoding(choice=common_pb2.GuidedDecoding.ChoiceList(choices=grammar))
-    if kind == "json_object":
-        return common_pb2.GuidedDecoding(json_object=True)
-    message = common_pb2.GuidedDecoding()
-    setattr(message, kind, grammar)
-    return message
-
-
-def _messages(prompt: ChatPrompt) -> bytes:
-    """Returns an OpenAI request body with the fields that determine the prompt."""
-    opens = prompt.add_generation_prompt
-    parts = {
-        b"messages": prompt.messages_json,
-        b"tools": prompt.tools_json,
-        b"tool_choice": prompt.tool_choice_json,
-        b"chat_template_kwargs": prompt.template_kwargs_json,
-        b"documents": prompt.documents_json,
-        b"chat_template": orjson.dumps(prompt.chat_template) if prompt.chat_template else b"",
-        b"continue_final_message": b"true" if prompt.continue_final_message else b"",
-        b"add_generation_prompt": b"" if opens is None else orjson.dumps(opens),
-    }
-    return b"{%b}" % b",".join(b'"%b":%b' % part for part in parts.items() if part[1])
-
-
-def _embeds(embeds: EmbedsPrompt) -> worker_pb2.EmbedsPrompt:
-    return worker_pb2.EmbedsPrompt(values=embeds.values, width=embeds.width)
 
 
 def _position(position: common_pb2.PositionLogprobs) -> PositionLogprobs:

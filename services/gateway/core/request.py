@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
 from services.common.errors import SluiceError
+from services.common.media.parts import MediaInput
+from services.common.media.spans import MediaFile, MediaSpan
 from services.common.observability.receipts import reason_of
 from services.common.types import FinishReason as FinishReason
 from services.common.types import PositionLogprobs as PositionLogprobs
@@ -28,7 +30,7 @@ class DisaggregationPart:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation, as the JSON that the client sent."""
+    """A conversation, as the JSON that the client sent; references in the messages stand for the media items."""
 
     messages_json: bytes
     tools_json: bytes = b""
@@ -38,6 +40,7 @@ class ChatPrompt:
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     documents_json: bytes = b""
+    media: tuple[MediaInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,14 @@ def left_out(kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptMedia:
+    """A media item of a tokenized prompt: its placeholder tokens, and its file."""
+
+    span: MediaSpan
+    file: MediaFile
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
     """A tokenized prompt; ids and block hashes are packed."""
 
@@ -204,6 +215,7 @@ class TokenizedPrompt:
     raw: ChatPrompt | TextPrompt | None = None  # the worker tokenizes it and returns the ids with its first delta
     without_effect: tuple[str, ...] = ()  # arguments of the chat template that the model's template does not have
     second_text_at: int = 0  # of a pair of texts: index of the first token of the second one
+    media: tuple[PromptMedia, ...] = ()
     counted: int = 0  # tokens of a raw prompt as the engine counted them, where it returns no ids
 
     @property

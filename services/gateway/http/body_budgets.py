@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from services.common.budgets import Budget
+from services.common.media.parts import MediaLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class BodyBudgets:
         schema_characters: characters of the names and strings in schemas.
         pattern_characters: characters of all regular expressions together, including those in schemas.
         grammar_characters: characters of a grammar, or of all texts of a choice.
+        media: bounds on the media items of the messages.
     """
 
     values: Budget
@@ -29,6 +31,7 @@ class BodyBudgets:
     schema_characters: Budget
     pattern_characters: Budget
     grammar_characters: Budget
+    media: MediaLimits = field(default_factory=MediaLimits)
 
 
 class BodySettings(BaseSettings):
@@ -65,6 +68,17 @@ class BodySettings(BaseSettings):
         256, ge=1, description="maximum length of a grammar, or of all texts of a choice, in a request, Ki characters"
     )
 
+    max_media_items: int = Field(
+        MediaLimits().items, ge=0, le=1024, description="maximum number of images, audio clips and videos in a request"
+    )
+    max_media_mb: int = Field(
+        MediaLimits().item_bytes >> 20,
+        ge=1,
+        le=1024,
+        description="maximum size of the file of one image, audio clip or video in a request, MiB; base64 text in a "
+        "body takes 4/3 of it, see max-body-mb",
+    )
+
     @property
     def budgets(self) -> BodyBudgets:
         """The budgets that these settings define."""
@@ -75,4 +89,5 @@ class BodySettings(BaseSettings):
             schema_characters=Budget("schema_characters", self.max_schema_kb << 10, "--max-schema-kb"),
             pattern_characters=Budget("pattern_characters", self.max_pattern_kb << 10, "--max-pattern-kb"),
             grammar_characters=Budget("grammar_characters", self.max_grammar_kb << 10, "--max-grammar-kb"),
+            media=MediaLimits(self.max_media_items, self.max_media_mb << 20),
         )

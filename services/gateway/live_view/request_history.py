@@ -31,6 +31,7 @@ class Finished:
         first_ms: time until the first text.
         rest_ms: time from there to the end.
         outcome: "finished", "cancelled" or the error.
+        media: number of media items of the prompt.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Finished:
     outcome: str
     degraded: tuple[str, ...]
     migrations: int
+    media: int = 0
 
 
 @dataclass(slots=True)
@@ -189,6 +191,7 @@ def _finished(live: _Live, outcome: str) -> Finished:
         rest_ms=_ms(now - first),
         prompt_tokens=stream.prompt_tokens,
         cached_tokens=stream.cached_tokens,
+        media=len(stream.prompt.media),
         output_tokens=stream.completion_tokens or len(stream.tokens),
         outcome=outcome,
         degraded=stream.degraded,

@@ -33,6 +33,13 @@ class EngineTokenizeStage:
                 param="prompt",
                 code="unsupported_parameter",
             )
+        if isinstance(prompt, ChatPrompt) and prompt.media:
+            raise invalid(
+                f"{prompt.media[0].part} is not supported by this gateway, because the engine tokenizes prompts: send "
+                "text only.",
+                param=prompt.media[0].part,
+                code="media_not_supported",
+            )
         if isinstance(prompt, TextPrompt) and prompt.add_special_tokens is not None:
             raise invalid(
                 "add_special_tokens is not supported by this gateway, because the engine tokenizes prompts; omit it.",

@@ -267,7 +267,8 @@ class Pipeline:
             text_only=self._engine_text and are_text_only(workers),
             session_id=request_context.session_id,
         )
-        if hints.token_ids is not None:
+        # Token ids of an earlier query do not say which files their placeholders stand for: tokenize such chats again.
+        if hints.token_ids is not None and not (isinstance(request.prompt, ChatPrompt) and request.prompt.media):
             request = replace(request, prompt=TokenPrompt(hints.token_ids))
         with telemetry.stage("gateway.tokenize"):
             prompt = await self.tokenizing.tokenize(request, entry)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from services.common.errors import invalid, not_found, quoted, unavailable
+from services.common.media.spans import MediaKind
 from services.gateway.core.request import ChatPrompt, TokenizedPrompt
 from services.gateway.workers.registry import WorkerEntry
 
 TOKEN_IDS = "token_ids"
+MEDIA = tuple(kind.capability for kind in MediaKind)
 LOAD_ONLY_POLICY = "least_loaded"
 """The router's policy for prompts whose token ids are not known yet."""
 
@@ -31,6 +33,12 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
         if not remaining and not field:
             message = f"No worker with the capability {capability!r} is available; try again later."
             raise unavailable(message, code="no_workers")
+        if not remaining and capability in MEDIA:
+            raise invalid(
+                f"{field} is not supported: no engine that serves this model takes {capability} input.",
+                param=field,
+                code="media_not_supported",
+            )
         if not remaining:
             raise invalid(
                 f"{field} is not supported: no engine that serves this model has the capability {capability!r}.",
@@ -38,6 +46,12 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
                 code="unsupported_parameter",
             )
     return remaining
+
+
+def modalities(workers: Iterable[WorkerEntry]) -> list[str]:
+    """Returns the kinds of input that some worker of a model takes: text, and kinds of media items."""
+    every = frozenset[str]().union(*(worker.capabilities for worker in workers))
+    return ["text", *(kind for kind in MEDIA if kind in every)]
 
 
 def are_text_only(workers: Sequence[WorkerEntry]) -> bool:

@@ -62,6 +62,7 @@ class ConnectionManager:
         makes_text: whether streams use the postprocess replicas.
         on_event: called with each incident of a call to a postprocess replica; see ReplicaSet.
         max_pause_s: longest pause between two messages of a session under load.
+        on_media: called with the bytes of each media file sent to a worker, and whether it was sent before.
 
     Attributes:
         postprocess: the postprocess replicas.
@@ -79,6 +80,7 @@ class ConnectionManager:
         makes_text: bool = True,
         on_event: Callable[[str], None] = lambda event: None,
         max_pause_s: float = 0.0,
+        on_media: Callable[[int, bool], None] = lambda size, again: None,
     ) -> None:
         self._credentials = credentials
         self._connect_timeout_s = connect_timeout_s
@@ -88,6 +90,7 @@ class ConnectionManager:
         self._batch_tokens = batch_tokens
         self._makes_text = makes_text
         self._max_pause_s = max_pause_s
+        self._on_media = on_media
         self._workers: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
         self._channels: dict[WorkerLink, grpc.aio.Channel] = {}
@@ -119,6 +122,7 @@ class ConnectionManager:
             self._worker_message_bytes,
             self._batch_tokens,
             self._max_pause_s,
+            self._on_media,
         )
         self._workers[entry.worker_id] = link
         self._channels[link] = channel

@@ -7,18 +7,19 @@ Consecutive messages of the same role are merged.
 from __future__ import annotations
 
 from collections.abc import Container, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from services.common.budgets import Budget
+from services.common.media.parts import MediaInput, MediaLimits
+from services.gateway.apis.anthropic.images import has_image, read_image
 from services.gateway.apis.common.field_reader import FieldReader
 
-_SUPPORTED = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference")
+_SUPPORTED = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_reference")
 _UNSUPPORTED_REASONS = {
-    "image": "only text input is supported",
-    "document": "only text input is supported; send the document's text in a text block",
+    "document": "send the document's text in a text block, or its pages as images",
     "search_result": "send the search results in a text block",
     "container_upload": "containers are not supported",
 }
@@ -35,6 +36,9 @@ class Chat:
         open_calls: ids of calls in the last assistant message that have no result yet.
         references: names of the deferred tools that tool results refer to.
         left_out: types of the blocks that the model does not get.
+        media: the media items, which references in the messages stand for.
+        parts: the client's paths of content parts, by the chat's.
+        limits: bounds on the media items.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -42,6 +46,9 @@ class Chat:
     open_calls: list[str] = field(default_factory=list)
     references: set[str] = field(default_factory=set)
     left_out: list[str] = field(default_factory=list)
+    media: list[MediaInput] = field(default_factory=list)
+    parts: dict[str, str] = field(default_factory=dict)
+    limits: MediaLimits = field(default_factory=MediaLimits)
 
     def add(self, message: dict[str, Any], path: str) -> None:
         self.messages.append(message)
@@ -59,13 +66,14 @@ class Chat:
         return bool(self.messages[-1]["role"] == "assistant")
 
 
-def read_chat(system: Any, messages: list[Any], list_items: Budget) -> Chat:
+def read_chat(system: Any, messages: list[Any], list_items: Budget, limits: MediaLimits) -> Chat:
     """Returns the chat; raises SluiceError(INVALID_ARGUMENT) for invalid or unsupported input.
 
     Args:
         list_items: the longest list of messages, or of a message's blocks.
+        limits: bounds on the media items.
     """
-    chat = Chat()
+    chat = Chat(limits=limits)
     if system:
         text = _texts(FieldReader(system, "system", ".", list_items))
         if text:
@@ -124,35 +132,42 @@ def check_cache_control(reader: FieldReader) -> None:
 
 
 def _read_user(reader: FieldReader, blocks: list[FieldReader], chat: Chat) -> None:
-    texts = []
+    contents: list[FieldReader] = []
     called = set(chat.open_calls)
     answered = set()
     for block in blocks:
         kind = block.value["type"]
         if kind == "tool_result":
             answered.add(_read_result(block, chat, called))
-        elif kind == "text":
-            texts.append(_text(block))
+        elif kind in ("text", "image"):
+            contents.append(block)
         else:
             raise block.under("type").invalid(f"is {kind!r}, which is allowed only in assistant messages")
     missing = [call for call in chat.open_calls if call not in answered]
     if missing:
         raise _unanswered(reader, missing)
     chat.open_calls = []
-    if texts or not blocks:
-        _append(chat, "user", texts, reader.path)
+    if contents or not blocks:
+        _append_user(chat, contents, reader.path)
 
 
 def _read_result(block: FieldReader, chat: Chat, called: Set[str]) -> str:
     block.fields("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name")
     block.under("toolset_name").reject_unless(reason="toolsets do not exist here")
     content = block.under("content")
-    result = "" if content.value is None else _texts(content, chat.references)
     call = block.under("tool_use_id")
     if call.text(empty=False) not in called:
         raise call.invalid(f"is {call.value[:64]!r}, but the previous message has no `tool_use` block with this id")
-    if block.under("is_error").optional(bool):
-        result = f"Error: {result}"
+    failed = "Error: " if block.under("is_error").optional(bool) else ""
+    result: Any = failed
+    if has_image(content.value):
+        result = [{"type": "text", "text": failed}] if failed else []
+        for part in content.items():
+            _check_kind(part)
+            part.kind("text", "image", "tool_reference")
+            _add_part(chat, result, part, len(chat.messages))
+    elif content.value is not None:
+        result += _texts(content, chat.references)
     chat.add({"role": "tool", "tool_call_id": call.value, "content": result}, block.path)
     return str(call.value)
 
@@ -205,16 +220,30 @@ def _read_call(block: FieldReader, others: Container[str]) -> dict[str, Any]:
     return {"id": call.value, "type": "function", "function": function}
 
 
-def _append(chat: Chat, role: str, texts: list[str], path: str) -> None:
-    """Appends texts, to the last message if it has the same role."""
-    parts = [{"type": "text", "text": text} for text in texts]
+def _append_user(chat: Chat, blocks: list[FieldReader], path: str) -> None:
+    """Appends blocks of texts and images, to the last message if it is a user's."""
     last = chat.messages[-1] if chat.messages else {}
-    if last.get("role") == role:
-        if isinstance(last["content"], str):
-            last["content"] = [{"type": "text", "text": last["content"]}]
-        last["content"] += parts
-    else:
-        chat.add({"role": role, "content": texts[0] if len(texts) == 1 else parts}, path)
+    if last.get("role") != "user":
+        if len(blocks) == 1 and blocks[0].value["type"] == "text":
+            chat.add({"role": "user", "content": _text(blocks[0])}, path)
+            return
+        last = {"role": "user", "content": []}
+        chat.add(last, path)
+    elif isinstance(last["content"], str):
+        last["content"] = [{"type": "text", "text": last["content"]}]
+    for block in blocks:
+        _add_part(chat, last["content"], block, len(chat.messages) - 1)
+
+
+def _add_part(chat: Chat, parts: list[dict[str, Any]], block: FieldReader, message: int) -> None:
+    """Appends a block to the parts of the chat message with this index."""
+    if block.value["type"] != "image":
+        parts.append({"type": "text", "text": _text_of(block, chat.references)})
+        return
+    part = f"messages[{message}].content[{len(parts)}]"
+    chat.parts[part] = block.path
+    parts.append({"type": "image", "media": len(chat.media)})
+    chat.media.append(replace(read_image(block, chat.limits, len(chat.media)), part=part))
 
 
 def _text(block: FieldReader) -> str:
@@ -234,14 +263,18 @@ def _texts(reader: FieldReader, references: set[str] | None = None) -> str:
     texts = []
     for block in reader.items():
         _check_kind(block)
-        if references is not None and block.kind("text", "tool_reference") == "tool_reference":
-            name = block.fields("type", "tool_name", "cache_control").under("tool_name").text(empty=False)
-            references.add(name)
-            texts.append(f"The tool {name} is available now.")
-            continue
-        block.kind("text")
-        texts.append(_text(block))
+        block.kind("text") if references is None else block.kind("text", "tool_reference")
+        texts.append(_text(block) if references is None else _text_of(block, references))
     return "\n".join(texts)
+
+
+def _text_of(block: FieldReader, references: set[str]) -> str:
+    """Returns the text of a block, and of a reference to a tool, which is added to `references`."""
+    if block.value["type"] == "text":
+        return _text(block)
+    name = block.fields("type", "tool_name", "cache_control").under("tool_name").text(empty=False)
+    references.add(name)
+    return f"The tool {name} is available now."
 
 
 def _unanswered(reader: FieldReader, calls: list[str]) -> Exception:

@@ -18,6 +18,7 @@ from services.gateway.apis.anthropic.schemas import CountTokensRequest, Messages
 from services.gateway.apis.anthropic.translate import SWITCH, EngineCapabilities, thinks, translate
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, Fallback, client_closed_response, json_response
+from services.gateway.apis.common.media import with_media
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.pipeline.session_affinity import enter_session
@@ -80,7 +81,7 @@ class MessagesEndpoints:
                 fields,
                 message_id,
                 getattr(request.state, "request_id", ""),
-                self._translated(fields, message_id),
+                await self._translated(fields, message_id),
                 False,
                 self._fallbacks(fields),
             )
@@ -98,21 +99,22 @@ class MessagesEndpoints:
         _check_version(request)
         fields = check(CountTokensRequest, await self._bodies.read(request), self._budgets, explain)
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
-            translated = self._translated(fields, "count")
+            translated = await self._translated(fields, "count")
             try:
                 length = await self._block_runner.prompt_length(translated)
             except SluiceError as error:
                 if not self._forget_switch(fields.model, error):
                     raise
-                length = await self._block_runner.prompt_length(self._translated(fields, "count"))
+                length = await self._block_runner.prompt_length(await self._translated(fields, "count"))
         return json_response({"input_tokens": length})
 
-    def _translated(self, fields: PromptFields, message_id: str) -> TranslatedRequest:
+    async def _translated(self, fields: PromptFields, message_id: str) -> TranslatedRequest:
         capabilities = EngineCapabilities(
             self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json"),
             self._bounds_thinking(fields.model),
         )
-        return translate(fields, message_id, capabilities, self._budgets, fields.model not in self._without_switch)
+        switched = fields.model not in self._without_switch
+        return await with_media(fields.messages, translate, fields, message_id, capabilities, self._budgets, switched)
 
     def _bounds_thinking(self, model: str) -> bool:
         entries = self._block_runner.pipelines.registry.of_model(model)
@@ -132,7 +134,7 @@ class MessagesEndpoints:
         """
         fields = attempt.fields
         if self._forget_switch(fields.model, error):
-            return replace(attempt, translated=self._translated(fields, attempt.message_id))
+            return replace(attempt, translated=await self._translated(fields, attempt.message_id))
         if error.code != "context_length_exceeded" or error.param != "max_tokens" or attempt.clipped:
             return None
         generation = attempt.translated.generation
@@ -142,7 +144,7 @@ class MessagesEndpoints:
         except SluiceError as failure:  # with engine preprocessing, preprocess reads the prompt here for the first time
             rename_fields = attempt.translated.field_names.rename
             if self._forget_switch(fields.model, rename_fields(failure)):
-                return replace(attempt, translated=self._translated(fields, attempt.message_id))
+                return replace(attempt, translated=await self._translated(fields, attempt.message_id))
             raise rename_fields(failure) from None
         room = prompt.context_limit(entry.context_length) - prompt.length
         if room < max(1, generation.stop.min_tokens):

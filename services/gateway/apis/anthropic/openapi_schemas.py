@@ -49,11 +49,23 @@ _TOOL_USE = closed_object(
 _TOOL_REFERENCE = closed_object(
     {"type": const("tool_reference"), "tool_name": NON_EMPTY, "cache_control": _CACHE_CONTROL}, "type", "tool_name"
 )
+_SOURCE = any_of(
+    closed_object(
+        {
+            "type": const("base64"),
+            "media_type": {"enum": ["image/jpeg", "image/png", "image/gif", "image/webp"]},
+            "data": STRING,
+        },
+        *("type", "media_type", "data"),
+    ),
+    closed_object({"type": const("url"), "url": STRING}, "type", "url"),
+)
+_IMAGE = closed_object({"type": const("image"), "source": _SOURCE, "cache_control": _CACHE_CONTROL}, "type", "source")
 _TOOL_RESULT = closed_object(
     {
         "type": const("tool_result"),
         "tool_use_id": NON_EMPTY,
-        "content": any_of(STRING, array(any_of(_TEXT, _TOOL_REFERENCE))),
+        "content": any_of(STRING, array(any_of(_TEXT, _TOOL_REFERENCE, _IMAGE))),
         "is_error": BOOLEAN_OR_NULL,
         "cache_control": _CACHE_CONTROL,
         "toolset_name": NULL,
@@ -61,7 +73,7 @@ _TOOL_RESULT = closed_object(
     *("type", "tool_use_id"),
 )
 _REDACTED = open_object({"type": const("redacted_thinking")}, "type")
-_BLOCKS = array(any_of(_TEXT, _THINKING, _REDACTED, _TOOL_USE, _TOOL_RESULT))
+_BLOCKS = array(any_of(_TEXT, _IMAGE, _THINKING, _REDACTED, _TOOL_USE, _TOOL_RESULT))
 _TOOL = closed_object(
     {
         "type": {"enum": ["custom", None]},

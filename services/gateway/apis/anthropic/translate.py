@@ -72,13 +72,13 @@ def translate(
     Raises:
         SluiceError: INVALID_ARGUMENT for invalid or unsupported fields, named as in the client's API.
     """
-    chat = read_chat(fields.system, fields.messages, budgets.list_items)
+    chat = read_chat(fields.system, fields.messages, budgets.list_items, budgets.media)
     tools = read_tools(fields.tools, fields.tool_choice, chat.references, budgets.list_items)
-    field_names = MessageFieldNames(_NAMES, chat.paths, tools.paths, _OF_TOOL)
+    field_names = MessageFieldNames(_NAMES, chat.paths, tools.paths, _OF_TOOL, parts=chat.parts)
     body = _chat(fields, chat, tools, capabilities, switched)
     degraded = [*map(no_effect, fields_without_effect(fields)), *map(left_out, (*tools.left_out, *chat.left_out))]
     forces_calls = capabilities.structured_output
-    translated = translate_chat(body, field_names, request_id, budgets, forces_calls, degraded)
+    translated = translate_chat(body, field_names, request_id, budgets, forces_calls, degraded, chat.media)
     return translated if thinks(fields) else _without_switch_report(translated)
 
 

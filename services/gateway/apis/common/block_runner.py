@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
+from services.gateway.apis.common.media import check_media
 from services.gateway.apis.common.output import GenerationUsage
 from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
 from services.gateway.apis.common.translation import TranslatedRequest
@@ -86,6 +87,7 @@ class BlockAnswerRunner:
         """Returns the number of tokens of a prompt; raises SluiceError with fields named as in the client's API."""
         model = self.pipelines.registry.model(translated.generation.model).model
         try:
+            check_media(self.pipelines.registry, model, translated.generation.prompt)
             return (await self.pipelines.preprocess.tokenize(model, translated.generation.prompt)).length
         except SluiceError as error:
             raise translated.field_names.rename(error) from None

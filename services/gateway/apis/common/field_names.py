@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from services.common.errors import SluiceError, with_field
 
 _ITEM = re.compile(r"(messages|tools)\[(\d+)\](?:\.(.+))?")
+_PART = re.compile(r"messages\[\d+\]\.content\[\d+\]")
 
 
 class FieldNameMap:
@@ -19,6 +20,7 @@ class FieldNameMap:
         tools: the client's path of each chat tool.
         of_tool: the client's names of a tool's fields, by their chat names.
         default: the client's name of every other field; empty: the same name.
+        parts: the client's paths of content parts, by the chat's; a path also stands for the fields of its part.
     """
 
     def __init__(
@@ -28,15 +30,19 @@ class FieldNameMap:
         tools: Sequence[str] = (),
         of_tool: Mapping[str, str] | None = None,
         default: str = "",
+        parts: Mapping[str, str] | None = None,
     ) -> None:
         self._names = names
         self._messages = messages
         self._tools = tools
         self._of_tool = of_tool or {}
         self._default = default
+        self._parts = parts or {}
 
     def param(self, param: str) -> str:
         """Returns the client's name of a field."""
+        if (found := _PART.match(param)) and (path := self._parts.get(found[0])):
+            return path
         if found := _ITEM.fullmatch(param):
             kind, index, rest = found[1], int(found[2]), found[3]
             paths = self._messages if kind == "messages" else self._tools

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import SluiceError
+from services.common.media.parts import MediaInput
 from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
@@ -30,19 +31,21 @@ def translate_chat(
     budgets: BodyBudgets,
     forces_calls: bool,
     degraded: Iterable[str] = (),
+    media: Sequence[MediaInput] | None = None,
 ) -> TranslatedRequest:
     """Returns the generation request of a chat completion with one choice.
 
     Args:
         forces_calls: the model's engines support structured output, which enforces required tool calls.
         degraded: what the answer will lack of the client's request.
+        media: the items that references in the messages stand for; None: the messages contain the items themselves.
 
     Raises:
         SluiceError: INVALID_ARGUMENT for invalid or unsupported fields, named as in the client's API.
     """
     try:
         fields = check(ChatCompletionRequest, body, budgets)
-        request = chat_request(body, fields, request_id, 1, budgets, forces_calls)
+        request = chat_request(body, fields, request_id, 1, budgets, forces_calls, media)
         reasons = tuple(dict.fromkeys((*request.degraded, *degraded)))
         template_fields = tuple((argument, field_names.param(field)) for argument, field in request.template_fields)
         return TranslatedRequest(replace(request, degraded=reasons, template_fields=template_fields), field_names)

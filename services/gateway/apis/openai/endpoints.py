@@ -18,6 +18,7 @@ from services.common.observability import telemetry
 from services.common.tasks import TaskOwner
 from services.gateway import context
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.common.media import release_media, with_media
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format, usage
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, DetailOptions
@@ -35,6 +36,7 @@ from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Generation, Pipeline
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
+from services.gateway.workers.capabilities import modalities
 from services.gateway.workers.registry import WorkerEntry
 from services.gateway.workers.tokenizer_parity import TokenizerParity
 
@@ -71,7 +73,17 @@ class OpenAIEndpoints:
         fields = check(ChatCompletionRequest, body, self._budgets)
         completion_id = ChatFormat.id_prefix + secrets.token_hex(12)
         forces_calls = self._pipelines.registry.has_capability(fields.model, "guided_json")
-        generation = chat_request(body, fields, completion_id, self._settings.max_choices, self._budgets, forces_calls)
+        generation = await with_media(
+            body["messages"],
+            chat_request,
+            body,
+            fields,
+            completion_id,
+            self._settings.max_choices,
+            self._budgets,
+            forces_calls,
+        )
+        release_media(body["messages"])
         form = ChatFormat(completion_id, int(time.time()), fields.model, fields.include_usage)
         return await self.respond(request, [generation], form, fields)
 
@@ -123,6 +135,7 @@ class OpenAIEndpoints:
             "tokenizer": self._parity.of_model(entry.model),
             "root": entry.model,
             "parent": None if name == entry.model else entry.model,
+            "modalities": modalities(self._pipelines.registry.of_model(entry.model)),
         }
 
     async def respond(

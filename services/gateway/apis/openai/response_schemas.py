@@ -221,6 +221,7 @@ class Model(Open):
     object: Literal["model"]
     created: int
     owned_by: str
+    modalities: list[str]
 
 
 class ModelList(Open):

@@ -11,11 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import SluiceError, invalid
+from services.common.media.parts import take_media
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway import context
 from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.common.http import BodyReader, json_response
+from services.gateway.apis.common.media import check_media, with_media
 from services.gateway.apis.openai.completion_objects import ChatFormat
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
@@ -23,6 +25,7 @@ from services.gateway.apis.openai.token_schemas import DetokenizeRequest, Tokeni
 from services.gateway.apis.openai.translate import chat_request, count_tools
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenizedPrompt
+from services.gateway.http.body_budgets import BodyBudgets
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.registry import WorkerEntry
@@ -49,8 +52,9 @@ class TokenEndpoints:
         fields = check(TokenizeRequest, body, self._budgets)
         count_tools(fields.tools, SchemaMeter(self._budgets))
         entry = self._entry(fields.model)
+        parts = await with_media(body.get("messages"), _prompt, body, fields, self._budgets)
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
-            prompt = await self._tokens(entry, _prompt(body, fields))
+            prompt = await self._tokens(entry, parts)
             texts = None
             if fields.return_token_strs:
                 texts = await self._pipelines.preprocess.token_texts(entry.model, prompt.token_ids)
@@ -82,7 +86,9 @@ class TokenEndpoints:
         body = await self._bodies.read(request)
         fields = check(ChatCompletionRequest, body, self._budgets)
         request_id = ChatFormat.id_prefix + secrets.token_hex(12)
-        generation = chat_request(body, fields, request_id, self._settings.max_choices, self._budgets)
+        generation = await with_media(
+            body["messages"], chat_request, body, fields, request_id, self._settings.max_choices, self._budgets
+        )
         assert isinstance(generation.prompt, ChatPrompt)
         entry = self._pipelines.registry.model(generation.model)
         with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
@@ -111,6 +117,7 @@ class TokenEndpoints:
         return entries[0]
 
     async def _tokens(self, entry: WorkerEntry, prompt: Prompt) -> TokenizedPrompt:
+        check_media(self._pipelines.registry, entry.model, prompt)
         tokenized = await self._pipelines.preprocess.tokenize(entry.model, prompt)
         await _charge(tokenized.length)
         return tokenized
@@ -122,16 +129,18 @@ async def _charge(tokens: int) -> None:
     permit.spent(tokens)
 
 
-def _prompt(body: dict[str, Any], fields: TokenizeRequest) -> Prompt:
+def _prompt(body: dict[str, Any], fields: TokenizeRequest, budgets: BodyBudgets) -> Prompt:
     if fields.prompt is not None:
         return TextPrompt(fields.prompt, fields.add_special_tokens)
+    messages, media = take_media(body["messages"], budgets.media)
     return ChatPrompt(
-        messages_json=orjson.dumps(body["messages"]),
+        messages_json=orjson.dumps(messages),
         tools_json=b"" if fields.tools is None else orjson.dumps(body["tools"]),
         template_kwargs_json=b"" if fields.chat_template_kwargs is None else orjson.dumps(fields.chat_template_kwargs),
         chat_template=fields.chat_template or "",
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=bool(fields.continue_final_message),
+        media=tuple(media),
     )
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import orjson
 
 from services.common.errors import SluiceError, invalid
+from services.common.media.parts import MediaInput, take_media
 from services.common.packing import pack_u32
 from services.gateway.apis.common.field_names import FieldNameMap
+from services.gateway.apis.common.media import media_needs
 from services.gateway.apis.openai.prompt_embeds import read_prompt_embeds
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
@@ -43,12 +45,14 @@ def chat_request(
     max_choices: int,
     budgets: BodyBudgets,
     forces_calls: bool = False,
+    media: Sequence[MediaInput] | None = None,
 ) -> GenerationRequest:
     """Returns the generation request of a chat completion.
 
     Args:
         budgets: bounds the schemas of tools and constraint together.
         forces_calls: the model's engines support structured output, which enforces required tool calls.
+        media: the items that references in the messages stand for; None: the messages contain the items themselves.
 
     Raises:
         SluiceError: INVALID_ARGUMENT for invalid or unsupported fields.
@@ -56,8 +60,11 @@ def chat_request(
     meter = SchemaMeter(budgets)
     count_tools(fields.tools, meter)
     constraint = read_constraint(fields, meter)
+    messages = body["messages"]
+    if media is None:
+        messages, media = take_media(messages, budgets.media)
     prompt = ChatPrompt(
-        messages_json=orjson.dumps(body["messages"]),
+        messages_json=orjson.dumps(messages),
         tools_json=_dump(body.get("tools")),
         tool_choice_json=_dump(body.get("tool_choice")),
         template_kwargs_json=_dump(_template_kwargs(fields)),
@@ -65,6 +72,7 @@ def chat_request(
         add_generation_prompt=fields.add_generation_prompt,
         continue_final_message=bool(fields.continue_final_message),
         documents_json=_dump(body.get("documents")),
+        media=tuple(media),
     )
     forced = _forced_call(body, fields) if forces_calls else None
     if forced is not None:
@@ -164,7 +172,7 @@ def _request(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         token_texts=logprobs is not None or fields.continuous_usage or bool(fields.return_token_ids),
-        needs=tuple(_required_capabilities(fields, logprobs, prompt_logprobs, constraint, forced)),
+        needs=(*_of_media(prompt), *_required_capabilities(fields, logprobs, prompt_logprobs, constraint, forced)),
         degraded=tuple(map(no_effect, fields_without_effect(fields))),
         template_fields=_template_fields(fields) if isinstance(fields, ChatCompletionRequest) else (),
     )
@@ -232,6 +240,10 @@ def _required_capabilities(
     if fields.lora_path:
         needs.append(("lora", "lora_path"))
     return needs
+
+
+def _of_media(prompt: Prompt) -> tuple[tuple[str, str], ...]:
+    return media_needs(prompt.media) if isinstance(prompt, ChatPrompt) else ()
 
 
 def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, forced: StructuredOutput | None) -> Parsing:

@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.errors import invalid
 from services.gateway.apis.responses.custom_tools import arguments_of
-from services.gateway.apis.responses.items import Item, reasoning_text, summary_of, user_message
+from services.gateway.apis.responses.items import MEDIA_PARTS, Item, reasoning_text, summary_of, user_message
 from services.gateway.apis.responses.tools import function_name
 
 SUMMARIZE = """\
@@ -36,6 +36,16 @@ class Conversation:
     def add(self, message: dict[str, Any], path: str) -> None:
         self.messages.append(message)
         self.paths.append(path)
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The client's paths of the content parts of messages with media items, by the chat's."""
+        return {
+            f"messages[{index}].content[{at}]": f"{path}.{'output' if message['role'] == 'tool' else 'content'}[{at}]"
+            for index, (message, path) in enumerate(zip(self.messages, self.paths, strict=True))
+            if isinstance(message["content"], list) and "[" in path  # stored items have no part in this request
+            for at in range(len(message["content"]))
+        }
 
     def without_oldest(self, turns: int) -> Conversation:
         """Returns the conversation without its oldest turns, which start with user messages; keeps system messages."""
@@ -95,7 +105,7 @@ def _add(chat: Conversation, item: Item) -> None:
     kind = stored["type"]
     if kind in ("function_call_output", "custom_tool_call_output"):
         content = stored["output"]
-        text = content if isinstance(content, str) else _joined(content)
+        text = content if isinstance(content, str) else _content(content)
         chat.add({"role": "tool", "tool_call_id": stored["call_id"], "content": text}, item.path)
     elif kind == "compaction":
         chat.add({"role": "user", "content": f"{SUMMARY}\n\n{summary_of(stored)}"}, item.path)
@@ -134,13 +144,28 @@ def _assistant_message(chat: Conversation, item: Item, new: bool) -> dict[str, A
 
 
 def _add_message(chat: Conversation, item: Item) -> None:
-    text = _joined(item.stored["content"])
     if item.stored["role"] == "user":
-        chat.add({"role": "user", "content": text}, item.path)
-    elif len(chat.messages) == 1 and chat.messages[0]["role"] == "system":
+        chat.add({"role": "user", "content": _content(item.stored["content"])}, item.path)
+        return
+    text = _joined(item.stored["content"])
+    if len(chat.messages) == 1 and chat.messages[0]["role"] == "system":
         chat.messages[0]["content"].append(text)
     else:
         chat.add({"role": "system", "content": [text]}, item.path)
+
+
+def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Returns the text of parts, or as many parts of a chat message if there are media items among them."""
+    if not any(part["type"] in MEDIA_PARTS for part in parts):
+        return _joined(parts)
+    return [part if part["type"] == "input_audio" else _chat_part(part) for part in parts]
+
+
+def _chat_part(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "input_image":
+        return {"type": "text", "text": _joined([part])}
+    detail = {"detail": part["detail"]} if "detail" in part else {}
+    return {"type": "image_url", "image_url": {"url": part["image_url"], **detail}}
 
 
 def _joined(parts: list[dict[str, Any]]) -> str:

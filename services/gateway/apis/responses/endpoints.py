@@ -17,6 +17,7 @@ from services.common.observability import telemetry
 from services.gateway import context
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
+from services.gateway.apis.common.media import with_media
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.background import BackgroundResponses, is_response
@@ -146,16 +147,20 @@ class ResponsesEndpoints:
         self, fields: ResponsesRequest, response_input: ResponseInput, response_id: str
     ) -> TranslatedRequest:
         """Returns the chat request, without the oldest turns if the request allows and needs that."""
-        translated = self._translated(fields, response_input, response_id)
+
+        async def translated_without(chat: Conversation) -> TranslatedRequest:
+            return await self._translated(fields, replace(response_input, chat=chat), response_id)
+
+        translated = await self._translated(fields, response_input, response_id)
         if fields.truncation != "auto":
             return translated
         chat = await truncated_to_fit(
             self._block_runner.pipelines,
             response_input.chat,
             fields.max_output_tokens or 1,
-            lambda chat: self._translated(fields, replace(response_input, chat=chat), response_id).generation,
+            translated_without,
         )
-        return self._translated(fields, replace(response_input, chat=chat), response_id)
+        return await translated_without(chat)
 
     def _warm_up(
         self,
@@ -225,7 +230,9 @@ class ResponsesEndpoints:
                 self._settings.session_sources, request.headers, {"prompt_cache_key": fields.prompt_cache_key}
             )
             plain = fields.model_copy(update={"text": None, "tools": None, "tool_choice": None})
-            collected = await self._block_runner.collect(request, self._translated(plain, summarized, response_id))
+            collected = await self._block_runner.collect(
+                request, await self._translated(plain, summarized, response_id)
+            )
         if collected is None:
             return client_closed_response()
         turn, generation = collected
@@ -237,7 +244,7 @@ class ResponsesEndpoints:
         fields = check(InputTokensRequest, await self._bodies.read(request), self._budgets)
         response_input = await self._response_input(fields, StoredItems(self._store, context.current().permit.owner))
         self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is the first error
-        translated = self._translated(fields, response_input, new_id("resp"))
+        translated = await self._translated(fields, response_input, new_id("resp"))
         with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
             length = await self._block_runner.prompt_length(translated)
         return json_response({"object": "response.input_tokens", "input_tokens": length})
@@ -263,11 +270,14 @@ class ResponsesEndpoints:
             return [Item(item, "conversation") for item in items]
         return await history.of_response(fields.previous_response_id) if fields.previous_response_id else []
 
-    def _translated(self, fields: ContextFields, response_input: ResponseInput, response_id: str) -> TranslatedRequest:
+    async def _translated(
+        self, fields: ContextFields, response_input: ResponseInput, response_id: str
+    ) -> TranslatedRequest:
         forces_calls = self._block_runner.pipelines.registry.has_capability(fields.model, "guided_json")
         left_out = [*response_input.tools.left_out, *response_input.left_out]
-        return translate(
-            fields, response_input.chat, response_input.tools, response_id, self._budgets, forces_calls, left_out
+        chat, tools = response_input.chat, response_input.tools
+        return await with_media(
+            chat.messages, translate, fields, chat, tools, response_id, self._budgets, forces_calls, left_out
         )
 
     async def _stored(self, request: Request) -> StoredResponse:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.budgets import Budget
+from services.common.media.parts import DETAILS
 from services.gateway.apis.common.field_reader import FieldReader
 
 SEALED = "sluice1."
@@ -35,6 +36,7 @@ _HOSTED_CALLS = re.compile(
 )
 """Items about tools that OpenAI runs itself, from a conversation that it began."""
 
+MEDIA_PARTS = ("input_image", "input_audio")
 _RESPONSE = "resp_"
 _OUTPUT_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{48})[0-9a-f]{4,8}")
 _STATUS = ("in_progress", "completed", "incomplete")
@@ -161,6 +163,8 @@ def _read_message(reader: FieldReader) -> dict[str, Any]:
         parts = [_part(part, kind) for part in content.items()]
         if not parts:
             raise content.invalid("must have at least one part")
+    if role in ("system", "developer") and any(part["type"] in MEDIA_PARTS for part in parts):
+        raise content.unsupported("images and audio are accepted in user messages and outputs of calls")
     return _message(role, parts, reader.value.get("id"))
 
 
@@ -177,13 +181,34 @@ def _message(role: str, parts: list[dict[str, Any]], item_id: str | None = None)
 
 def _part(reader: FieldReader, kind: str) -> dict[str, Any]:
     """Returns a part of a message or of a call's output; `kind` is the type that texts are stored with."""
-    if isinstance(reader.value, dict) and reader.value.get("type") in ("input_image", "input_file", "input_audio"):
-        raise reader.under("type").unsupported(f"{reader.value['type']!r} is not text; only text input is accepted")
+    part_type = reader.value.get("type") if isinstance(reader.value, dict) else None
+    if part_type == "input_file":
+        raise reader.under("type").unsupported("send the text of the file, or its pages as images")
+    if part_type in ("input_image", "input_audio"):
+        if kind != "input_text":
+            raise reader.under("type").invalid(f"is {part_type!r}, which is not allowed in assistant messages")
+        return _image(reader) if part_type == "input_image" else _audio(reader)
     part_type = reader.kind("input_text", "output_text", "text", "refusal")
     reader.fields("type", "text", "refusal", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint")
     if part_type == "refusal":
         return {"type": "refusal", "refusal": reader.under("refusal").text()}
     return {"type": kind, "text": reader.under("text").text()}
+
+
+def _image(reader: FieldReader) -> dict[str, Any]:
+    reader.fields("type", "image_url", "detail", "file_id", "prompt_cache_breakpoint")
+    reader.under("file_id").reject_unless(reason="send the image as image_url")
+    url = reader.under("image_url").text(empty=False)
+    part = {"type": "input_image", "image_url": url}
+    detail = reader.under("detail")
+    return part if detail.value is None else {**part, "detail": detail.choice(*DETAILS)}
+
+
+def _audio(reader: FieldReader) -> dict[str, Any]:
+    reader.fields("type", "input_audio")
+    audio = reader.under("input_audio").fields("data", "format")
+    values = {"data": audio.under("data").text(empty=False), "format": audio.under("format").text(empty=False)}
+    return {"type": "input_audio", "input_audio": values}
 
 
 def _read_call(reader: FieldReader) -> dict[str, Any]:

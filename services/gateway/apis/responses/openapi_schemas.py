@@ -45,12 +45,30 @@ _TEXT_PART = closed_object(
     },
     *("type", "text"),
 )
+_IMAGE_PART = closed_object(
+    {
+        "type": const("input_image"),
+        "image_url": NON_EMPTY,
+        "detail": {"enum": ["auto", "low", "high", None]},
+        "file_id": NULL,
+        "prompt_cache_breakpoint": ANY,
+    },
+    *("type", "image_url"),
+)
+_AUDIO_PART = closed_object(
+    {
+        "type": const("input_audio"),
+        "input_audio": closed_object({"data": NON_EMPTY, "format": NON_EMPTY}, "data", "format"),
+    },
+    *("type", "input_audio"),
+)
+_PART = any_of(_TEXT_PART, _IMAGE_PART, _AUDIO_PART)
 _MESSAGE = _item(
     {
         "phase": ANY,
         "type": const("message"),
         "role": {"enum": ["user", "assistant", "system", "developer"]},
-        "content": any_of(STRING, array(_TEXT_PART, minItems=1)),
+        "content": any_of(STRING, array(_PART, minItems=1)),
     },
     *("role", "content"),
 )
@@ -83,7 +101,7 @@ _CALL_OUTPUT = _item(
         **dict.fromkeys(("name", "caller", "namespace"), ANY),
         "type": {"enum": ["function_call_output", "custom_tool_call_output"]},
         "call_id": NON_EMPTY,
-        "output": any_of(STRING, array(_TEXT_PART)),
+        "output": any_of(STRING, array(_PART)),
     },
     *("type", "call_id", "output"),
 )

@@ -53,6 +53,7 @@ def translate(
         conversation.paths,
         tools.paths,
         {"function.name": "name", "function.parameters": "parameters"},
+        parts=conversation.parts,
     )
     degraded = [*map(no_effect, fields_without_effect(fields)), *map(left_out_reason, left_out)]
     return translate_chat(_chat(fields, conversation, tools), field_names, request_id, budgets, forces_calls, degraded)

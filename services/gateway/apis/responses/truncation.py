@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from services.common.errors import SluiceError
+from services.gateway.apis.common.media import check_media
+from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.responses.conversation import Conversation
-from services.gateway.core.request import GenerationRequest
 from services.gateway.pipeline.models import Pipelines
 
 
@@ -14,7 +15,7 @@ async def truncated_to_fit(
     pipelines: Pipelines,
     chat: Conversation,
     reserved: int,
-    translate: Callable[[Conversation], GenerationRequest],
+    translate: Callable[[Conversation], Awaitable[TranslatedRequest]],
 ) -> Conversation:
     """Returns the conversation with as many of its newest turns as fit; the last turn is always retained.
 
@@ -25,21 +26,23 @@ async def truncated_to_fit(
         translate: returns the generation request of a conversation.
     """
     starts = chat.turn_starts()
-    if len(starts) == 1 or await _fits(pipelines, translate(chat), reserved):
+    if len(starts) == 1 or await _fits(pipelines, await translate(chat), reserved):
         return chat
     too_few, enough = 0, len(starts) - 1
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if await _fits(pipelines, translate(chat.without_oldest(middle)), reserved):
+        if await _fits(pipelines, await translate(chat.without_oldest(middle)), reserved):
             enough = middle
         else:
             too_few = middle
     return chat.without_oldest(enough)
 
 
-async def _fits(pipelines: Pipelines, generation: GenerationRequest, reserved: int) -> bool:
+async def _fits(pipelines: Pipelines, translated: TranslatedRequest, reserved: int) -> bool:
+    generation = translated.generation
     entry = pipelines.registry.model(generation.model)
     try:
+        check_media(pipelines.registry, entry.model, generation.prompt)
         prompt = await pipelines.preprocess.tokenize(entry.model, generation.prompt)
     except SluiceError as error:
         if error.code == "prompt_too_large":

@@ -39,6 +39,7 @@ function row(request, longest) {
   const sum = el("span", { class: "sum" }, el("b", { text: duration(total(request)) }));
   sum.append(el("span", { class: "outcome", text: ` ${request.outcome}` }), el("span", { class: "sub", text: tokens(request) }));
   sum.title = `${plural(request.cached_tokens, "prompt token")} read from the worker's cache`;
+  if (request.media) sum.title += `, ${plural(request.media, "media item")} in the prompt`;
   const notes = notesOf(request);
   const failed = request.outcome !== "finished" && request.outcome !== "cancelled";
   return el("li", { class: failed ? "failed" : request.outcome }, workers, bar, sum, ...(notes ? [el("span", { class: "marks", text: notes })] : []));

@@ -32,6 +32,7 @@ def request_of(kind: type[BaseModel], body: dict[str, Any]) -> TranslatedRequest
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
 CALLED = {"role": "assistant", "content": [USE]}
 RESULT = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+FILE = {"type": "image", "source": {"type": "file", "file_id": "file_1"}}
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/x.png"}}
 
 
@@ -42,7 +43,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages.0.name"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [FILE]}]}, "messages.0.content.0.source.type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
         ({"messages": [{"role": "user", "content": [USE]}]}, "messages.0.content.0.type"),
         ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages.0.content.0.tool_use_id"),
@@ -53,8 +54,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"messages": [USER, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages.1.content.0.input"),
         ({"messages": [USER, {"role": "assistant", "content": "and so "}]}, "messages.1.content"),
         (
-            {"messages": [USER, CALLED, {"role": "user", "content": [{**RESULT, "content": [IMAGE]}]}]},
-            "messages.2.content.0.content.0.type",
+            {"messages": [USER, CALLED, {"role": "user", "content": [{**RESULT, "content": [FILE]}]}]},
+            "messages.2.content.0.content.0.source.type",
         ),
         ({"system": [IMAGE]}, "system.0.type"),
         ({"system": [{"type": "text", "text": 5}]}, "system.0.text"),
@@ -125,6 +126,7 @@ def test_blocks_become_messages_of_a_chat() -> None:
             {"role": "user", "content": "!"},
         ],
         BUDGETS.list_items,
+        BUDGETS.media,
     )
     call = {"id": "t", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
     texts = [{"type": "text", "text": text} for text in ("and", "?", "!")]

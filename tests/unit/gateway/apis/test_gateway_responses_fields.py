@@ -64,7 +64,7 @@ OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "x"}
         ({**CALL, "call_id": None}, "input[1].call_id"),
         ({**CALL, "namespace": 5}, "input[1].namespace"),
         ({**OUTPUT, "output": None}, "input[1].output"),
-        ({**OUTPUT, "output": [{"type": "input_image"}]}, "input[1].output[0].type"),
+        ({**OUTPUT, "output": [{"type": "input_image"}]}, "input[1].output[0].image_url"),
         ({"type": "reasoning", "summary": "x"}, "input[1].summary"),
         ({"type": "reasoning", "content": [{"type": "odd"}]}, "input[1].content[0].type"),
         ({"type": "reasoning", "encrypted_content": SEALED + "\u00e4"}, "input[1].encrypted_content"),

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from services.common import logs
 from services.common.errors import SluiceError, not_found
-from services.common.observability.audit import AuditSettings
+from services.common.observability.audit import AuditEntry, AuditSettings
 from services.common.tasks import TaskOwner
 from services.gateway import context
 from services.gateway.core.request import (
@@ -167,3 +167,12 @@ async def test_without_an_audit_log_nothing_is_noted() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         assert (await http.post("/v1/generate")).text == "not audited"
     assert tasks.alive == 0
+
+
+def test_audit_entry_with_content_leaves_out_the_base64_text_of_media_files() -> None:
+    entry = AuditEntry("/v1/chat/completions", with_content=True)
+    entry.read(b'{"url": "data:image/png;base64,' + b"QUJD\\/" * 100 + b'", "text": "kept"}')
+    entry.read(b'{"source": {"data": "' + b"QUJD" * 20_000)
+    request = json.loads(entry.line())["request"]
+    assert "QUJD" not in request
+    assert request == '{"url": "data:image/png;base64,…", "text": "kept"}{"source": {"data": "…'
