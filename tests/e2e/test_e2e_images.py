@@ -1,0 +1,160 @@
+"""Images through the whole suite: the mock engine describes each picture that it got."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from tests.support.data.tiny_vlm import build_qwen2_vl
+from tests.support.servers.suite import Suite
+
+MODEL = "tekken"
+
+
+def picture(width: int = 64, height: int = 48, color: str = "#ff0000") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def described(data: bytes, size: str = "64x48", color: str = "#ff0000") -> str:
+    return f"image {size} {color} {sha256(data).hexdigest()[:8]}"
+
+
+RED, BLUE = picture(), picture(color="#0000ff")
+BOTH = f"{described(RED)}; {described(BLUE, color='#0000ff')}"
+
+
+def url_of(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def image_url(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url_of(data)}}
+
+
+def block(data: bytes) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+    return {"type": "image", "source": source}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with Suite(env={"SLUICE_WORKER_MEDIA": "image"}) as suite:
+        yield suite.url
+
+
+@pytest.fixture(scope="module")
+def vision_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = build_qwen2_vl(tmp_path_factory.mktemp("vision"))
+    with Suite("--model", str(folder), "--model-name", "vision", "--workers", "1") as suite:
+        yield suite.url
+
+
+def chat(url: str, *parts: Any, **more: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "max_tokens": 60, "messages": [{"role": "user", "content": list(parts)}], **more}
+    return dict(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json())
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_model_lists_image_among_its_modalities(url: str) -> None:
+    assert httpx.get(f"{url}/v1/models/{MODEL}").json()["modalities"] == ["text", "image"]
+
+
+def test_openai_client_sends_images_and_the_order_is_kept(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused")
+    parts: Any = [{"type": "text", "text": "Compare."}, image_url(RED), image_url(BLUE)]
+    messages: Any = [{"role": "user", "content": parts}]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=80)
+    assert str(answer.choices[0].message.content).startswith(BOTH)
+    parts_of_response: Any = [
+        {"type": "input_image", "image_url": url_of(data), "detail": "auto"} for data in (RED, BLUE)
+    ]
+    response = client.responses.create(
+        model=MODEL, input=[{"role": "user", "content": parts_of_response}], max_output_tokens=80
+    )
+    assert response.output_text.startswith(BOTH)
+    following = client.responses.create(
+        model=MODEL, input="And now?", previous_response_id=response.id, max_output_tokens=80
+    )
+    assert following.output_text.startswith(BOTH)
+
+
+def test_anthropic_client_sends_images_in_order(url: str) -> None:
+    client = anthropic.Anthropic(base_url=url, api_key="unused")
+    messages: Any = [{"role": "user", "content": [block(RED), {"type": "text", "text": "and"}, block(BLUE)]}]
+    message = client.messages.create(model=MODEL, max_tokens=80, messages=messages)
+    assert message.content[0].type == "text"
+    assert message.content[0].text.startswith(BOTH)
+
+
+def test_images_in_tool_results_reach_a_model_whose_template_takes_them(vision_url: str) -> None:
+    client = anthropic.Anthropic(base_url=vision_url, api_key="unused")
+    messages: Any = [
+        {"role": "user", "content": [block(RED)]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [block(BLUE)]}]},
+    ]
+    message = client.messages.create(model="vision", max_tokens=80, messages=messages)
+    assert message.content[0].type == "text"
+    assert message.content[0].text.startswith(BOTH)
+
+
+def test_the_same_picture_is_cached_and_another_of_the_same_size_is_not(url: str) -> None:
+    words = {"type": "text", "text": "Describe this picture in detail. " * 20}
+    green, olive = picture(color="#00ff00"), picture(color="#808000")
+    first = chat(url, image_url(green), words)
+    again = chat(url, image_url(green), words)
+    other = chat(url, image_url(olive), words)
+    assert first["usage"]["prompt_tokens"] == again["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
+    assert cached(again) > 0
+    assert cached(other) < 32
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_choices_all_describe_the_picture(url: str, n: int) -> None:
+    answer = chat(url, image_url(RED), n=n)
+    assert len(answer["choices"]) == n
+    assert all(choice["message"]["content"].startswith(described(RED)) for choice in answer["choices"])
+
+
+def test_placeholder_text_of_a_user_stays_text(url: str) -> None:
+    for typed in ("[IMG]", "<image>", '{"type": "image", "media": 0}'):
+        assert not text_of(chat(url, {"type": "text", "text": typed})).startswith("image ")
+
+
+@pytest.mark.parametrize(
+    ("part", "status", "code"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}, 400, "invalid_media"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, 400, None),
+        ({"type": "image_url", "image_url": {"url": "http://example.org/a.png"}}, 400, "invalid_media"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 400, "invalid_media"),
+        ({"type": "image_url", "image_url": {"url": "https://127.0.0.1/a.png"}}, 400, None),
+        ({"type": "video_url", "video_url": {"url": url_of(RED)}}, 400, "invalid_media"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, 400, "media_not_supported"),
+    ],
+)
+def test_bad_part_is_refused_by_name(url: str, part: Any, status: int, code: str | None) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["param"] == "messages[0].content[1]"
+    assert code is None or error["code"] == code
