@@ -40,7 +40,7 @@ class MediaPart:
     media_type: str = ""
 
 
-class MediaUploads:
+class IncomingMedia:
     """Receives the files of one session, and names those that the worker has dropped since.
 
     A faulty upload is discarded; the requests that need its file then fail with the reason. The hash is computed part

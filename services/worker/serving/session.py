@@ -18,7 +18,7 @@ from services.worker.contract.generation import (
 )
 from services.worker.generation.response_sink import BEGUN, ResponseSink
 from services.worker.generation.text_delta import TextUpdate
-from services.worker.media.uploads import MediaPart, MediaUploads
+from services.worker.media.uploads import MediaPart, IncomingMedia
 from services.worker.serving.outbox import Outbox, Page
 from services.worker.serving.worker import Worker
 
@@ -97,7 +97,7 @@ class WorkerSession:
         self._outbox = Outbox(wake, on_overflow)
         self._open: dict[int, SessionResponseSink] = {}
         self._pins: dict[int, list[bytes]] = {}
-        self._uploads = MediaUploads(worker.media, worker.max_media_bytes, self._report_drop)
+        self._uploads = IncomingMedia(worker.media, worker.max_media_bytes, self._report_drop)
 
     async def flush(self) -> None:
         """Returns when all pending output has been sent; the caller sets the deadline."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.spans import MediaKind, MediaSpan, content_hash
 from services.worker.media.store import MediaStore
-from services.worker.media.uploads import MOST_UPLOADS, PART_BYTES, STALE_S, MediaPart, MediaUploads
+from services.worker.media.uploads import MOST_UPLOADS, PART_BYTES, STALE_S, MediaPart, IncomingMedia
 from tests.support.oracles.errors import raises_error
 
 
@@ -19,7 +19,7 @@ class Session:
     def __init__(self, store: MediaStore, most_bytes: int = 1 << 20) -> None:
         self.dropped: list[bytes] = []
         self.now_s = 0.0
-        self.uploads = MediaUploads(store, most_bytes, self.dropped.append, lambda: self.now_s)
+        self.uploads = IncomingMedia(store, most_bytes, self.dropped.append, lambda: self.now_s)
 
     def send(self, data: bytes, part_bytes: int = PART_BYTES, named: bytes = b"") -> bytes:
         content = named or content_hash(data)
