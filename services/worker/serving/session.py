@@ -18,7 +18,7 @@ from services.worker.contract.generation import (
 )
 from services.worker.generation.response_sink import BEGUN, ResponseSink
 from services.worker.generation.text_delta import TextUpdate
-from services.worker.media.uploads import MediaPart, IncomingMedia
+from services.worker.media.uploads import IncomingMedia, MediaPart
 from services.worker.serving.outbox import Outbox, Page
 from services.worker.serving.worker import Worker
 

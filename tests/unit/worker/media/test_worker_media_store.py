@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.spans import MediaKind, MediaSpan, content_hash
 from services.worker.media.store import MediaStore
-from services.worker.media.uploads import MOST_UPLOADS, PART_BYTES, STALE_S, MediaPart, IncomingMedia
+from services.worker.media.uploads import MOST_UPLOADS, PART_BYTES, STALE_S, IncomingMedia, MediaPart
 from tests.support.oracles.errors import raises_error
 
 
