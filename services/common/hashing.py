@@ -85,7 +85,7 @@ def _chain_of(blocks: memoryview, stride: int, seed: int, parent: int | None) ->
 
 
 class PrefixHashes:
-    """Computes block hashes, and remembers those of segments of prompts: a known prefix costs a seventh.
+    """Computes block hashes, and remembers those of segments of prompts: a known prefix costs a tenth.
 
     A segment is known by its parent, its seed and a digest of 128 bits, which is more than its hashes have. Threads may
     share one.
