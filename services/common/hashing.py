@@ -122,7 +122,7 @@ def media_of_blocks(media: Sequence[MediaSpan], block_size: int, blocks: int) ->
 
 
 class PrefixHashes:
-    """Computes block hashes, and remembers those of segments of prompts: a known prefix costs a seventh.
+    """Computes block hashes, and remembers those of segments of prompts: a known prefix costs a tenth.
 
     A segment is known by its parent, its seed and a digest of 128 bits, which is more than its hashes have. Threads may
     share one.
