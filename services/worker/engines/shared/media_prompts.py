@@ -1,0 +1,51 @@
+"""Prompts with media items for engines that insert the placeholder tokens of an item themselves."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from services.common.errors import SluiceError, internal, invalid
+from services.worker.contract.generation import MediaItem
+
+
+def unexpanded(token_ids: array[int], media: Sequence[MediaItem]) -> list[int]:
+    """Returns a prompt as its engine expands it: each item's placeholder tokens are replaced by its `unexpanded_ids`.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when the spans overlap, are out of order, or reach beyond the prompt.
+    """
+    found: list[int] = []
+    position = 0
+    for index, item in enumerate(media):
+        span = item.span
+        if span.offset < position or span.length < 1 or span.end > len(token_ids):
+            raise invalid(
+                f"media[{index}] stands for the tokens {span.offset} to {span.end} of {len(token_ids)}; send items by "
+                "offset, which do not overlap.",
+                param="media",
+            )
+        found += token_ids[position : span.offset]
+        found += array("I", span.unexpanded_ids) if span.unexpanded_ids else token_ids[span.offset : span.end]
+        position = span.end
+    found += token_ids[position:]
+    return found
+
+
+def check_expansion(token_ids: array[int], expanded: Sequence[int]) -> None:
+    """Raises unless an engine expanded a prompt to the tokens of the request.
+
+    An engine that runs with other tokens would answer another prompt: vLLM leaves a surplus placeholder as it is.
+
+    Raises:
+        SluiceError: INTERNAL, because preprocess and engine then disagree about the model.
+    """
+    if token_ids.tolist() != list(expanded):
+        raise _disagreement(len(expanded), len(token_ids))
+
+
+def _disagreement(engine: int, request: int) -> SluiceError:
+    return internal(
+        f"The engine expands this prompt with media items to {engine} other tokens than the {request} of the request; "
+        "use the same model files in preprocess and worker."
+    )
