@@ -9,11 +9,15 @@ from services.common.errors import SluiceError, internal, invalid
 from services.worker.contract.generation import MediaItem
 
 
-def unexpanded(token_ids: array[int], media: Sequence[MediaItem]) -> list[int]:
+def unexpanded(token_ids: array[int], media: Sequence[MediaItem], placeholder: int | None = None) -> list[int]:
     """Returns a prompt as its engine expands it: each item's placeholder tokens are replaced by its `unexpanded_ids`.
 
+    Args:
+        placeholder: the model's placeholder token, which must not occur outside the items: vLLM would run with it.
+
     Raises:
-        SluiceError: INVALID_ARGUMENT when the spans overlap, are out of order, or reach beyond the prompt.
+        SluiceError: INVALID_ARGUMENT when the spans overlap, are out of order, or reach beyond the prompt, or a
+            placeholder belongs to no item.
     """
     found: list[int] = []
     position = 0
@@ -25,11 +29,20 @@ def unexpanded(token_ids: array[int], media: Sequence[MediaItem]) -> list[int]:
                 "offset, which do not overlap.",
                 param="media",
             )
-        found += token_ids[position : span.offset]
+        found += _text(token_ids[position : span.offset], placeholder)
         found += array("I", span.unexpanded_ids) if span.unexpanded_ids else token_ids[span.offset : span.end]
         position = span.end
-    found += token_ids[position:]
+    found += _text(token_ids[position:], placeholder)
     return found
+
+
+def _text(token_ids: array[int], placeholder: int | None) -> array[int]:
+    if placeholder is not None and placeholder in token_ids:
+        raise invalid(
+            "The prompt has a placeholder token without a media item; send as many items as placeholders.",
+            param="media",
+        )
+    return token_ids
 
 
 def check_expansion(token_ids: array[int], expanded: Sequence[int]) -> None:

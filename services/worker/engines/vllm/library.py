@@ -230,7 +230,9 @@ async def media_prompt(llm: Any, token_ids: array[int], media: Sequence[MediaIte
     from vllm.multimodal.media.image import ImageMediaIO
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-    short = unexpanded(token_ids, media)
+    config = llm.model_config.hf_config
+    placeholder = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    short = unexpanded(token_ids, media, placeholder)
     load = ImageMediaIO().load_bytes
     try:
         pictures = await asyncio.to_thread(lambda: [load(item.file.data) for item in media])

@@ -35,11 +35,18 @@ def test_unexpanded_keeps_the_tokens_of_an_adjacent_and_of_a_last_item() -> None
     "media", [[item(1, 3, 9), item(3, 1, 9)], [item(3, 1, 9), item(1, 1, 9)], [item(3, 2, 9)], [item(1, 0, 9)]]
 )
 def test_unexpanded_with_spans_that_do_not_fit_raises(media: list[MediaItem]) -> None:
-    with raises_error(ErrorKind.INVALID_ARGUMENT):
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
         unexpanded(array("I", [1, 9, 9, 9]), media)
+
+
+def test_unexpanded_with_a_placeholder_outside_the_items_raises() -> None:
+    prompt = array("I", [1, 9, 9, 2, 9])
+    assert unexpanded(prompt[:4], [item(1, 2, 9)], 9) == [1, 9, 2]
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="media"):
+        unexpanded(prompt, [item(1, 2, 9)], 9)
 
 
 def test_check_expansion_of_other_tokens_raises() -> None:
     check_expansion(array("I", [1, 9, 9]), [1, 9, 9])
-    with raises_error(ErrorKind.INTERNAL):
+    with raises_error(kind=ErrorKind.INTERNAL):
         check_expansion(array("I", [1, 9, 9]), [1, 9])
