@@ -6,8 +6,9 @@ Open-loop load of streamed chats: TOKENSxRATE is the length of the prompts and r
 a prompt are a prefix that it shares with others. Envoy (scripts/envoy.sh), the pickers, preprocess, Redis and the
 endpoints are processes of their own on one machine; the client, which also sends the heartbeats of the workers, is this
 process. The same load runs through an Envoy without the picker first; the difference is what the picker adds. With
---limit, endpoints may have that many requests at a time, and the endpoints count how many they have: the exit code is 1 if one has more, or if bookings are left. --naive gives every picker a
-store of its own, as pickers without shared bookings have, and must show overbookings.
+--limit, endpoints may have that many requests at a time, and the endpoints count how many they have: the exit code is 1
+if one has more, or if bookings are left. --naive gives every picker a store of its own, as pickers without shared
+bookings have, and must show overbookings.
 """
 
 from __future__ import annotations
