@@ -74,12 +74,14 @@ TROUBLE = METRICS.counter(
     PEERS,
     Label("what", "what happened", TROUBLES),
 )
+WITH_MEDIA = "requests have images or other media items"
 MEDIA = METRICS.counter(
     "media_files",
     "media files sent to workers",
     Label("sent", "first, or again because the worker no longer had it", ("first", "again")),
+    when=WITH_MEDIA,
 )
-MEDIA_BYTES = METRICS.counter("media_bytes", "bytes of media files sent to workers")
+MEDIA_BYTES = METRICS.counter("media_bytes", "bytes of media files sent to workers", when=WITH_MEDIA)
 LIVE = METRICS.gauge("live_streams", "generations in progress")
 PARITY = METRICS.gauge(
     "tokenizer_parity",

@@ -43,20 +43,34 @@ PROMPT_TOKENS = METRICS.histogram(
 )
 POOL_JOBS = METRICS.gauge("pool_jobs", "large requests waiting or running")
 
+WITH_MEDIA = "chats have images or other media items"
 MEDIA_FETCHES = METRICS.counter(
     "media_fetches",
     "media files that were to be fetched",
     Label("result", "fetched, or the code of the error", ("fetched", FETCH_REFUSED, FETCH_FAILED, FETCH_TOO_LARGE)),
+    when=WITH_MEDIA,
 )
-MEDIA_FETCHED_BYTES = METRICS.counter("media_fetched_bytes", "size of the fetched media files", unit="By")
+MEDIA_FETCHED_BYTES = METRICS.counter(
+    "media_fetched_bytes", "size of the fetched media files", unit="By", when=WITH_MEDIA
+)
 MEDIA_CHECKS = METRICS.counter(
-    "media_checks", "media files that were checked", Label("result", "whether the content was known", ("hit", "miss"))
+    "media_checks",
+    "media files that were checked",
+    Label("result", "whether the content was known", ("hit", "miss")),
+    when=WITH_MEDIA,
 )
-MEDIA_CHECK_SECONDS = METRICS.counter("media_check_seconds", "time of checking media files, with their waits", unit="s")
+MEDIA_CHECK_SECONDS = METRICS.counter(
+    "media_check_seconds", "time of checking media files, with their waits", unit="s", when=WITH_MEDIA
+)
 MEDIA_REJECTED = METRICS.counter(
-    "media_rejected", "chats rejected for a media item", Label("reason", "code of the error", MEDIA_CODES)
+    "media_rejected",
+    "chats rejected for a media item",
+    Label("reason", "code of the error", MEDIA_CODES),
+    when=WITH_MEDIA,
 )
-ENCODER_TOKENS = METRICS.counter("encoder_tokens", "tokens that stand for media items in prompts", MODEL)
+ENCODER_TOKENS = METRICS.counter(
+    "encoder_tokens", "tokens that stand for media items in prompts", MODEL, when=WITH_MEDIA
+)
 
 INFO = METRICS.gauge(
     "tokenizer_info",
