@@ -155,19 +155,19 @@ def _read_result(block: FieldReader, chat: Chat, called: Set[str]) -> str:
     block.fields("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name")
     block.under("toolset_name").reject_unless(reason="toolsets do not exist here")
     content = block.under("content")
-    call = block.under("tool_use_id")
-    if call.text(empty=False) not in called:
-        raise call.invalid(f"is {call.value[:64]!r}, but the previous message has no `tool_use` block with this id")
-    failed = "Error: " if block.under("is_error").optional(bool) else ""
-    result: Any = failed
+    result: Any = "Error: " if block.value.get("is_error") is True else ""
     if has_image(content.value):
-        result = [{"type": "text", "text": failed}] if failed else []
+        result = [{"type": "text", "text": result}] if result else []
         for part in content.items():
             _check_kind(part)
             part.kind("text", "image", "tool_reference")
             _add_part(chat, result, part, len(chat.messages))
     elif content.value is not None:
         result += _texts(content, chat.references)
+    call = block.under("tool_use_id")
+    if call.text(empty=False) not in called:
+        raise call.invalid(f"is {call.value[:64]!r}, but the previous message has no `tool_use` block with this id")
+    block.under("is_error").optional(bool)
     chat.add({"role": "tool", "tool_call_id": call.value, "content": result}, block.path)
     return str(call.value)
 
