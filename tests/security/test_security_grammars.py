@@ -128,11 +128,11 @@ def held(engine: MockEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[thread
     storyteller = engine._loaded.text_generator
     make = storyteller.answer
 
-    def answer(asked: GenerateRequest, limit: int, effort: Effort | None = None) -> Any:
+    def answer(asked: GenerateRequest, limit: int, effort: Effort | None = None, opening: Any = ()) -> Any:
         if asked.guided is not None:
             assert effort is not None
             assert release.wait(60)
-        return make(asked, limit, effort)
+        return make(asked, limit, effort, opening)
 
     monkeypatch.setattr(type(storyteller), "answer", staticmethod(answer))
     yield release

@@ -181,7 +181,7 @@ def _read_audio(part: Mapping[str, Any], where: str, limits: MediaLimits) -> Med
     if not isinstance(value, dict) or not isinstance(value.get("data"), str):
         raise invalid(f"{where}.input_audio must be an object with data and format.", param=f"{where}.input_audio")
     form = value.get("format")
-    if form not in _AUDIO_TYPES:
+    if not isinstance(form, str) or form not in _AUDIO_TYPES:
         raise invalid(
             f"{where}.input_audio.format must be one of {', '.join(_AUDIO_TYPES)}.", param=f"{where}.input_audio.format"
         )

@@ -87,6 +87,8 @@ def test_take_media_with_audio_and_video_names_their_kinds() -> None:
         ({"type": "image", "media": 0}, "messages[0].content[1].type", ""),
         ({"type": "input_audio", "input_audio": {"data": "QUJD", "format": "exe"}},
          "messages[0].content[1].input_audio.format", ""),
+        ({"type": "input_audio", "input_audio": {"data": "QUJD", "format": ["wav"]}},
+         "messages[0].content[1].input_audio.format", ""),
     ],
 )  # fmt: skip
 def test_take_media_of_a_bad_part_names_it(part: Any, param: str, code: str) -> None:
