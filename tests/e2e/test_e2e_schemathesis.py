@@ -36,7 +36,16 @@ CHECKS = [
 ]
 LONGEST_S = 60
 REQUIRED = {"model", "messages", "prompt", "input", "tokens", "max_tokens"}
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 PROMPTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": MESSAGES,
+    "/v1/chat/completions/render": MESSAGES,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": {"messages": MESSAGES["messages"]},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/classify": {"input": "hi"},
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [5]},
     "/v1/completions": {"prompt": "hi"},
     "/v1/responses": {"input": "hi"},
     "/v1/responses/input_tokens": {"input": "hi"},
@@ -45,7 +54,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "/v1/score": {"text_1": "hi", "text_2": "ho"},
     "/v1/rerank": {"query": "hi", "documents": ["ho"]},
 }
-"""Where the document allows another field in place of the prompt."""
+"""A prompt of each endpoint that has one: every model that serves the endpoint takes it."""
 SELDOM = {
     "previous_response_id", "conversation", "prompt_embeds", "lora_path", "nvext", "data_parallel_rank", "suffix",
     "best_of",
@@ -158,6 +167,13 @@ def bearable(body: dict[str, Any], random: Random) -> dict[str, Any]:
     return kept
 
 
+def plain(path: str, body: dict[str, Any], random: Random) -> dict[str, Any]:
+    """The endpoint's prompt with at most two of the other fields."""
+    others = sorted(body.keys() - SELDOM - REQUIRED)
+    kept = random.sample(others, k=min(len(others), random.choice([0, 1, 2])))
+    return {"model": "tekken"} | {name: body[name] for name in kept} | PROMPTS[path]
+
+
 def whole_numbers(value: Any) -> Any:
     """1.0 is an integer to JSON Schema, and none to the API."""
     if isinstance(value, float) and value.is_integer():
@@ -206,8 +222,8 @@ def test_every_answer_is_one_that_the_document_names(
             case.body = bearable(case.body, random)
             if mode is GenerationMode.POSITIVE and random.random() < 0.8:
                 case.body = whole_numbers({**PROMPTS.get(path, {}), **case.body})
-                if path == "/v1/responses/compact" and random.random() < 0.5:  # items of any kind are rarely a chat
-                    case.body |= PROMPTS[path]
+                if path in PROMPTS and random.random() < 0.5:  # content of any kind is rarely a prompt
+                    case.body = plain(path, case.body, random)
         if case.path_parameters and "response_id" in case.path_parameters and random.random() < 0.5:
             case.path_parameters["response_id"] = kept_response
         if case.path_parameters and "conversation_id" in case.path_parameters and random.random() < 0.7:
