@@ -226,7 +226,11 @@ def _text_size(
     chat: preprocess_pb2.ChatInput,
 ) -> int:
     """Returns the size of an input without its media files, which have their own limit."""
-    return given.ByteSize() - sum(len(each.data) for each in chat.media)
+    if not chat.media:
+        return given.ByteSize()
+    # ByteSize would serialize the files.
+    lists = (chat.messages_json, chat.tools_json, chat.documents_json, chat.template_kwargs_json, chat.tool_choice_json)
+    return sum(map(len, lists)) + len(chat.chat_template)
 
 
 def _tokenize(

@@ -6,11 +6,11 @@ remains is a reference, `{"type": "image", "media": 0}`, to the first of the ite
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import pybase64
 
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.media.spans import MediaKind
@@ -18,7 +18,6 @@ from services.common.media.spans import MediaKind
 MOST_URL = 8_192
 """Most characters of an https URL."""
 DETAILS = ("auto", "low", "high")
-_PIECE = 1 << 20
 _AUDIO_TYPES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg"}
 
 
@@ -153,27 +152,14 @@ def media_of_base64(
             f"{where} is declared as {quoted(media_type)}, which is not an {kind.capability} type.", where
         )
     try:
-        data = _decoded(payload)
-    except (binascii.Error, ValueError):
+        data = pybase64.b64decode(payload, validate=True)
+    except ValueError:
         raise _invalid_media(
             f"The base64 text of {where} is broken; send it without line breaks, padded.", where
         ) from None
     if not data:
         raise _invalid_media(f"{where} is empty; send the bytes of a file.", where)
     return MediaInput(where, kind, data=data, media_type=media_type, detail=detail)
-
-
-def _decoded(payload: str) -> bytes:
-    """Returns the bytes of a base64 text; decodes piece by piece, so that other threads run in between."""
-    if len(payload) <= _PIECE:
-        return base64.b64decode(payload, validate=True)
-    data = bytearray()
-    for at in range(0, len(payload), _PIECE):
-        piece = payload[at : at + _PIECE]
-        if piece.endswith("=") and at + _PIECE < len(payload):
-            raise ValueError("padding within the text")
-        data += base64.b64decode(piece, validate=True)
-    return bytes(data)
 
 
 def _read_audio(part: Mapping[str, Any], where: str, limits: MediaLimits) -> MediaInput:

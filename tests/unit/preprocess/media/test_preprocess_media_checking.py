@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 from collections.abc import AsyncIterator
 
 import pytest
+from PIL import Image
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.spans import content_hash
@@ -30,6 +32,15 @@ async def checker() -> AsyncIterator[MediaChecker]:
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP"])
 def test_check_image_of_each_format_returns_its_size(form: str) -> None:
     assert check_image(image_file(70, 40, form), LIMITS.images) == ImageFacts(70, 40, form)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+@pytest.mark.parametrize("size", [(1, 1), (7, 9), (8, 8), (1000, 3), (641, 479)])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_check_image_of_a_jpeg_returns_its_declared_size(mode: str, size: tuple[int, int], progressive: bool) -> None:
+    file = io.BytesIO()
+    Image.new(mode, size).save(file, "JPEG", progressive=progressive)
+    assert check_image(file.getvalue(), LIMITS.images) == ImageFacts(*size, "JPEG")
 
 
 @pytest.mark.parametrize(("orientation", "size"), [(1, (70, 40)), (3, (70, 40)), (6, (40, 70)), (8, (40, 70))])
