@@ -68,12 +68,13 @@ def load_prompts(
 
 
 def _media_fingerprint(tokenizer: TokenizerProtocol, spec: ModelSpec, limits: Limits) -> str:
-    """Returns the media fingerprint of the model's files, by the rules of preprocess; empty if there is none.
+    """Returns the media fingerprint by the worker's tokenizer; empty if there is none.
 
-    An engine's own processor has no rules for images: the model's files are read again by the processor that has.
+    Without images in an engine's own processor, the model's files are read again by the processor with rules for them.
     """
-    if tokenizer.facts.processor not in ENGINE_PROCESSORS:
-        return media_fingerprint(tokenizer)
+    own = media_fingerprint(tokenizer)
+    if own or tokenizer.facts.processor not in ENGINE_PROCESSORS:
+        return own
     try:
         reader = load_tokenizer(spec, limits)
     except SluiceError as error:
