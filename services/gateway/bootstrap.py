@@ -157,7 +157,9 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         components,
         Pipelines(settings.pipeline, components, settings.model_grace_s, (pieces.forget,)),
         pieces,
-        TokenizerParity(preprocess.tokenizers, registry.of_model, lambda: list(registry.models)),
+        TokenizerParity(
+            preprocess.tokenizers, registry.of_model, lambda: list(registry.models), registry.compare_media
+        ),
         Readiness(preprocess, router, registry, connections, settings.pipeline.services),
         build_gate(settings, settings.listen, tasks),
         live_view,

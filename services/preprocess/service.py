@@ -31,6 +31,7 @@ from services.preprocess.protocol import (
     packed_text,
 )
 from services.preprocess.thread_pool import ComputePool
+from services.preprocess.tokenizers.engine import EngineTokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from services.preprocess.validation import parse_chat, too_large
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
@@ -158,9 +159,9 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def _load_media(self, tokenizer: TokenizerProtocol, chat: preprocess_pb2.ChatInput, size: int) -> LoadedMedia:
         """Returns the media items of a chat; fetches nothing if the chat or the model is at fault."""
         inputs = read_inputs(chat.media)
-        rule = getattr(tokenizer, "image_rule", None)  # optional for custom classes
+        takes_images = getattr(tokenizer, "image_rule", None) or getattr(tokenizer, "takes_images", False)
         for item in inputs:
-            if self._media is None or rule is None or item.kind is not MediaKind.IMAGE:
+            if self._media is None or not takes_images or item.kind is not MediaKind.IMAGE:
                 raise _not_supported(item, tokenizer)
         assert self._media is not None
         await self._compute(tokenizer, lambda: _chat(chat), size, foreign=False)
@@ -238,22 +239,29 @@ def _tokenize(
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     """Returns the response and its number of tokens."""
     second_text_at = 0
+    spans: tuple[MediaSpan, ...] = ()
     if kind == "tokens":
         packed = request.tokens.token_ids
         _check_ids(packed, tokenizer)
+    elif kind == "chat" and media.items and isinstance(tokenizer, EngineTokenizer):
+        packed, spans = tokenizer.pack_images(_chat(request.chat), media.items, media.files)
     elif kind == "chat":
         packed = packed_chat(tokenizer, _chat(request.chat))
     else:
         packed, second_text_at = _text_ids(tokenizer, request.text)
-    reply, tokens = _response(tokenizer, request, packed, media)
+    reply, tokens = _response(tokenizer, request, packed, media, spans)
     reply.second_text_at = second_text_at
     return reply, tokens
 
 
 def _response(
-    tokenizer: TokenizerProtocol, request: preprocess_pb2.TokenizeRequest, packed: bytes, media: LoadedMedia
+    tokenizer: TokenizerProtocol,
+    request: preprocess_pb2.TokenizeRequest,
+    packed: bytes,
+    media: LoadedMedia,
+    spans: tuple[MediaSpan, ...] = (),
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
-    spans: tuple[MediaSpan, ...] = ()
+    """Returns the response and its number of tokens; `spans` are those of ids that the tokenizer has expanded."""
     rule = getattr(tokenizer, "image_rule", None)
     if rule is not None and request.HasField("chat"):
         packed, spans = expand(packed, rule, media.items)

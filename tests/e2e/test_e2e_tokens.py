@@ -76,6 +76,7 @@ def test_a_models_entry_says_whose_ids_it_gets(client: httpx.Client) -> None:
     assert prompts == prompt_fingerprint(small_tokenizer())
     assert model["tokenizer"] == {
         "parity": "same_prompts",  # the worker has made them too
+        "media_parity": "unknown",  # the worker takes no images
         "processor": "mistral",
         "fingerprint": fingerprint,
         "worker_fingerprints": [fingerprint],

@@ -37,6 +37,7 @@ def check_worker(worker_id: str, address: str, card: common_pb2.ModelCard) -> No
         "tokenizer.source": tokenizer.source,
         "tokenizer.fingerprint": tokenizer.fingerprint,
         "tokenizer.prompt_fingerprint": tokenizer.prompt_fingerprint,
+        "tokenizer.media_fingerprint": tokenizer.media_fingerprint,
     }
     for name, text in chain(names.items(), texts.items()):
         check_name(text, f"card.{name}", LONGEST_NAME if name in names else LONGEST_TEXT)

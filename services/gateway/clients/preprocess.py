@@ -47,6 +47,7 @@ class TokenizerIdentity:
     processor: str
     fingerprint: str
     prompt_fingerprint: str
+    media_fingerprint: str = ""
 
 
 class PreprocessClient:
@@ -145,7 +146,10 @@ class PreprocessClient:
         response = await self.replicas.call(lambda stub: stub.ListModels, request, LIST_TIMEOUT_S)
         return {
             info.model: TokenizerIdentity(
-                info.tokenizer.processor, info.tokenizer.fingerprint, info.tokenizer.prompt_fingerprint
+                info.tokenizer.processor,
+                info.tokenizer.fingerprint,
+                info.tokenizer.prompt_fingerprint,
+                info.tokenizer.media_fingerprint,
             )
             for info in response.models
             if info.loaded

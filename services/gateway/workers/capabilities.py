@@ -25,11 +25,18 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
 
     Raises:
         SluiceError: INVALID_ARGUMENT naming the first field that no worker supports; UNAVAILABLE for a capability that
-            the gateway requires.
+            the gateway requires, and for images if all workers make other tokens of them than preprocess.
     """
     remaining = list(workers)
     for capability, field in needs:
-        remaining = [worker for worker in remaining if capability in worker.capabilities]
+        having = [worker for worker in remaining if capability in worker.capabilities]
+        remaining = [worker for worker in having if not _gets_no(capability, worker)]
+        if having and not remaining:
+            raise unavailable(
+                f"{field or capability} cannot be served: every worker of this model makes other tokens of images than "
+                "preprocess does; load the same model folder on both sides (see tokenizer.media_parity of /v1/models).",
+                code="media_parity",
+            )
         if not remaining and not field:
             message = f"No worker with the capability {capability!r} is available; try again later."
             raise unavailable(message, code="no_workers")
@@ -50,8 +57,17 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
 
 def modalities(workers: Iterable[WorkerEntry]) -> list[str]:
     """Returns the kinds of input that some worker of a model takes: text, and kinds of media items."""
-    every = frozenset[str]().union(*(worker.capabilities for worker in workers))
-    return ["text", *(kind for kind in MEDIA if kind in every)]
+    every = list(workers)
+    return ["text", *(kind for kind in MEDIA if any(_takes(kind, worker) for worker in every))]
+
+
+def _takes(kind: str, worker: WorkerEntry) -> bool:
+    return kind in worker.capabilities and not _gets_no(kind, worker)
+
+
+def _gets_no(capability: str, worker: WorkerEntry) -> bool:
+    """Whether a worker with the capability is excluded from it."""
+    return worker.images_differ and capability == MediaKind.IMAGE.capability
 
 
 def are_text_only(workers: Sequence[WorkerEntry]) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import grpc
@@ -30,7 +30,12 @@ CONFIRM_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A worker that accepts requests."""
+    """A worker that accepts requests.
+
+    Attributes:
+        labels: classes of a model that classifies.
+        images_differ: whether the worker's model makes other tokens of an image than preprocess: it must get none.
+    """
 
     worker_id: str
     address: str
@@ -47,7 +52,9 @@ class WorkerEntry:
     eos_token_ids: bytes = b""  # packed u32
     adapters: tuple[str, ...] = ()
     ranks: int = 1  # data-parallel ranks
-    labels: tuple[str, ...] = ()  # classes of a model that classifies
+    labels: tuple[str, ...] = ()
+    media_fingerprint: str = ""
+    images_differ: bool = False
 
     @property
     def runs_alone(self) -> bool:
@@ -82,6 +89,7 @@ class WorkerRegistry:
         self.workers: dict[str, WorkerEntry] = {}
         self._remembered_models: dict[str, None] = {}  # ordered by the last change of a worker
         self.synced = False
+        self._media_fingerprints: dict[str, str] = {}  # of preprocess, by model
         self._confirmed: set[str] | None = None  # ids of the workers listed by the current router
 
     @property
@@ -133,6 +141,26 @@ class WorkerRegistry:
         """Returns whether any worker that serves the model has a capability."""
         return any(capability in worker.capabilities for worker in self.of_model(model))
 
+    def compare_media(self, fingerprints: Mapping[str, str]) -> None:
+        """Excludes from images the workers whose media fingerprint differs from that of preprocess.
+
+        Args:
+            fingerprints: those of preprocess, by model. Models that it lacks keep the last one known.
+        """
+        kept = {name: value for name, value in self._media_fingerprints.items() if name in self._remembered_models}
+        self._media_fingerprints = {**kept, **fingerprints}
+        self.workers.update({name: self._compared(entry) for name, entry in self.workers.items()})
+
+    def _compared(self, entry: WorkerEntry) -> WorkerEntry:
+        known = self.workers.get(entry.worker_id)
+        differ = agreement(self._media_fingerprints.get(entry.model, ""), entry.media_fingerprint) is False
+        if differ and not (known is not None and known.images_differ):
+            log.warning(
+                "preprocess and a worker make different tokens of images; the worker gets no images",
+                extra={"worker": entry.worker_id, "model": entry.model},
+            )
+        return entry if entry.images_differ is differ else replace(entry, images_differ=differ)
+
     async def run(self) -> None:
         """Follows the worker list until cancelled."""
         while True:
@@ -180,6 +208,7 @@ class WorkerRegistry:
         return True
 
     def _up(self, entry: WorkerEntry) -> None:
+        entry = self._compared(entry)
         if self.workers.get(entry.worker_id) == entry:
             return
         self.workers[entry.worker_id] = entry
@@ -207,6 +236,13 @@ def _warn_ignored(worker_id: str, epoch: int, reason: str) -> None:
     log.warning("worker ignored: %s", reason, extra={"worker": worker_id, "epoch": epoch})
 
 
+def agreement(ours: str, theirs: str) -> bool | None:
+    """Whether two fingerprints of fixed chats agree where both sides accept the chat; None if that is unknown."""
+    pairs = zip(ours.split(","), theirs.split(","), strict=False) if ours and theirs else ()
+    comparable = [one == other for one, other in pairs if "-" not in (one, other)]
+    return all(comparable) if comparable else None
+
+
 def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
     card = worker.card
     check_worker(worker.worker_id, worker.address, card)
@@ -222,6 +258,7 @@ def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
         created_unix_s=card.created_unix_s,
         fingerprint=card.tokenizer.fingerprint,
         prompt_fingerprint=card.tokenizer.prompt_fingerprint,
+        media_fingerprint=card.tokenizer.media_fingerprint,
         role=Role(worker.role or Role.AGGREGATED),
         eos_token_ids=card.eos_token_ids,
         adapters=tuple(card.adapters),

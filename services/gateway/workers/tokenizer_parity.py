@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from services.common.errors import SluiceError
 from services.common.observability.instruments import watch
 from services.gateway.clients.preprocess import TokenizerIdentity
 from services.gateway.metrics import PARITY
+from services.gateway.workers.registry import agreement
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ class Worker(Protocol):
     @property
     def prompt_fingerprint(self) -> str: ...
 
+    @property
+    def media_fingerprint(self) -> str: ...
+
 
 def compare(ours: TokenizerIdentity | None, theirs: Worker) -> str:
     """Compares the tokenizers of preprocess and of a worker.
@@ -42,14 +46,18 @@ def compare(ours: TokenizerIdentity | None, theirs: Worker) -> str:
     """
     if ours is None:
         return UNKNOWN
-    if ours.prompt_fingerprint and theirs.prompt_fingerprint:
-        pairs = list(zip(ours.prompt_fingerprint.split(","), theirs.prompt_fingerprint.split(","), strict=False))
-        comparable = [(one, other) for one, other in pairs if "-" not in (one, other)]
-        if comparable:
-            return PROVEN if all(one == other for one, other in comparable) else DIFFERS
+    agree = agreement(ours.prompt_fingerprint, theirs.prompt_fingerprint)
+    if agree is not None:
+        return PROVEN if agree else DIFFERS
     if not ours.fingerprint or not theirs.fingerprint:
         return UNKNOWN
     return SAME_FILES if ours.fingerprint == theirs.fingerprint else DIFFERS
+
+
+def compare_media(ours: TokenizerIdentity | None, theirs: Worker) -> str:
+    """Returns "same_prompts", "differs" or "unknown": whether both sides make the same tokens of sample images."""
+    agree = agreement(ours.media_fingerprint, theirs.media_fingerprint) if ours is not None else None
+    return UNKNOWN if agree is None else PROVEN if agree else DIFFERS
 
 
 class TokenizerParity:
@@ -59,6 +67,7 @@ class TokenizerParity:
         list_tokenizers: returns the tokenizers of preprocess, by model.
         workers: returns the workers of a model.
         models: returns the served models.
+        on_media: called with the media fingerprints of preprocess, by model, whenever they were listed.
     """
 
     def __init__(
@@ -66,10 +75,12 @@ class TokenizerParity:
         list_tokenizers: Callable[[], Awaitable[dict[str, TokenizerIdentity]]],
         workers: Callable[[str], Sequence[Worker]],
         models: Callable[[], list[str]],
+        on_media: Callable[[Mapping[str, str]], None] = lambda fingerprints: None,
     ) -> None:
         self._list_tokenizers = list_tokenizers
         self._workers = workers
         self._models = models
+        self._on_media = on_media
         self._ours: dict[str, TokenizerIdentity] = {}
         self._refreshed_at = float("-inf")
         self._last_states: dict[str, str] = {}
@@ -93,6 +104,8 @@ class TokenizerParity:
             self._ours = await self._list_tokenizers()
         except SluiceError as error:
             log.debug("listing the tokenizers of preprocess failed: %s", error.message)
+        else:
+            self._on_media({model: ours.media_fingerprint for model, ours in self._ours.items()})
         for model in self._models():
             state = self.state(model)
             if state == DIFFERS and self._last_states.get(model) != DIFFERS:
@@ -101,6 +114,9 @@ class TokenizerParity:
 
     def state(self, model: str) -> str:
         """Returns the worst state among the model's workers."""
+        return self._worst(model, compare)
+
+    def _worst(self, model: str, compare: Callable[[TokenizerIdentity | None, Worker], str]) -> str:
         states = {compare(self._ours.get(model), worker) for worker in self._workers(model)}
         return next((state for state in (DIFFERS, UNKNOWN, SAME_FILES, PROVEN) if state in states), UNKNOWN)
 
@@ -110,6 +126,7 @@ class TokenizerParity:
         workers = self._workers(model)
         return {
             "parity": self.state(model),
+            "media_parity": self._worst(model, compare_media),
             "processor": ours.processor if ours is not None else None,
             "fingerprint": ours.fingerprint if ours is not None else None,
             "prompt_fingerprint": ours.prompt_fingerprint if ours is not None else None,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from services.common.errors import ErrorKind, SluiceError, first_line
+from services.common.errors import ErrorKind, SluiceError, first_line, invalid
 from services.preprocess.protocol import ChatRequest
 
 PARAMS = ("messages", "tools", "documents", "chat_template", "chat_template_kwargs", "tool_choice")
@@ -23,6 +23,7 @@ class EngineFacts:
         context_length: as read by the engine from the model's files; 0 for unknown.
         chat_template: the model's own; empty for none.
         has_chat_template: whether chats work without a template in the request.
+        images: whether chats with images work, see `encode_images`.
     """
 
     version: str
@@ -31,6 +32,22 @@ class EngineFacts:
     context_length: int
     chat_template: str
     has_chat_template: bool
+    images: bool = False
+
+
+@dataclass(frozen=True)
+class ImagePrompt:
+    """The prompt of a chat with images, as the engine makes it.
+
+    Attributes:
+        ids: with the tokens of each image.
+        unexpanded_ids: with the placeholders that the engine would replace by those.
+        spans: offset in `ids` and number of tokens of each image, in their order.
+    """
+
+    ids: list[int]
+    unexpanded_ids: list[int]
+    spans: list[tuple[int, int]]
 
 
 class EngineTokenizer(Protocol):
@@ -39,6 +56,10 @@ class EngineTokenizer(Protocol):
     facts: EngineFacts
 
     def encode_chat(self, chat: ChatRequest) -> list[int]: ...
+
+    def encode_images(self, chat: ChatRequest) -> ImagePrompt:
+        """Returns the prompt of a chat whose images are parts of the type `image_url` with data URLs."""
+        ...
 
     def render(self, chat: ChatRequest) -> str: ...
 
@@ -51,6 +72,9 @@ class LibraryTokenizer:
     """Texts through the tokenizer that an engine has loaded, which has the methods of transformers."""
 
     _tokenizer: Any
+
+    def encode_images(self, chat: ChatRequest) -> ImagePrompt:
+        raise invalid("This tokenizer takes no images; leave them out.", param="messages", code="media_not_supported")
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         special = add_special_tokens is not False
@@ -65,6 +89,8 @@ def answer(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> A
     """Returns the result of one call; `argument` is the JSON form of the method's parameters."""
     if verb == "encode_chat":
         return tokenizer.encode_chat(ChatRequest(**argument))
+    if verb == "encode_images":
+        return asdict(tokenizer.encode_images(ChatRequest(**argument)))
     if verb == "render":
         return _clean(tokenizer.render(ChatRequest(**argument)))
     if verb == "encode_text":

@@ -21,10 +21,14 @@ from vllm.renderers.params import TokenizeParams
 
 from services.common.errors import invalid
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
-from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer
+from services.preprocess.engines.tokenizer import EngineFacts, ImagePrompt, LibraryTokenizer
 from services.preprocess.protocol import ChatRequest
 
 VERSION: str = vllm.__version__
+MOST_IMAGES = 256
+"""Images of one prompt; the limits of the service are lower."""
+CACHE_GIB = 0.05
+"""Processed images that vLLM keeps: the ids of repeated ones need no processing."""
 
 
 class _Request(ChatCompletionRequest):  # type: ignore[misc]
@@ -47,7 +51,13 @@ class Tokenizer(LibraryTokenizer):
         folder = engine_folder(path)
         mode = "mistral" if is_mistral(folder) else "auto"
         model = ModelConfig(
-            model=str(folder), tokenizer=str(folder), tokenizer_mode=mode, dtype="float32", enforce_eager=True
+            model=str(folder),
+            tokenizer=str(folder),
+            tokenizer_mode=mode,
+            dtype="float32",
+            enforce_eager=True,
+            limit_mm_per_prompt={"image": MOST_IMAGES, "audio": 0, "video": 0},
+            mm_processor_cache_gb=CACHE_GIB,
         )
         config = VllmConfig(model_config=model, device_config=DeviceConfig("cpu"))
         renderer = renderer_from_config(config)
@@ -73,6 +83,7 @@ class Tokenizer(LibraryTokenizer):
             context_length=model.max_model_len if folder == path or self._by_template else 0,
             chat_template=template or "",
             has_chat_template=bool(template) or not self._by_template,
+            images=self._by_template and folder == path and bool(model.is_multimodal_model),
         )
 
     def _render_prompt(self, chat: ChatRequest) -> dict[str, Any]:
@@ -103,6 +114,15 @@ class Tokenizer(LibraryTokenizer):
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
         return [int(token) for token in self._render_prompt(chat)["prompt_token_ids"]]
+
+    def encode_images(self, chat: ChatRequest) -> ImagePrompt:
+        prompt = self._render_prompt(chat)
+        ranges = (prompt.get("mm_placeholders") or {}).get("image", ())
+        return ImagePrompt(
+            [int(token) for token in prompt["prompt_token_ids"]],
+            self.encode_text(prompt["prompt"], add_special_tokens=False),
+            [(int(each.offset), int(each.length)) for each in ranges],
+        )
 
     def render(self, chat: ChatRequest) -> str:
         prompt = self._render_prompt(chat)

@@ -22,10 +22,12 @@ class LoadedMedia:
     """The media items of a request, checked.
 
     Attributes:
+        files: the encoded file of each item.
         fetched: files of those items that the caller has only a URL of, each once.
     """
 
     items: tuple[CountedItem, ...] = ()
+    files: tuple[bytes, ...] = ()
     fetched: tuple[MediaFile, ...] = ()
 
 
@@ -56,15 +58,16 @@ class MediaLoader:
                 code="too_many_media",
             )
         results = await asyncio.gather(*map(self._load, inputs), return_exceptions=True)
-        items, fetched = [], {}
+        items, files, fetched = [], [], {}
         for given, result in zip(inputs, results, strict=True):
             if isinstance(result, BaseException):
                 raise result
             item, data = result
             items.append(item)
+            files.append(data)
             if given.url:
                 fetched[item.hash] = MediaFile(item.hash, data, item.facts.media_type)
-        return LoadedMedia(tuple(items), tuple(fetched.values()))
+        return LoadedMedia(tuple(items), tuple(files), tuple(fetched.values()))
 
     async def _load(self, given: MediaInput) -> tuple[CountedItem, bytes]:
         data = await self.fetcher.fetch(given.url, given.part) if given.url else given.data

@@ -14,10 +14,13 @@ from typing import Any
 from services.common.child_rpc.process import engine_command
 from services.common.engine_packages import TESTED_VERSIONS, is_tested
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.media.spans import MediaSpan
 from services.common.models import fingerprint, read_json
 from services.preprocess.engines.process import EngineProcess, deadly_prompt
 from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
+from services.preprocess.media.engine_images import read_prompt, with_files
+from services.preprocess.media.expansion import CountedItem
 from services.preprocess.protocol import ChatRequest, TokenizerFacts, TokenizerProtocol
 from services.preprocess.templates.processes import MODEL_FAULT
 
@@ -53,6 +56,9 @@ class EngineOptions:
 class EngineTokenizer(TokenizerProtocol):
     """A tokenizer implemented by an engine.
 
+    Attributes:
+        takes_images: whether `pack_images` works.
+
     Args:
         engine: a module of `services.preprocess.engines`.
         path: the model folder or tokenizer file.
@@ -80,6 +86,7 @@ class EngineTokenizer(TokenizerProtocol):
         except BaseException:
             self.close()
             raise
+        self.takes_images = bool(reported["images"])
         self.facts = _facts(engine, path, {**reported, **_own_template(chat_template)})
         if not is_tested(engine, reported["version"]):
             log.warning(
@@ -99,6 +106,21 @@ class EngineTokenizer(TokenizerProtocol):
     def encode_chat(self, chat: ChatRequest) -> list[int]:
         ids: list[int] = self._process_for(chat).call("encode_chat", self._argument(chat))
         return ids
+
+    def pack_images(
+        self, chat: ChatRequest, items: Sequence[CountedItem], files: Sequence[bytes]
+    ) -> tuple[bytes, tuple[MediaSpan, ...]]:
+        """Returns packed ids of a chat with images, and their spans.
+
+        Args:
+            items: the checked items that the messages refer to.
+            files: the encoded file of each item.
+
+        Raises:
+            SluiceError: as `encode_chat`, `with_files` and `read_prompt`.
+        """
+        argument = self._argument(replace(chat, messages=with_files(chat.messages, items, files)))
+        return read_prompt(self._process_for(chat).call("encode_images", argument), items)
 
     def render(self, chat: ChatRequest) -> str:
         text: str = self._process_for(chat).call("render", self._argument(chat))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import struct
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 from services.common.errors import SluiceError
@@ -67,27 +70,52 @@ SAMPLE_SIZES = ((64, 64), (200, 100), (1024, 768), (33, 601))
 
 
 def media_fingerprint(tokenizer: TokenizerProtocol) -> str:
-    """Returns the same as `prompt_fingerprint` for a chat with each sample image; empty for tokenizers without images.
-
-    A sample image is a name for its size: only that becomes tokens.
-    """
+    """Returns the same as `prompt_fingerprint` for a chat with each sample image; empty if the tokenizer takes none."""
     rule = getattr(tokenizer, "image_rule", None)  # optional for custom classes
-    if rule is None:
-        return ""
-    return ",".join(_media_digest(tokenizer, rule, *size) for size in SAMPLE_SIZES)
+    if rule is not None:
+        return ",".join(_media_digest(lambda item: _by_rule(tokenizer, rule, item), *size) for size in SAMPLE_SIZES)
+    if getattr(tokenizer, "takes_images", False):
+        return ",".join(_media_digest(lambda item: _by_engine(tokenizer, item), *size) for size in SAMPLE_SIZES)
+    return ""
 
 
-def _media_digest(tokenizer: TokenizerProtocol, rule: ImageRule, width: int, height: int) -> str:
+_SAMPLE_CHAT = ChatRequest(
+    [{"role": "user", "content": [{"type": "text", "text": "Describe: "}, {"type": "image", "media": 0}]}]
+)
+
+
+def _media_digest(packed_with: Callable[[CountedItem], bytes], width: int, height: int) -> str:
     sample = CountedItem(
         "messages[0].content[1]", f"{width}x{height}".encode().ljust(16), ImageFacts(width, height, "PNG")
     )
-    part = {"type": "image", "media": 0}
-    chat = ChatRequest([{"role": "user", "content": [{"type": "text", "text": "Describe: "}, part]}])
     try:
-        packed, _ = expand(pack_u32(tokenizer.encode_chat(chat)), rule, [sample])
-    except SluiceError:
+        packed = packed_with(sample)
+    except SluiceError as error:
+        log.warning("a sample image is refused: %s", error.message)
         return REFUSED
     return hashlib.sha256(packed).hexdigest()[:DIGEST_CHARS]
+
+
+def _by_rule(tokenizer: TokenizerProtocol, rule: ImageRule, sample: CountedItem) -> bytes:
+    """Returns the packed ids of the sample by a rule, to which an image is its size."""
+    return expand(pack_u32(tokenizer.encode_chat(_SAMPLE_CHAT)), rule, [sample])[0]
+
+
+def _by_engine(tokenizer: Any, sample: CountedItem) -> bytes:
+    packed: bytes = tokenizer.pack_images(
+        _SAMPLE_CHAT, [sample], [sample_png(sample.facts.width, sample.facts.height)]
+    )[0]
+    return packed
+
+
+def sample_png(width: int, height: int) -> bytes:
+    """Returns a black PNG file."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits of each of three colours
+    rows = zlib.compress((bytes(1 + 3 * width)) * height)
+    chunks = ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )
 
 
 def _digest(tokenizer: TokenizerProtocol, chat: ChatRequest) -> str:

@@ -54,6 +54,7 @@ class EngineConfig:
     engine: str = ""
     engine_version: str = ""
     prompt_fingerprint: str = ""  # as in `sluice.v1.TokenizerSpec`, for engines that build prompts themselves
+    media_fingerprint: str = ""  # the same
     chat_template: str = ""  # Jinja template that replaces the model's own
     tool_parser: str = ""  # resolves "auto" for this model; empty: detected from the template
     reasoning_parser: str = ""

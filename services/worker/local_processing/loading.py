@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from services.common.errors import SluiceError
 from services.common.models import ENGINE_PROCESSORS, ModelSpec
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.metrics import Metrics
@@ -19,11 +21,13 @@ from services.preprocess.limits import Limits
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.probes import prompt_fingerprint
+from services.preprocess.tokenizers.probes import media_fingerprint, prompt_fingerprint
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.prompts import PromptMaker
 
 __all__ = ["ParserNames", "PromptMaker", "load_prompts", "load_texts", "off_loop", "spec_for", "template_limits"]
+
+log = logging.getLogger(__name__)
 
 TEMPLATE_S = 2.0
 TEMPLATE_MB = 512
@@ -41,15 +45,45 @@ def template_limits(max_prompt_bytes: int) -> Limits:
     return Limits(max_prompt_bytes, TEMPLATE_S, TemplateProcesses(1, TEMPLATE_S, max_prompt_bytes, TEMPLATE_MB))
 
 
-def load_prompts(spec: ModelSpec, limits: Limits, cache_bytes: int) -> TokenizerProtocol:
-    """Loads a model's tokenizer and adds the prompt fingerprint to its facts; blocks for seconds.
+def load_prompts(
+    spec: ModelSpec, engine: str, limits: Limits, cache_bytes: int, images: bool = False
+) -> TokenizerProtocol:
+    """Loads a model's tokenizer and adds the fingerprints to its facts; blocks for seconds.
+
+    Args:
+        engine: the engine, whose own processor makes the prompts where it has one.
+        images: whether the engine takes images, so that the media fingerprint is needed.
 
     Raises:
         SluiceError: as `load_tokenizer`.
     """
-    tokenizer = load_tokenizer(spec, limits, encoder_options=EncoderOptions(cache_bytes=cache_bytes))
-    tokenizer.facts = replace(tokenizer.facts, prompt_fingerprint=prompt_fingerprint(tokenizer))
+    own = spec_for(spec, engine)
+    tokenizer = load_tokenizer(own, limits, encoder_options=EncoderOptions(cache_bytes=cache_bytes))
+    tokenizer.facts = replace(
+        tokenizer.facts,
+        prompt_fingerprint=prompt_fingerprint(tokenizer),
+        media_fingerprint=_media_fingerprint(tokenizer, spec, limits) if images else "",
+    )
     return tokenizer
+
+
+def _media_fingerprint(tokenizer: TokenizerProtocol, spec: ModelSpec, limits: Limits) -> str:
+    """Returns the media fingerprint by the worker's tokenizer; empty if there is none.
+
+    Without images in an engine's own processor, the model's files are read again by the processor with rules for them.
+    """
+    own = media_fingerprint(tokenizer)
+    if own or tokenizer.facts.processor not in ENGINE_PROCESSORS:
+        return own
+    try:
+        reader = load_tokenizer(spec, limits)
+    except SluiceError as error:
+        log.warning("the media fingerprint is unknown: %s", error.message)
+        return ""
+    try:
+        return media_fingerprint(reader)
+    finally:
+        _close(reader)
 
 
 async def off_loop(load: Callable[[], TokenizerProtocol]) -> TokenizerProtocol:

@@ -80,6 +80,7 @@ class Processing:
             config,
             capabilities=config.capabilities | added,
             prompt_fingerprint=config.prompt_fingerprint or self._tokenizer.facts.prompt_fingerprint,
+            media_fingerprint=config.media_fingerprint or self._tokenizer.facts.media_fingerprint,
         )
         return self._config
 
@@ -96,9 +97,10 @@ class Processing:
         options, bounds = self._options, self._options.bounds
         spec = ModelSpec(config.model, config.source, config.processor, config.chat_template)
         limits = loading.template_limits(bounds.max_prompt_bytes)
+        images = Capability.IMAGE in config.capabilities
         self._templates = limits.foreign_templates
         self._tokenizer = await loading.off_loop(
-            lambda: loading.load_prompts(loading.spec_for(spec, config.engine), limits, options.cache_bytes)
+            lambda: loading.load_prompts(spec, config.engine, limits, options.cache_bytes, images)
         )
         if getattr(self._tokenizer, "blocks", False):
             bounds = replace(bounds, threads=WAITING_THREADS)

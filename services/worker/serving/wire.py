@@ -234,6 +234,7 @@ def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCar
             source=config.source,
             fingerprint=config.fingerprint,
             prompt_fingerprint=config.prompt_fingerprint,
+            media_fingerprint=config.media_fingerprint,
         ),
         context_length=config.context_length,
         vocab_size=config.vocab_size,

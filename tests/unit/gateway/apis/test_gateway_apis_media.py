@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.media.parts import MediaLimits
 from services.gateway.apis.anthropic.schemas import MessagesRequest
 from services.gateway.apis.anthropic.schemas import explain as explain_message
@@ -266,6 +266,17 @@ def test_model_without_images_refuses_the_part_and_lists_text_only() -> None:
     assert able([worker("audio"), seeing := worker("image")], needs) == [seeing]
     assert modalities([worker("lora")]) == ["text"]
     assert modalities([worker("video"), worker("image", "lora")]) == ["text", "image", "video"]
+
+
+def test_workers_that_make_other_tokens_of_images_get_none_but_text_and_audio() -> None:
+    differing, needs = replace(worker("image", "audio"), images_differ=True), chat(user(text("a"), image_url())).needs
+    with pytest.raises(SluiceError) as refused:
+        able([differing], needs)
+    assert (refused.value.kind, refused.value.code) == (ErrorKind.UNAVAILABLE, "media_parity")
+    assert "messages[0].content[1] cannot be served" in refused.value.message
+    assert able([differing, seeing := worker("image")], needs) == [seeing]
+    assert able([differing], ()) == able([differing], (("audio", "messages[0].content[1]"),)) == [differing]
+    assert modalities([differing]) == ["text", "audio"]
 
 
 async def test_large_items_are_decoded_in_a_thread_and_small_ones_are_not() -> None:

@@ -13,14 +13,15 @@ from services.gateway.workers.tokenizer_parity import (
     TokenizerIdentity,
     TokenizerParity,
     compare,
+    compare_media,
 )
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.probes import PROBES, prompt_fingerprint
 from tests.support.data.loaded_tokenizers import tekken, tiny_hf
 
 
-def worker(fingerprint: str = "", prompts: str = "") -> SimpleNamespace:
-    return SimpleNamespace(fingerprint=fingerprint, prompt_fingerprint=prompts)
+def worker(fingerprint: str = "", prompts: str = "", media: str = "") -> SimpleNamespace:
+    return SimpleNamespace(fingerprint=fingerprint, prompt_fingerprint=prompts, media_fingerprint=media)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +64,38 @@ async def test_the_worst_of_a_models_workers_counts_and_is_asked_for_when_unknow
     workers.append(worker("g"))
     assert parity.of_model("m") == {
         "parity": DIFFERS,
+        "media_parity": UNKNOWN,
         "processor": "hf",
         "fingerprint": "f",
         "prompt_fingerprint": "a",
         "worker_fingerprints": ["f", "g"],
         "worker_prompt_fingerprints": ["a"],
     }
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [("a,b", "a,b", PROVEN), ("a,b", "a,c", DIFFERS), ("a,-", "a,c", PROVEN), ("a", "", UNKNOWN), ("", "a", UNKNOWN)],
+)
+def test_comparison_of_media(ours: str, theirs: str, expected: str) -> None:
+    assert compare_media(TokenizerIdentity("hf", "f", "p", ours), worker("f", "p", theirs)) == expected
+    assert compare_media(None, worker("f", "p", theirs)) == UNKNOWN
+
+
+async def test_media_fingerprints_of_preprocess_are_passed_on_and_the_worst_worker_counts() -> None:
+    workers, passed_on = [worker(media="a"), worker(media="b"), worker()], []
+
+    async def ask() -> dict[str, TokenizerIdentity]:
+        return {"m": TokenizerIdentity("hf", "f", "p", "a")}
+
+    parity = TokenizerParity(ask, lambda model: workers, lambda: ["m"], passed_on.append)
+    await parity.freshen()
+    assert passed_on == [{"m": "a"}]
+    assert parity.of_model("m")["media_parity"] == DIFFERS
+    del workers[1]
+    assert parity.of_model("m")["media_parity"] == UNKNOWN
+    del workers[1]
+    assert parity.of_model("m")["media_parity"] == PROVEN
 
 
 def test_the_fixed_set_tells_tokenizers_apart_and_knows_them_again() -> None:

@@ -28,9 +28,9 @@ class Router:
     def pick(self) -> Router:
         return self
 
-    def send(self, kind: KINDS.Kind, *names: str, model: str = "m", role: int = AGGREGATED) -> None:
+    def send(self, kind: KINDS.Kind, *names: str, model: str = "m", role: int = AGGREGATED, media: str = "") -> None:
         for name in names or ("",):
-            card = common_pb2.ModelCard(model=model)
+            card = common_pb2.ModelCard(model=model, tokenizer=common_pb2.TokenizerSpec(media_fingerprint=media))
             known_role = cast(common_pb2.WorkerRole, role)
             worker = router_pb2.WorkerInfo(worker_id=name, address=f"{name}:1", role=known_role, card=card)
             self._changes.put_nowait(router_pb2.WorkerChange(kind=kind, worker=worker))
@@ -150,3 +150,25 @@ async def test_worker_with_an_unknown_role_is_ignored_and_logged_once(
     assert followed.gone == ["a"]
     ignored = [each for each in caplog.records if "worker ignored" in each.getMessage()]
     assert [each.__dict__["worker"] for each in ignored] == ["new", "a"]
+
+
+async def test_worker_whose_media_fingerprint_differs_is_marked_at_its_registration(
+    followed: Followed, caplog: pytest.LogCaptureFixture
+) -> None:
+    followed.registry.compare_media({"m": "x,y"})
+    followed.router.send(KINDS.KIND_UP, "c", media="x,z")
+    followed.router.send(KINDS.KIND_UP, "d", media="x,y")
+    await followed.until("a", "b", "c", "d")
+    followed.registry.compare_media({})  # a replica that has not loaded the model yet
+    assert [name for name, entry in followed.registry.workers.items() if entry.images_differ] == ["c"]
+    assert caplog.text.count("the worker gets no images") == 1
+
+
+async def test_mark_of_differing_images_follows_the_fingerprint_of_preprocess(followed: Followed) -> None:
+    followed.router.send(KINDS.KIND_UP, "c", media="x,z")
+    await followed.until("a", "b", "c")
+    assert not followed.registry.workers["c"].images_differ
+    followed.registry.compare_media({"m": "x,y"})
+    assert followed.registry.workers["c"].images_differ
+    followed.registry.compare_media({"m": "x,z"})
+    assert not followed.registry.workers["c"].images_differ

