@@ -25,6 +25,7 @@ from tests.support.waiting import until
 
 MODEL = "tekken"
 MEDIA = {"SLUICE_WORKER_MEDIA": "image"}
+LARGE = {"SLUICE_GATEWAY_MAX_BODY_MB": "88", "SLUICE_GATEWAY_MAX_MEDIA_MB": "20"}
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 CALL = '[TOOL_CALLS]look[ARGS]{"at": "it"}'
 TOOL = {"type": "object", "properties": {"at": {"type": "string"}}}
@@ -33,7 +34,7 @@ FINAL = ("completed", "failed", "cancelled", "incomplete", "expired")
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with Suite("--speedup", "20", env=MEDIA) as running:
+    with Suite("--speedup", "20", env=MEDIA | LARGE) as running:
         yield running.url
 
 
@@ -164,6 +165,31 @@ async def test_pairs_of_workers_answer_chats_with_images_as_one_worker(url: str)
     assert shared == alone
     for number, (choice,) in enumerate(shared):
         assert choice["message"]["content"].startswith(described(RED, (0, number, 9)))
+
+
+def test_files_that_together_exceed_a_message_are_refused_by_part_and_those_below_are_answered(url: str) -> None:
+    colors = (RED, GREEN, BLUE, (9, 9, 9))
+    files = [data_url(picture(color) + bytes(15 << 20)) for color in colors]
+    parts = [{"type": "image_url", "image_url": {"url": file}} for file in files]
+    whole = httpx.post(f"{url}/v1/chat/completions", json=chat_body(*parts[:3]), timeout=120)
+    assert whole.status_code == 200, whole.text
+    assert whole.json()["choices"][0]["message"]["content"].startswith("image 64x48 #ff0000 ")
+    for path, body, part in (
+        ("chat/completions", chat_body(*parts), "messages[0].content[3]"),
+        (
+            "responses",
+            {"model": MODEL, "input": [user_message(*({"type": "input_image", "image_url": file} for file in files))]},
+            "input[0].content[3]",
+        ),
+    ):
+        error = httpx.post(f"{url}/v1/{path}", json=body, timeout=120)
+        assert (error.status_code, error.json()["error"]["code"]) == (413, "media_too_large"), error.text
+        assert error.json()["error"]["param"] == part
+    sources = [{"type": "base64", "media_type": "image/png", "data": file.partition(",")[2]} for file in files]
+    blocks = [{"type": "image", "source": source} for source in sources]
+    refused = httpx.post(f"{url}/v1/messages", json=chat_body(*blocks), timeout=120)
+    assert refused.status_code == 413
+    assert "messages.0.content.3" in refused.json()["error"]["message"]
 
 
 @tool
