@@ -77,6 +77,12 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     )
     media_items: int = Field(32, ge=1, le=1024, description="maximum number of media items of a chat")
     media_mb: float = Field(20.0, gt=0, le=512, description="maximum size of a media file, MiB")
+    media_total_mb: int = Field(
+        MediaLimits().total_bytes >> 20,
+        ge=1,
+        le=56,
+        description="maximum size of all media files of a chat together, fetched ones included, MiB",
+    )
     media_pixels: int = Field(40_000_000, ge=1, le=1 << 30, description="maximum number of pixels of an image")
     media_side: int = Field(16_384, ge=1, le=1 << 20, description="maximum number of pixels of a side of an image")
     media_frames: int = Field(256, ge=1, description="maximum number of frames of an image; only the first is used")
@@ -129,7 +135,7 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
         return MediaLoader(
             MediaFetcher(AllowedHosts(self.media_hosts), get, fetch_limits),
             MediaChecker(check_limits),
-            MediaLimits(self.media_items, most),
+            MediaLimits(self.media_items, most, self.media_total_mb << 20),
         )
 
     def template_file(self, model: str) -> Path | None:

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.data.tiny_models import build_tiny_model
+from tests.support.clients.image_parts import data_url, image_url, input_image, picture, user_message
+from tests.support.data.tiny_vlm import build_qwen2_vl
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.uncollected_gateway import TOLD_IN
 
@@ -56,6 +57,26 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
         504,
     ),
     "turn that is too long": (TURN, {"messages": [{"role": "user", "content": "word " * 4000}], "max_tokens": 8}, 400),
+    "chat with images": (
+        CHAT,
+        {"messages": [user_message(image_url((255, 0, 0)), image_url((0, 0, 255)))], "max_tokens": 8},
+        200,
+    ),
+    "chat with a broken image": (
+        CHAT,
+        {"messages": [user_message({"type": "image_url", "image_url": data_url(picture((1, 2, 3))[:60])})]},
+        400,
+    ),
+    "chat with an image that is not fetched": (
+        CHAT,
+        {"messages": [user_message({"type": "image_url", "image_url": "https://media.test/a.png"})]},
+        400,
+    ),
+    "response with an image": (
+        ANSWER,
+        {"input": [user_message(input_image((255, 0, 0)))], "max_output_tokens": 8, "store": False},
+        200,
+    ),
     "embeddings": ("/v1/embeddings", {"input": ["One.", "Two."]}, 200),
     "embeddings of what is too long": ("/v1/embeddings", {"input": ["One.", "word " * 9000]}, 400),
     "a template that is none": (CHAT, {"messages": SAYS, "chat_template": "{% for x in %}"}, 400),
@@ -80,7 +101,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory, told: Path) -> Iterator[LooseSuite]:
-    model = build_tiny_model(tmp_path_factory.mktemp("circles") / "tiny")
+    model = build_qwen2_vl(tmp_path_factory.mktemp("circles") / "tiny")
     os.environ[TOLD_IN] = str(told)
     try:
         with LooseSuite(

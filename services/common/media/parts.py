@@ -48,10 +48,12 @@ class MediaLimits:
     Attributes:
         items: most items.
         item_bytes: most bytes of one encoded file.
+        total_bytes: most bytes of all files together, which travel in one message.
     """
 
     items: int = 32
     item_bytes: int = 20 << 20
+    total_bytes: int = 48 << 20
 
 
 def take_media(
@@ -77,7 +79,17 @@ def take_media(
             parts = [_take(part, f"{where}[{index}].content[{at}]", taken, limits) for at, part in enumerate(content)]
             message = {**message, "content": parts}
         found.append(message)
+    check_total(taken, limits)
     return found, taken
+
+
+def check_total(items: Sequence[MediaInput], limits: MediaLimits) -> None:
+    """Raises SluiceError(TOO_LARGE), naming the part, if the files of items are too large together."""
+    total = 0
+    for item in items:
+        total += len(item.data)
+        if total > limits.total_bytes:
+            raise media_total_too_large(item.part, limits.total_bytes)
 
 
 def _is_media(part: Any) -> bool:
@@ -179,6 +191,17 @@ def media_too_large(where: str, limit: int) -> SluiceError:
     return SluiceError(
         ErrorKind.TOO_LARGE,
         f"The file of {where} has more than {limit:,} bytes; send a smaller one.",
+        param=where,
+        code="media_too_large",
+    )
+
+
+def media_total_too_large(where: str, limit: int) -> SluiceError:
+    """Returns the error of the file with which those of a request exceed the limit, bytes."""
+    return SluiceError(
+        ErrorKind.TOO_LARGE,
+        f"With the file of {where}, the media files of the request have more than {limit:,} bytes; send fewer or "
+        "smaller ones.",
         param=where,
         code="media_too_large",
     )

@@ -72,11 +72,17 @@ class BodySettings(BaseSettings):
         MediaLimits().items, ge=0, le=1024, description="maximum number of images, audio clips and videos in a request"
     )
     max_media_mb: int = Field(
-        MediaLimits().item_bytes >> 20,
+        7,
         ge=1,
         le=1024,
-        description="maximum size of the file of one image, audio clip or video in a request, MiB; base64 text in a "
-        "body takes 4/3 of it, see max-body-mb",
+        description="maximum size of the file of one image, audio clip or video in a body, MiB; its base64 text takes "
+        "4/3 of it and must fit into max-body-mb",
+    )
+    max_media_total_mb: int = Field(
+        MediaLimits().total_bytes >> 20,
+        ge=1,
+        le=56,
+        description="maximum size of all such files of a body together, MiB; they travel in one gRPC message of 64 MiB",
     )
 
     @property
@@ -89,5 +95,5 @@ class BodySettings(BaseSettings):
             schema_characters=Budget("schema_characters", self.max_schema_kb << 10, "--max-schema-kb"),
             pattern_characters=Budget("pattern_characters", self.max_pattern_kb << 10, "--max-pattern-kb"),
             grammar_characters=Budget("grammar_characters", self.max_grammar_kb << 10, "--max-grammar-kb"),
-            media=MediaLimits(self.max_media_items, self.max_media_mb << 20),
+            media=MediaLimits(self.max_media_items, self.max_media_mb << 20, self.max_media_total_mb << 20),
         )

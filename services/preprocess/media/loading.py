@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from services.common.errors import invalid
-from services.common.media.parts import MediaInput, MediaLimits, media_too_large
+from services.common.media.parts import MediaInput, MediaLimits, media_too_large, media_total_too_large
 from services.common.media.spans import MediaFile, content_hash
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.expansion import CountedItem
@@ -31,6 +31,24 @@ class LoadedMedia:
     fetched: tuple[MediaFile, ...] = ()
 
 
+@dataclass(slots=True)
+class _Total:
+    """The bytes of a request's files; files that are fetched count once, because they are returned once."""
+
+    limit: int
+    size: int = 0
+    fetched: set[bytes] = field(default_factory=set)
+
+    def add(self, size: int, part: str, digest: bytes = b"") -> None:
+        """Adds a file; raises SluiceError(TOO_LARGE) beyond the limit, then and for every later one."""
+        if digest not in self.fetched:
+            self.size += size
+        if digest:
+            self.fetched.add(digest)
+        if self.size > self.limit:
+            raise media_total_too_large(part, self.limit)
+
+
 class MediaLoader:
     """Loads media items.
 
@@ -48,7 +66,7 @@ class MediaLoader:
 
         Raises:
             SluiceError: as MediaFetcher.fetch and MediaChecker.check, for the first item that fails; INVALID_ARGUMENT
-                for too many, and for a file of another type than declared.
+                for too many, and for a file of another type than declared; TOO_LARGE for too many bytes.
         """
         if len(inputs) > self._limits.items:
             where = inputs[self._limits.items].part
@@ -57,7 +75,9 @@ class MediaLoader:
                 param=where,
                 code="too_many_media",
             )
-        results = await asyncio.gather(*map(self._load, inputs), return_exceptions=True)
+        total = _Total(self._limits.total_bytes)
+        loads = (self._load(given, total) for given in inputs)
+        results = await asyncio.gather(*loads, return_exceptions=True)
         items, files, fetched = [], [], {}
         for given, result in zip(inputs, results, strict=True):
             if isinstance(result, BaseException):
@@ -69,13 +89,16 @@ class MediaLoader:
                 fetched[item.hash] = MediaFile(item.hash, data, item.facts.media_type)
         return LoadedMedia(tuple(items), tuple(files), tuple(fetched.values()))
 
-    async def _load(self, given: MediaInput) -> tuple[CountedItem, bytes]:
+    async def _load(self, given: MediaInput, total: _Total) -> tuple[CountedItem, bytes]:
+        total.add(len(given.data), given.part)
         data = await self.fetcher.fetch(given.url, given.part) if given.url else given.data
         if not data:
             raise invalid(f"{given.part} is empty; send the bytes of a file.", param=given.part, code="invalid_media")
         if len(data) > self._limits.item_bytes:
             raise media_too_large(given.part, self._limits.item_bytes)
         digest = content_hash(data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(content_hash, data)
+        if given.url:
+            total.add(len(data), given.part, digest)
         facts = await self.checker.check(data, given.part, digest)
         declared = given.media_type.lower()
         if declared and _ALIASES.get(declared, declared) != facts.media_type:

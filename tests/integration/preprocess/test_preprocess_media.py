@@ -41,6 +41,7 @@ from tests.support.servers.media_host import MediaHost, media_host, response
 
 Stub = preprocess_pb2_grpc.PreprocessStub
 BLOCK = 8
+TOTAL_BYTES = 3 << 19
 PART = "messages[0].content[0]"
 
 
@@ -94,7 +95,7 @@ async def fetching(folders: VisionFolders, host: MediaHost) -> AsyncIterator[Stu
     most = 1 << 20
     get = HttpsGet(Loopback(), most, 5.0, host.tls, resolve)
     fetcher = MediaFetcher(AllowedHosts([f"media.test:{host.port}"]), get, FetchLimits(most))
-    loader = MediaLoader(fetcher, MediaChecker(), MediaLimits(4, most))
+    loader = MediaLoader(fetcher, MediaChecker(), MediaLimits(4, most, TOTAL_BYTES))
     settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", models(folders)])
     registry = ModelRegistry(settings.served, lambda spec: load_tokenizer(spec, limits()))
     pool = ComputePool(2, max_waiting=8, inline_bytes=8192, limit_s=30)
@@ -211,6 +212,21 @@ async def test_fetched_file_is_returned_once_and_not_with_hashes_only(folders: V
         hashes = await stub.Tokenize(asked("qwen", links, hashes_only=True))
         assert not hashes.fetched
         assert len(hashes.media) == 3
+
+
+async def test_files_that_are_too_large_together_are_refused_and_repeated_ones_are_fetched_as_one(
+    folders: VisionFolders,
+) -> None:
+    large = [image_file(8, 8, color=(number, 0, 0)) + bytes(TOTAL_BYTES // 2) for number in range(2)]
+    async with media_host() as host, fetching(folders, host) as stub:
+        host.answers |= {f"/{number}": response(file) for number, file in enumerate(large)}
+        links = [f"https://media.test:{host.port}/{number}" for number in range(2)]
+        found = await stub.Tokenize(asked("qwen", [links[0]] * 3))
+        assert (len(found.media), len(found.fetched)) == (3, 1)
+        for files in (links, large, [links[0], large[1]]):
+            error = await error_of(stub, asked("qwen", files))
+            assert (error.kind, error.code) == (ErrorKind.TOO_LARGE, "media_too_large")
+            assert error.param.startswith("messages[0].content[")
 
 
 async def test_image_that_changes_between_turns_is_another_item(folders: VisionFolders) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import SluiceError
+from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes, chain, local_hash
 from services.common.media.parts import MediaLimits, take_media
 from services.common.media.spans import MediaKind, MediaSpan, content_hash
@@ -101,6 +101,16 @@ def test_take_media_of_too_many_items_names_the_first_beyond() -> None:
     with pytest.raises(SluiceError) as refused:
         take_media([user(image(), image()), user(image())], LIMITS)
     assert (refused.value.param, refused.value.code) == ("messages[1].content[0]", "too_many_media")
+
+
+def test_take_media_of_too_many_bytes_names_the_first_file_beyond() -> None:
+    messages = [user(image(), image()), user(image())]
+    size = sum(len(item.data) for item in take_media(messages, MediaLimits())[1])
+    assert len(take_media(messages, MediaLimits(total_bytes=size))[1]) == 3
+    with pytest.raises(SluiceError) as refused:
+        take_media(messages, MediaLimits(total_bytes=size - 1))
+    assert (refused.value.kind, refused.value.code) == (ErrorKind.TOO_LARGE, "media_too_large")
+    assert refused.value.param == "messages[1].content[0]"
 
 
 def span(offset: int, length: int, content: bytes = b"a") -> MediaSpan:

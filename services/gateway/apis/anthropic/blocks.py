@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from services.common.budgets import Budget
-from services.common.media.parts import MediaInput, MediaLimits
+from services.common.media.parts import MediaInput, MediaLimits, check_total
 from services.gateway.apis.anthropic.images import has_image, read_image
 from services.gateway.apis.common.field_reader import FieldReader
 
@@ -240,10 +240,12 @@ def _add_part(chat: Chat, parts: list[dict[str, Any]], block: FieldReader, messa
     if block.value["type"] != "image":
         parts.append({"type": "text", "text": _text_of(block, chat.references)})
         return
+    item = read_image(block, chat.limits, len(chat.media))
+    check_total((*chat.media, item), chat.limits)
     part = f"messages[{message}].content[{len(parts)}]"
     chat.parts[part] = block.path
     parts.append({"type": "image", "media": len(chat.media)})
-    chat.media.append(replace(read_image(block, chat.limits, len(chat.media)), part=part))
+    chat.media.append(replace(item, part=part))
 
 
 def _text(block: FieldReader) -> str:
