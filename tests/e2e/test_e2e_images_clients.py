@@ -89,6 +89,20 @@ def test_turns_of_stored_responses_keep_the_images_of_earlier_turns(client: open
         previous = response.id
 
 
+def test_turns_that_are_truncated_lose_their_images_and_the_others_keep_them(client: openai.OpenAI) -> None:
+    long = {"type": "input_text", "text": "Rivers and mills. " * 12_000}
+    turns: Any = [
+        user_message(input_image(RED), long),
+        {"role": "assistant", "content": "Yes."},
+        user_message(input_image(GREEN), long),
+        {"role": "assistant", "content": "Yes."},
+        user_message(input_image(BLUE), {"type": "input_text", "text": "And?"}),
+    ]
+    for items, seen in ((turns[2:], (GREEN, BLUE)), (turns, (GREEN, BLUE)), (turns[:3] + turns, (GREEN, BLUE))):
+        response = client.responses.create(model=MODEL, input=items, truncation="auto", max_output_tokens=60)
+        assert response.output_text.startswith(described(*seen))
+
+
 def test_turns_over_websocket_keep_the_images_of_earlier_turns(url: str) -> None:
     with response_socket(url) as socket:
         first = socket.turn(input=[user_message(input_image(GREEN))], store=False, max_output_tokens=60)

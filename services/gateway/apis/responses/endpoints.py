@@ -154,13 +154,13 @@ class ResponsesEndpoints:
         translated = await self._translated(fields, response_input, response_id)
         if fields.truncation != "auto":
             return translated
-        chat = await truncated_to_fit(
+        return await truncated_to_fit(
             self._block_runner.pipelines,
             response_input.chat,
+            translated,
             fields.max_output_tokens or 1,
             translated_without,
         )
-        return await translated_without(chat)
 
     def _warm_up(
         self,

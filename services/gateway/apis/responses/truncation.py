@@ -14,28 +14,32 @@ from services.gateway.pipeline.models import Pipelines
 async def truncated_to_fit(
     pipelines: Pipelines,
     chat: Conversation,
+    whole: TranslatedRequest,
     reserved: int,
     translate: Callable[[Conversation], Awaitable[TranslatedRequest]],
-) -> Conversation:
-    """Returns the conversation with as many of its newest turns as fit; the last turn is always retained.
+) -> TranslatedRequest:
+    """Returns the request of a conversation with as many of its newest turns as fit; the last turn is always retained.
 
     Sends one tokenize request for a conversation that fits, else about log2(turns) more.
 
     Args:
+        whole: the generation request of the whole conversation.
         reserved: tokens of the context that are reserved for the output.
         translate: returns the generation request of a conversation.
     """
     starts = chat.turn_starts()
-    if len(starts) == 1 or await _fits(pipelines, await translate(chat), reserved):
-        return chat
+    if len(starts) == 1 or await _fits(pipelines, whole, reserved):
+        return whole
     too_few, enough = 0, len(starts) - 1
+    fitting: TranslatedRequest | None = None
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if await _fits(pipelines, await translate(chat.without_oldest(middle)), reserved):
-            enough = middle
+        shorter = await translate(chat.without_oldest(middle))
+        if await _fits(pipelines, shorter, reserved):
+            enough, fitting = middle, shorter
         else:
             too_few = middle
-    return chat.without_oldest(enough)
+    return fitting or await translate(chat.without_oldest(enough))
 
 
 async def _fits(pipelines: Pipelines, translated: TranslatedRequest, reserved: int) -> bool:
