@@ -73,6 +73,10 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
+def shown(url: str, request_id: str) -> dict[str, Any]:
+    return dict(httpx.get(f"{url}/ui/data/requests/{request_id}").raise_for_status().json())
+
+
 def test_model_lists_image_among_its_modalities(url: str) -> None:
     assert httpx.get(f"{url}/v1/models/{MODEL}").json()["modalities"] == ["text", "image"]
 
@@ -125,6 +129,18 @@ def test_the_same_picture_is_cached_and_another_of_the_same_size_is_not(url: str
     assert first["usage"]["prompt_tokens"] == again["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
     assert cached(again) > 0
     assert cached(other) < 32
+
+
+def test_live_view_counts_the_items_of_a_request_and_those_that_were_cached(url: str) -> None:
+    words = {"type": "text", "text": "Describe both pictures in detail. " * 20}
+    teal, navy, gold = (picture(color=color) for color in ("#008080", "#000080", "#ffd700"))
+    first, again, other = (
+        shown(url, chat(url, image_url(teal), words, image_url(second), words)["id"]) for second in (navy, navy, gold)
+    )
+    assert (first["media"], first["cached_media"]) == (2, 0)
+    assert (again["media"], again["cached_media"]) == (2, 2)
+    assert (other["media"], other["cached_media"]) == (2, 1)
+    assert first["encoder_tokens"] == again["encoder_tokens"] > 0
 
 
 @pytest.mark.parametrize("n", [1, 3])
