@@ -341,8 +341,9 @@ class Router:
         self.metrics.prompt_blocks.add(route.prompt_blocks)
         self.metrics.overlap_blocks.add(route.overlap.blocks)
         if route.reservation_id and not route.repeated:
-            self.metrics.reservations.add(1)
-            self.decisions.add(decision_on(query, route))
+            decision = decision_on(query, route)
+            self.metrics.decided(decision)
+            self.decisions.add(decision)
 
 
 class _PendingQuery:

@@ -15,9 +15,11 @@ import pytest
 from PIL import Image
 
 from tests.support.data.tiny_vlm import build_qwen2_vl
+from tests.support.oracles.scraped import METRICS_EVERYWHERE, endpoints, families, value
 from tests.support.servers.suite import Suite
 
 MODEL = "tekken"
+PROCESSES = 6  # gateway, preprocess, router, postprocess and two workers
 
 
 def picture(width: int = 64, height: int = 48, color: str = "#ff0000") -> bytes:
@@ -48,9 +50,14 @@ def block(data: bytes) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with Suite(env={"SLUICE_WORKER_MEDIA": "image"}) as suite:
-        yield suite.url
+def suite() -> Iterator[Suite]:
+    with Suite(env={"SLUICE_WORKER_MEDIA": "image", **METRICS_EVERYWHERE}) as suite:
+        yield suite
+
+
+@pytest.fixture(scope="module")
+def url(suite: Suite) -> str:
+    return suite.url
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +148,45 @@ def test_live_view_counts_the_items_of_a_request_and_those_that_were_cached(url:
     assert (again["media"], again["cached_media"]) == (2, 2)
     assert (other["media"], other["cached_media"]) == (2, 1)
     assert first["encoder_tokens"] == again["encoder_tokens"] > 0
+
+
+def test_metrics_count_items_hits_and_files(suite: Suite) -> None:
+    urls = endpoints(suite.output, PROCESSES)
+    names = {
+        "items": ("sluice_gateway_media_items_total", {"result": "hit"}),
+        "items in all": ("sluice_gateway_media_items_total", {}),
+        "predicted": ("sluice_router_media_items_total", {"result": "hit"}),
+        "predicted in all": ("sluice_router_media_items_total", {}),
+        "files": ("sluice_gateway_media_files_total", {"sent": "first"}),
+        "bytes": ("sluice_gateway_media_bytes_total", {}),
+        "stored": ("sluice_worker_media_files_total", {"outcome": "stored"}),
+        "encoder tokens": ("sluice_preprocess_encoder_tokens_total", {}),
+        "rejected": ("sluice_preprocess_media_rejected_total", {"reason": "invalid_media"}),
+    }
+
+    def counts() -> dict[str, float]:
+        scraped = [families(each) for each in urls]
+        return {key: sum(value(found, name, **labels) for found in scraped) for key, (name, labels) in names.items()}
+
+    words = {"type": "text", "text": "Describe this picture in detail. " * 20}
+    pink = picture(color="#ffc0cb")
+    before = counts()
+    tokens = shown(suite.url, chat(suite.url, image_url(pink), words)["id"])["encoder_tokens"]
+    chat(suite.url, image_url(pink), words)
+    with pytest.raises(httpx.HTTPStatusError):
+        chat(suite.url, image_url(b"not a picture"))
+    after = counts()
+    assert {key: after[key] - before[key] for key in names} == {
+        "items": 1,
+        "items in all": 2,
+        "predicted": 1,
+        "predicted in all": 2,
+        "files": 1,
+        "bytes": len(pink),
+        "stored": 1,
+        "encoder tokens": 2 * tokens,
+        "rejected": 1,
+    }
 
 
 @pytest.mark.parametrize("n", [1, 3])
