@@ -6,6 +6,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from services.common.media.spans import items_within
 from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, MODEL, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
@@ -82,6 +83,13 @@ MEDIA = METRICS.counter(
     when=WITH_MEDIA,
 )
 MEDIA_BYTES = METRICS.counter("media_bytes", "bytes of media files sent to workers", when=WITH_MEDIA)
+MEDIA_ITEMS = METRICS.counter(
+    "media_items",
+    "media items in the prompts of finished generations",
+    MODEL,
+    Label("result", "whether the worker had all of the item's tokens cached", ("hit", "miss")),
+    when=WITH_MEDIA,
+)
 LIVE = METRICS.gauge("live_streams", "generations in progress")
 PARITY = METRICS.gauge(
     "tokenizer_parity",
@@ -110,6 +118,7 @@ class GatewayMetrics:
         self._text_moves = Counter(TEXT_MOVES)
         self._trouble = Counter(TROUBLE)
         self._media, self._media_bytes = Counter(MEDIA), Counter(MEDIA_BYTES)
+        self._media_items = Counter(MEDIA_ITEMS)
 
     def watch(self, live_streams: Callable[[], int]) -> None:
         """Registers the source of the gauge of live streams."""
@@ -131,6 +140,10 @@ class GatewayMetrics:
         self._prompt.add(stream.prompt_tokens, of_model)
         self._cached.add(stream.cached_tokens, of_model)
         self._output.add(stream.completion_tokens, of_model)
+        if media := stream.prompt.media:
+            hits = items_within((item.span for item in media), stream.cached_tokens)
+            self._media_items.add(hits, {**of_model, "result": "hit"})
+            self._media_items.add(len(media) - hits, {**of_model, "result": "miss"})
         self._duration.record(now - stream.started_at, of_model)
         if stream.first_text_at:
             self._ttft.record(stream.first_text_at - stream.started_at, of_model)

@@ -58,6 +58,13 @@ BEST_TOKENS = METRICS.counter(
 DELIVERED_TOKENS = METRICS.counter(
     "delivered_tokens", "cached tokens that the worker used, for requests with a reported outcome", MODEL
 )
+MEDIA_ITEMS = METRICS.counter(
+    "media_items",
+    "media items in the prompts of granted reservations",
+    MODEL,
+    Label("result", "whether the chosen worker was predicted to have all of the item's tokens cached", ("hit", "miss")),
+    when="prompts have images or other media items",
+)
 EXPIRED = METRICS.counter(
     "expired_reservations",
     "reservations released by the router because their owner did not free them",
@@ -133,6 +140,7 @@ class Metrics:
         self.predicted_tokens = Counter(PREDICTED_TOKENS)
         self.best_tokens = Counter(BEST_TOKENS)
         self.delivered_tokens = Counter(DELIVERED_TOKENS)
+        self._media_items = Counter(MEDIA_ITEMS)
         self.expired = Counter(EXPIRED)
         self.shed = Counter(SHED)
         self.tokenizing_failed = Counter(TOKENIZING_FAILED)
@@ -166,6 +174,14 @@ class Metrics:
         gauge(INDEX_AGE, lambda view: view.age_ms / 1000)
         gauge(PREDICTIONS, lambda view: len(view.predictions))
         gauge(BOOKED, lambda view: sum(load.requests for load in list(view.loads.values())))
+
+    def decided(self, decision: Decision) -> None:
+        """Records a granted reservation."""
+        self.reservations.add(1)
+        if decision.media_items:
+            model, hits = {"model": decision.model}, decision.cached_media_items
+            self._media_items.add(hits, {**model, "result": "hit"})
+            self._media_items.add(decision.media_items - hits, {**model, "result": "miss"})
 
     def delivered(self, decision: Decision) -> None:
         """Records predicted, best possible and delivered cached tokens of a completed decision."""

@@ -15,10 +15,9 @@ from services.router.kv_index.predictions import Lifetimes
 from services.router.metrics import Metrics
 from services.router.registration.manager import WorkerManager
 from services.router.reservations.cost import NO_LOAD, Load
-from services.router.reservations.ids import unscoped
 from services.router.reservations.table import NO_DEADLINE, AllBusy, QueueOrder, ReservedRank
 from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, WaitTerms, no_workers
-from services.router.scheduling.decisions import Decision, Decisions
+from services.router.scheduling.decisions import Decisions, decision_on
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
 from services.router.scheduling.policies.registry import ComposedPolicies
@@ -342,8 +341,9 @@ class Router:
         self.metrics.prompt_blocks.add(route.prompt_blocks)
         self.metrics.overlap_blocks.add(route.overlap.blocks)
         if route.reservation_id and not route.repeated:
-            self.metrics.reservations.add(1)
-            self.decisions.add(_decision(query, route))
+            decision = decision_on(query, route)
+            self.metrics.decided(decision)
+            self.decisions.add(decision)
 
 
 class _PendingQuery:
@@ -374,26 +374,3 @@ class _PendingQuery:
         if self._error is not None:
             raise self._error
         return self.query
-
-
-def _decision(query: Query, route: RouteResult) -> Decision:
-    prefill = route.prefill_worker
-    return Decision(
-        route.reservation_id,
-        unscoped(query.scope, query.request_id),
-        query.model,
-        WorkerRank(route.worker.worker_id, route.rank),
-        route.worker.address,
-        prompt_tokens=route.prompt_tokens,
-        predicted_cached_tokens=route.predicted_cached_tokens,
-        best_cached_tokens=route.best_cached_tokens,
-        decided_unix_ms=time.time_ns() // 1_000_000,
-        decision_us=round(route.seconds * 1e6),
-        policy=route.policy,
-        degraded=route.degraded,
-        waited_ms=route.waited_ms,
-        session_hit=route.session_hit,
-        prefill_slot=None if prefill is None else WorkerRank(prefill.worker_id, route.prefill_rank),
-        prefill_address=prefill.address if prefill else "",
-        media_items=len(query.prompt.media),
-    )

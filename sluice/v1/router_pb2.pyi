@@ -1058,6 +1058,7 @@ class Decision(_message.Message):
     DEGRADED_FIELD_NUMBER: _builtins.int
     SESSION_HIT_FIELD_NUMBER: _builtins.int
     MEDIA_ITEMS_FIELD_NUMBER: _builtins.int
+    CACHED_MEDIA_ITEMS_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
     request_id: _builtins.str
     model: _builtins.str
@@ -1078,6 +1079,8 @@ class Decision(_message.Message):
     session_hit: _builtins.bool
     media_items: _builtins.int
     """images, audio and videos of the prompt"""
+    cached_media_items: _builtins.int
+    """those whose tokens are all among predicted_cached_tokens"""
     @_builtins.property
     def decode(self) -> Global___WorkerTarget: ...
     @_builtins.property
@@ -1104,10 +1107,11 @@ class Decision(_message.Message):
         degraded: _builtins.str = ...,
         session_hit: _builtins.bool = ...,
         media_items: _builtins.int = ...,
+        cached_media_items: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens", "decode", b"decode", "delivered_cached_tokens", b"delivered_cached_tokens", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens", "best_cached_tokens", b"best_cached_tokens", "decided_unix_ms", b"decided_unix_ms", "decision_us", b"decision_us", "decode", b"decode", "degraded", b"degraded", "delivered_cached_tokens", b"delivered_cached_tokens", "media_items", b"media_items", "model", b"model", "output_tokens", b"output_tokens", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reservation_id", b"reservation_id", "session_hit", b"session_hit", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens", "best_cached_tokens", b"best_cached_tokens", "cached_media_items", b"cached_media_items", "decided_unix_ms", b"decided_unix_ms", "decision_us", b"decision_us", "decode", b"decode", "degraded", b"degraded", "delivered_cached_tokens", b"delivered_cached_tokens", "media_items", b"media_items", "model", b"model", "output_tokens", b"output_tokens", "policy", b"policy", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "reservation_id", b"reservation_id", "session_hit", b"session_hit", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__delivered_cached_tokens: _TypeAlias = _typing.Literal["delivered_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__delivered_cached_tokens: _TypeAlias = _typing.Literal["_delivered_cached_tokens", b"_delivered_cached_tokens"]  # noqa: Y015

@@ -100,6 +100,8 @@ def test_max_tokens_left_out_generates_as_many_as_a_chat_would(suite: Suite, ids
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, "sampling_params.prompt_logprobs"),
         ({"sampling_params": None}, "sampling_params"),
         ({"features": {"mm_hashes": {}}}, "features"),
+        ({"multi_modal_data": {"image": []}}, "multi_modal_data"),
+        ({"media": []}, "media"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"stream_options": {}}, "stream_options"),
         ({"prompt": "x"}, "prompt"),

@@ -15,9 +15,11 @@ import pytest
 from PIL import Image
 
 from tests.support.data.tiny_vlm import build_qwen2_vl
+from tests.support.oracles.scraped import METRICS_EVERYWHERE, endpoints, families, value
 from tests.support.servers.suite import Suite
 
 MODEL = "tekken"
+PROCESSES = 6  # gateway, preprocess, router, postprocess and two workers
 
 
 def picture(width: int = 64, height: int = 48, color: str = "#ff0000") -> bytes:
@@ -48,9 +50,14 @@ def block(data: bytes) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with Suite(env={"SLUICE_WORKER_MEDIA": "image"}) as suite:
-        yield suite.url
+def suite() -> Iterator[Suite]:
+    with Suite(env={"SLUICE_WORKER_MEDIA": "image", **METRICS_EVERYWHERE}) as suite:
+        yield suite
+
+
+@pytest.fixture(scope="module")
+def url(suite: Suite) -> str:
+    return suite.url
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +78,10 @@ def text_of(answer: dict[str, Any]) -> str:
 
 def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def shown(url: str, request_id: str) -> dict[str, Any]:
+    return dict(httpx.get(f"{url}/ui/data/requests/{request_id}").raise_for_status().json())
 
 
 def test_model_lists_image_among_its_modalities(url: str) -> None:
@@ -125,6 +136,57 @@ def test_the_same_picture_is_cached_and_another_of_the_same_size_is_not(url: str
     assert first["usage"]["prompt_tokens"] == again["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
     assert cached(again) > 0
     assert cached(other) < 32
+
+
+def test_live_view_counts_the_items_of_a_request_and_those_that_were_cached(url: str) -> None:
+    words = {"type": "text", "text": "Describe both pictures in detail. " * 20}
+    teal, navy, gold = (picture(color=color) for color in ("#008080", "#000080", "#ffd700"))
+    first, again, other = (
+        shown(url, chat(url, image_url(teal), words, image_url(second), words)["id"]) for second in (navy, navy, gold)
+    )
+    assert (first["media"], first["cached_media"]) == (2, 0)
+    assert (again["media"], again["cached_media"]) == (2, 2)
+    assert (other["media"], other["cached_media"]) == (2, 1)
+    assert first["encoder_tokens"] == again["encoder_tokens"] > 0
+
+
+def test_metrics_count_items_hits_and_files(suite: Suite) -> None:
+    urls = endpoints(suite.output, PROCESSES)
+    names = {
+        "items": ("sluice_gateway_media_items_total", {"result": "hit"}),
+        "items in all": ("sluice_gateway_media_items_total", {}),
+        "predicted": ("sluice_router_media_items_total", {"result": "hit"}),
+        "predicted in all": ("sluice_router_media_items_total", {}),
+        "files": ("sluice_gateway_media_files_total", {"sent": "first"}),
+        "bytes": ("sluice_gateway_media_bytes_total", {}),
+        "stored": ("sluice_worker_media_files_total", {"outcome": "stored"}),
+        "encoder tokens": ("sluice_preprocess_encoder_tokens_total", {}),
+        "rejected": ("sluice_preprocess_media_rejected_total", {"reason": "invalid_media"}),
+    }
+
+    def counts() -> dict[str, float]:
+        scraped = [families(each) for each in urls]
+        return {key: sum(value(found, name, **labels) for found in scraped) for key, (name, labels) in names.items()}
+
+    words = {"type": "text", "text": "Describe this picture in detail. " * 20}
+    pink = picture(color="#ffc0cb")
+    before = counts()
+    tokens = shown(suite.url, chat(suite.url, image_url(pink), words)["id"])["encoder_tokens"]
+    chat(suite.url, image_url(pink), words)
+    with pytest.raises(httpx.HTTPStatusError):
+        chat(suite.url, image_url(b"not a picture"))
+    after = counts()
+    assert {key: after[key] - before[key] for key in names} == {
+        "items": 1,
+        "items in all": 2,
+        "predicted": 1,
+        "predicted in all": 2,
+        "files": 1,
+        "bytes": len(pink),
+        "stored": 1,
+        "encoder tokens": 2 * tokens,
+        "rejected": 1,
+    }
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
@@ -45,6 +46,11 @@ class MediaSpan:
     def end(self) -> int:
         """Index after the last token."""
         return self.offset + self.length
+
+
+def items_within(spans: Iterable[MediaSpan], tokens: int) -> int:
+    """Returns the number of items whose tokens are all among the first `tokens` of the prompt."""
+    return sum(span.end <= tokens for span in spans)
 
 
 @dataclass(frozen=True, slots=True)

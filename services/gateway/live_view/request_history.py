@@ -11,6 +11,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from services.common.media.spans import items_within
 from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.stream import GenerationStream
 
@@ -32,6 +33,8 @@ class Finished:
         rest_ms: time from there to the end.
         outcome: "finished", "cancelled" or the error.
         media: number of media items of the prompt.
+        cached_media: number of those whose tokens were all cached on the worker.
+        encoder_tokens: work of the encoder for all of them, in tokens of the prompt.
     """
 
     id: str
@@ -49,6 +52,8 @@ class Finished:
     degraded: tuple[str, ...]
     migrations: int
     media: int = 0
+    cached_media: int = 0
+    encoder_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -178,6 +183,7 @@ def _finished(live: _Live, outcome: str) -> Finished:
     stream, now = live.stream, perf_counter()
     times = stream.context.prompt_times
     first = stream.first_text_at or now
+    spans = [item.span for item in stream.prompt.media]
     tokenize_started = stream.started_at if times is None else times.started_at
     tokenize_ended = stream.started_at if times is None else times.ended_at
     return Finished(
@@ -191,7 +197,9 @@ def _finished(live: _Live, outcome: str) -> Finished:
         rest_ms=_ms(now - first),
         prompt_tokens=stream.prompt_tokens,
         cached_tokens=stream.cached_tokens,
-        media=len(stream.prompt.media),
+        media=len(spans),
+        cached_media=items_within(spans, stream.cached_tokens),
+        encoder_tokens=sum(span.encoder_tokens or span.length for span in spans),
         output_tokens=stream.completion_tokens or len(stream.tokens),
         outcome=outcome,
         degraded=stream.degraded,

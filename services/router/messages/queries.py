@@ -199,4 +199,5 @@ def decision_of(decision: Decision) -> router_pb2.Decision:
         degraded=decision.degraded,
         session_hit=decision.session_hit,
         media_items=decision.media_items,
+        cached_media_items=decision.cached_media_items,
     )

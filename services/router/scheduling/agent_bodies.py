@@ -1,7 +1,7 @@
 """Reads the prompt from bodies of the Responses, Messages and embeddings APIs, as the chat that engines make of them.
 
 The translation decides which cached prefix a prompt is expected to have, never what an engine generates: where it
-differs from the engine's own, fewer blocks match. Parts without text are left out for the same reason.
+differs from the engine's own, fewer blocks match. Parts other than texts and images are left out for the same reason.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from enum import Enum
 from itertools import chain
 from typing import Any
 
+from services.common.media.parts import DETAILS
 from services.router.scheduling.openai_body import Body, read_chat, read_completion, wrong_body
 
+_SAID = ("text", "image")  # blocks of a message that are neither calls nor their results
 MOST_DEPTH = 4  # of content within content, such as the parts of a tool's result
 
 
@@ -107,12 +109,12 @@ def _of_messages(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _anthropic(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the chat messages of one message: its tool results first, then its text and calls."""
+    """Yields the chat messages of one message: its tool results first, then its texts, images and calls."""
     content = message.get("content")
     blocks = _objects(content, "content") if isinstance(content, list) else []
     for block in blocks:
         if block.get("type") == "tool_result":
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _content(block.get("content"))}
     calls = [
         {
             "id": block.get("id"),
@@ -122,9 +124,9 @@ def _anthropic(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for block in blocks
         if block.get("type") == "tool_use"
     ]
-    text = content if isinstance(content, str) else _text([each for each in blocks if each.get("type") == "text"])
-    if text or calls:
-        yield {"role": message.get("role"), "content": text, **({"tool_calls": calls} if calls else {})}
+    said = _content(content if isinstance(content, str) else [each for each in blocks if each.get("type") in _SAID])
+    if said or calls:
+        yield {"role": message.get("role"), "content": said, **({"tool_calls": calls} if calls else {})}
 
 
 def _of_responses(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     kind = item.get("type", "message")
     if kind == "message":
         role = "system" if item.get("role") == "developer" else item.get("role")
-        messages.append({"role": role, "content": _text(item.get("content"))})
+        messages.append({"role": role, "content": _content(item.get("content"))})
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -162,7 +164,36 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         else:
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))})
+
+
+def _content(content: Any) -> str | list[dict[str, Any]]:
+    """Returns the text of content, or the parts of a chat if it has images."""
+    images = [_image(part) for part in content] if isinstance(content, list) else []
+    if not any(images):
+        return _text(content)
+    parts: list[dict[str, Any]] = []
+    for part, image in zip(content, images, strict=True):
+        if image is not None:
+            parts.append(image)
+        elif text := _text([part]):
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _image(part: Any) -> dict[str, Any] | None:
+    """Returns the part of a chat for an image; None for other parts and for images without a file or URL."""
+    if not isinstance(part, Mapping):
+        return None
+    url, source = part.get("image_url"), part.get("source")
+    if part.get("type") == "image" and isinstance(source, Mapping):
+        url = source.get("url")
+        if source.get("type") == "base64":
+            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    elif part.get("type") != "input_image":
+        return None
+    detail = {"detail": part["detail"]} if part.get("detail") in DETAILS else {}
+    return {"type": "image_url", "image_url": {"url": url, **detail}} if isinstance(url, str) else None
 
 
 def _text(content: Any, depth: int = 0) -> str:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from services.common.media.spans import items_within
+from services.router.reservations.ids import unscoped
+from services.router.scheduling.queries import Query, RouteResult
 from services.router.workers.worker import WorkerRank
 
 
 @dataclass(slots=True)
 class Decision:
-    """Record of a query with a reservation. Lengths are tokens; `delivered_cached_tokens` is None until reported."""
+    """Record of a query with a reservation. Lengths are tokens; `delivered_cached_tokens` is None until reported.
+
+    Attributes:
+        cached_media_items: those whose tokens are all among the predicted cached tokens.
+    """
 
     reservation_id: str
     request_id: str
@@ -32,6 +40,7 @@ class Decision:
     delivered_cached_tokens: int | None = None
     output_tokens: int = 0
     media_items: int = 0
+    cached_media_items: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +86,28 @@ class Decisions:
             if not model or decision.model == model:
                 limit -= 1
                 yield decision
+
+
+def decision_on(query: Query, route: RouteResult) -> Decision:
+    """Returns the record of a decision on a query with tokens, made now."""
+    prefill = route.prefill_worker
+    return Decision(
+        route.reservation_id,
+        unscoped(query.scope, query.request_id),
+        query.model,
+        WorkerRank(route.worker.worker_id, route.rank),
+        route.worker.address,
+        prompt_tokens=route.prompt_tokens,
+        predicted_cached_tokens=route.predicted_cached_tokens,
+        best_cached_tokens=route.best_cached_tokens,
+        decided_unix_ms=time.time_ns() // 1_000_000,
+        decision_us=round(route.seconds * 1e6),
+        policy=route.policy,
+        degraded=route.degraded,
+        waited_ms=route.waited_ms,
+        session_hit=route.session_hit,
+        prefill_slot=None if prefill is None else WorkerRank(prefill.worker_id, route.prefill_rank),
+        prefill_address=prefill.address if prefill else "",
+        media_items=len(query.prompt.media),
+        cached_media_items=items_within(query.prompt.media, route.predicted_cached_tokens),
+    )

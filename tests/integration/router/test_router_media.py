@@ -64,7 +64,7 @@ async def test_encoder_work_is_reserved_and_released_with_the_prefill(router: Ro
 
     await until(lambda: booked(8 + WORK_BLOCKS + 2))
     decisions = await router.stub.GetDecisions(router_pb2.GetDecisionsRequest())
-    assert [decision.media_items for decision in decisions.decisions] == [2]
+    assert [(decision.media_items, decision.cached_media_items) for decision in decisions.decisions] == [(2, 0)]
     await router.stub.MarkPrefillComplete(
         router_pb2.MarkPrefillCompleteRequest(reservation_ids=[answer.reservation_id])
     )
@@ -105,6 +105,9 @@ async def test_cached_images_are_not_encoded_again(router: RouterProcess) -> Non
         MediaSpan(MediaKind.IMAGE, content_hash(b"a"), 4 * BLOCK, 2 * BLOCK),
     ]
     assert (await router.stub.RouteQuery(query(reference(swapped)))).overlap.device_blocks == 1
+    await router.stub.RouteQuery(query(reference(), "r"))
+    decisions = await router.stub.GetDecisions(router_pb2.GetDecisionsRequest())
+    assert [(decision.media_items, decision.cached_media_items) for decision in decisions.decisions] == [(2, 1)]
 
 
 async def test_media_outside_the_prompt_are_refused(router: RouterProcess) -> None:

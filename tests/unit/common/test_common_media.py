@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes, chain, local_hash
 from services.common.media.parts import MediaLimits, take_media
-from services.common.media.spans import MediaKind, MediaSpan, content_hash
+from services.common.media.spans import MediaKind, MediaSpan, content_hash, items_within
 from services.common.packing import pack_u32
 from services.common.rpc.media import input_messages, read_inputs, read_spans, span_messages
 
@@ -115,6 +115,11 @@ def test_take_media_of_too_many_bytes_names_the_first_file_beyond() -> None:
 
 def span(offset: int, length: int, content: bytes = b"a") -> MediaSpan:
     return MediaSpan(MediaKind.IMAGE, content_hash(content), offset, length)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (8, 0), (9, 1), (14, 1), (15, 2), (99, 2)])
+def test_items_within_counts_items_that_end_among_the_first_tokens(tokens: int, expected: int) -> None:
+    assert items_within([span(4, 5), span(9, 6)], tokens) == expected
 
 
 def test_block_hashes_with_media_differ_only_from_its_first_block_on() -> None:

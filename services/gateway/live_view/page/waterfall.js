@@ -37,15 +37,20 @@ function row(request, longest) {
   const workers = el("span", { class: "who", title: request.id }, el("b", { text: request.workers.join(" → ") }));
   workers.append(el("span", { class: "sub", text: `${clock(request.began_unix_ms)} · ${request.model}` }));
   const sum = el("span", { class: "sum" }, el("b", { text: duration(total(request)) }));
-  sum.append(el("span", { class: "outcome", text: ` ${request.outcome}` }), el("span", { class: "sub", text: tokens(request) }));
+  sum.append(el("span", { class: "outcome", text: ` ${request.outcome}` }), el("span", { class: "sub", text: [tokens(request), shortMedia(request)].filter(Boolean).join(" · ") }));
   sum.title = `${plural(request.cached_tokens, "prompt token")} read from the worker's cache`;
-  if (request.media) sum.title += `, ${plural(request.media, "media item")} in the prompt`;
+  if (request.media) sum.title += `; ${media(request)}`;
   const notes = notesOf(request);
   const failed = request.outcome !== "finished" && request.outcome !== "cancelled";
   return el("li", { class: failed ? "failed" : request.outcome }, workers, bar, sum, ...(notes ? [el("span", { class: "marks", text: notes })] : []));
 }
 
 const tokens = ({ prompt_tokens, output_tokens }) => `${count(prompt_tokens)} → ${count(output_tokens)} tokens`;
+
+const shortMedia = ({ media, cached_media }) => (media ? `${plural(media, "item")}, ${count(cached_media)} cached` : "");
+
+const media = ({ media, cached_media, encoder_tokens }) =>
+  `${plural(media, "media item")} in the prompt, ${count(cached_media)} of them cached; ${plural(encoder_tokens, "encoder token")} in all`;
 
 function notesOf({ degraded, migrations }) {
   const migrated = migrations ? [`migrated ${plural(migrations, "time")}`] : [];

@@ -8,10 +8,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from services.common.errors import SluiceError, invalid, overloaded
+from services.common.errors import SluiceError, invalid
 from services.common.media.spans import MediaFile, MediaKind
 from services.common.tasks import TaskOwner
-from services.worker.contract.generation import FinishReason, MediaItem
+from services.worker.contract.generation import MediaItem
+from services.worker.engines.mock.preparation import Preparation
 from services.worker.engines.mock.sequence import Sequence as Running
 
 MOST_PIXELS = 1 << 26
@@ -19,7 +20,7 @@ SAMPLE = 64  # pixels on each side of the sample that determines the colour
 MOST_KEPT = 4_096
 
 
-class Describer:
+class Describer(Preparation):
     """Describes the items of sequences before they are queued.
 
     Args:
@@ -32,58 +33,17 @@ class Describer:
     def __init__(
         self, proceed: Callable[[Running, str], None], tasks: TaskOwner, threads: int, max_waiting: int
     ) -> None:
+        super().__init__("media", "pictures", tasks, max_waiting)
         self._proceed = proceed
-        self._tasks = tasks
-        self._max_waiting = max_waiting
         self._pool = ThreadPoolExecutor(threads, "mock-media")
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        self._waiting: dict[str, tuple[Running, asyncio.Task[None]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def begin(self, sequence: Running) -> None:
-        """Describes the items and continues, or ends the sequence with an error.
-
-        Raises:
-            SluiceError: OVERLOADED when too many sequences are waiting.
-        """
-        if len(self._waiting) > self._max_waiting:
-            raise overloaded(
-                f"The engine's queue is full ({len(self._waiting)} requests waiting for pictures); try again later."
-            )
-        request_id = sequence.request.request_id
-        task = self._tasks.spawn(self._describe(sequence), f"media-{request_id}")
-        self._waiting[request_id] = sequence, task
-
-    def abort(self, request_id: str) -> None:
-        """Ends a waiting sequence with CANCELLED; ignores unknown requests."""
-        if entry := self._waiting.pop(request_id, None):
-            sequence, task = entry
-            task.cancel()
-            _end(sequence, FinishReason.CANCELLED)
-
-    async def drain(self) -> None:
-        """Waits until no sequence is waiting."""
-        while self._waiting:
-            await asyncio.wait([task for _, task in self._waiting.values()])
 
     def close(self) -> None:
-        """Ends all waiting sequences with CANCELLED."""
-        for request_id in tuple(self._waiting):
-            self.abort(request_id)
+        super().close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _describe(self, sequence: Running) -> None:
-        request = sequence.request
-        try:
-            opening = "; ".join([await self._description(item) for item in request.media])
-            self._proceed(sequence, opening)
-        except SluiceError as error:
-            _end(sequence, FinishReason.ERROR, error)
-        finally:
-            if self._waiting.get(request.request_id, (None,))[0] is sequence:
-                del self._waiting[request.request_id]
+    async def prepare(self, sequence: Running) -> None:
+        self._proceed(sequence, "; ".join([await self._description(item) for item in sequence.request.media]))
 
     async def _description(self, item: MediaItem) -> str:
         if (known := self._known.get(item.file.hash)) is not None:
@@ -126,9 +86,3 @@ def describe(kind: MediaKind, file: MediaFile) -> str:
 
 def _bad(what: str) -> SluiceError:
     return invalid(f"A picture {what}.", param="media", code="invalid_media")
-
-
-def _end(sequence: Running, reason: FinishReason, error: SluiceError | None = None) -> None:
-    sink, sequence.sink = sequence.sink, None
-    if sink is not None:
-        sink.finish(reason, sequence.usage(), error=error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.media.spans import MediaFile, MediaKind, MediaSpan
 from services.gateway.context import NO_CONTEXT, PromptTimes, RequestContext
 from services.gateway.core.request import (
     Finish,
     FinishReason,
     GenerationRequest,
+    PromptMedia,
     SamplingParams,
     StopParams,
     TextPrompt,
@@ -119,6 +122,21 @@ def test_stages_follow_each_other_and_the_first_choice_has_the_answers_id() -> N
     assert (done.id, second.id) == ("r-1", "r-2-1")
     assert (round(done.tokenize_ms), round(done.route_ms), round(done.first_ms, 1)) == (200, 300, 0.1)
     assert request_history.totals.failed == 2
+
+
+def test_items_of_a_request_are_cached_if_all_of_their_tokens_were() -> None:
+    request_history, one = RequestHistory(), stream(1)
+    spans = [
+        MediaSpan(MediaKind.IMAGE, bytes(16), 1, 3, encoder_tokens=12),
+        MediaSpan(MediaKind.IMAGE, bytes(16), 4, 3),
+    ]
+    media = tuple(PromptMedia(span, MediaFile(span.hash, b"")) for span in spans)
+    one.prompt = replace(PROMPT, media=media)
+    request_history.on_assigned(one, "w")
+    one.cached_tokens = 6
+    request_history.on_ended(one, FINISHED)
+    (done,) = request_history.recent
+    assert (done.media, done.cached_media, done.encoder_tokens) == (2, 1, 15)
 
 
 def test_rates_are_what_came_in_a_second() -> None:

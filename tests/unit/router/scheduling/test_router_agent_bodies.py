@@ -95,6 +95,64 @@ def test_responses_become_a_chat_with_calls_in_the_assistants_message() -> None:
     assert [tool["function"] for tool in tools] == [{"name": "f", "parameters": {"type": "object"}}]
 
 
+def part_of(number: int, text: str = "") -> dict[str, Any]:
+    return {"type": "text", "text": text} if text else {"type": "image", "media": number}
+
+
+def test_images_of_messages_become_media_items_in_order() -> None:
+    png = {"type": "base64", "media_type": "image/png", "data": "QUJD"}
+    far = {"type": "url", "url": "https://example.org/a.jpg"}
+    blocks = [
+        {"type": "tool_result", "tool_use_id": "t", "content": [part_of(0, "seen"), {"type": "image", "source": png}]},
+        {"type": "image", "source": {"type": "file", "file_id": "f"}},
+        {"type": "text", "text": "and"},
+        {"type": "image", "source": far},
+    ]
+    body = read_prompt({"messages": [{"role": "user", "content": blocks}]}, Api.MESSAGES)
+    assert isinstance(body, ChatBody)
+    assert json.loads(body.messages_json) == [
+        {"role": "tool", "tool_call_id": "t", "content": [part_of(0, "seen"), part_of(0)]},
+        {"role": "user", "content": [part_of(0, "and"), part_of(1)]},
+    ]
+    assert [(item.data, item.url, item.media_type) for item in body.media] == [
+        (b"ABC", "", "image/png"),
+        (b"", "https://example.org/a.jpg", ""),
+    ]
+
+
+def test_images_of_responses_become_media_items_in_order() -> None:
+    url = "data:image/png;base64,"
+    items = [
+        {"role": "user", "content": [
+            {"type": "input_image", "image_url": url + "QUJD", "detail": "low"},
+            {"type": "input_text", "text": "What?"},
+            {"type": "input_image", "file_id": "f"},
+        ]},
+        {"type": "function_call_output", "call_id": "c", "output": [
+            {"type": "input_image", "image_url": url + "REVG", "detail": "original"}
+        ]},
+    ]  # fmt: skip
+    body = read_prompt({"input": items}, Api.RESPONSES)
+    assert isinstance(body, ChatBody)
+    assert json.loads(body.messages_json) == [
+        {"role": "user", "content": [part_of(0), part_of(0, "What?")]},
+        {"role": "tool", "tool_call_id": "c", "content": [part_of(1)]},
+    ]
+    assert [(item.data, item.detail) for item in body.media] == [(b"ABC", "low"), (b"DEF", "")]
+
+
+@pytest.mark.parametrize("api", [Api.MESSAGES, Api.RESPONSES])
+def test_broken_image_of_an_agent_is_refused(api: Api) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "%"}
+    parts = {
+        Api.MESSAGES: {"type": "image", "source": source},
+        Api.RESPONSES: {"type": "input_image", "image_url": "data:image/png;base64,%"},
+    }
+    turns = [{"role": "user", "content": [parts[api]]}]
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, code="invalid_media"):
+        read_prompt({"messages" if api is Api.MESSAGES else "input": turns}, api)
+
+
 def test_several_prompts_or_inputs_are_one_of_their_total_length() -> None:
     assert read_prompt({"input": ["one", "two"]}, Api.EMBEDDINGS) == TextBody("onetwo")
     assert read_prompt({"prompt": ["one", "two"]}, Api.COMPLETION) == TextBody("onetwo")

@@ -1087,6 +1087,11 @@ class Decision(betterproto2.Message):
     images, audio and videos of the prompt
     """
 
+    cached_media_items: "int" = betterproto2.field(18, betterproto2.TYPE_UINT32)
+    """
+    those whose tokens are all among predicted_cached_tokens
+    """
+
 
 default_message_pool.register_message("sluice.v1", "Decision", Decision)
 
