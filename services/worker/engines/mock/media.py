@@ -16,6 +16,8 @@ from services.worker.engines.mock.preparation import Preparation
 from services.worker.engines.mock.sequence import Sequence as Running
 
 MOST_PIXELS = 1 << 26
+_ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
 SAMPLE = 64  # pixels on each side of the sample that determines the colour
 MOST_KEPT = 4_096
 
@@ -66,19 +68,22 @@ def describe(kind: MediaKind, file: MediaFile) -> str:
     name = file.hash[:4].hex()
     if kind is not MediaKind.IMAGE:
         return f"{kind.capability} {len(file.data)} bytes {name}"
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
         with Image.open(io.BytesIO(file.data)) as picture:
             if picture.width * picture.height > MOST_PIXELS:
                 raise _bad(f"has {picture.width} x {picture.height} pixels; send at most {MOST_PIXELS}")
-            turned = ImageOps.exif_transpose(picture).convert("RGB")
+            width, height = picture.size
+            if picture.getexif().get(_ORIENTATION) in _SIDEWAYS:
+                width, height = height, width
+            picture.draft("RGB", (SAMPLE, SAMPLE))  # JPEG files are decoded at a smaller size
+            whole = picture.convert("RGB")
     except SluiceError:
         raise
     except Exception as error:  # decoders raise many types for broken files
         raise _bad("cannot be decoded; send a complete PNG, JPEG, WebP or GIF file") from error
-    width, height = turned.size
-    sample = turned.resize((min(width, SAMPLE), min(height, SAMPLE)), Image.Resampling.NEAREST)
+    sample = whole.resize((min(whole.width, SAMPLE), min(whole.height, SAMPLE)), Image.Resampling.NEAREST)
     colours: Sequence[tuple[int, tuple[int, ...]]] = sample.getcolors(SAMPLE * SAMPLE)  # type: ignore[assignment]
     _, (red, green, blue) = max(colours)
     return f"image {width}x{height} #{red:02x}{green:02x}{blue:02x} {name}"
