@@ -71,8 +71,14 @@ def create_app(
     scores: ScoreEndpoints,
     readiness: Readiness,
     apis: Sequence[AddRoutes] = (),
+    on_error: Callable[[SluiceError], None] | None = None,
 ) -> FastAPI:
-    """Returns the HTTP application without middleware; `apis` adds APIs other than OpenAI's."""
+    """Returns the HTTP application without middleware.
+
+    Args:
+        apis: add APIs other than OpenAI's.
+        on_error: called with each error that becomes a response.
+    """
     app = FastAPI(
         title="Sluice",
         version=__version__,
@@ -83,7 +89,7 @@ def create_app(
     for add in apis:
         bodies += add(app)
     _add_operations(app, readiness)
-    _add_error_handlers(app)
+    _add_error_handlers(app, on_error)
     document(app, bodies)
     return app
 
@@ -219,10 +225,12 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI, on_error: Callable[[SluiceError], None] | None) -> None:
 
     async def typed(request: Request, error: Exception) -> Response:
         assert isinstance(error, SluiceError)
+        if on_error is not None:
+            on_error(error)
         return error_response(error)
 
     async def of_http(request: Request, error: Exception) -> Response:

@@ -319,6 +319,7 @@ def build_app(
                 endpoints=OperationsEndpoints(gateway.fleet, components.registry, bodies, settings.budgets),
             ),
         ],
+        components.metrics.rejected,
     )
     add_live_view(app, gateway.live_view)
     add_middleware(app, settings, gateway.gate, components.metrics, audit_log)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from services.common.errors import SluiceError
 from services.common.media.spans import items_within
 from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, MODEL, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
@@ -83,6 +84,21 @@ MEDIA = METRICS.counter(
     when=WITH_MEDIA,
 )
 MEDIA_BYTES = METRICS.counter("media_bytes", "bytes of media files sent to workers", when=WITH_MEDIA)
+MEDIA_CODES = (
+    "invalid_media",
+    "media_too_large",
+    "too_many_media",
+    "media_not_supported",
+    "media_fetch_refused",
+    "media_fetch_failed",
+    "media_parity",
+)
+MEDIA_REJECTED = METRICS.counter(
+    "media_rejected",
+    "requests rejected for a media item, by the gateway or by preprocess",
+    Label("reason", "code of the error", MEDIA_CODES),
+    when=WITH_MEDIA,
+)
 MEDIA_ITEMS = METRICS.counter(
     "media_items",
     "media items in the prompts of finished generations",
@@ -118,11 +134,16 @@ class GatewayMetrics:
         self._text_moves = Counter(TEXT_MOVES)
         self._trouble = Counter(TROUBLE)
         self._media, self._media_bytes = Counter(MEDIA), Counter(MEDIA_BYTES)
-        self._media_items = Counter(MEDIA_ITEMS)
+        self._media_items, self._media_rejected = Counter(MEDIA_ITEMS), Counter(MEDIA_REJECTED)
 
     def watch(self, live_streams: Callable[[], int]) -> None:
         """Registers the source of the gauge of live streams."""
         watch(LIVE, lambda: [(live_streams(), {})])
+
+    def rejected(self, error: SluiceError) -> None:
+        """Counts a request that was rejected for a media item; ignores other errors."""
+        if error.code in MEDIA_CODES:
+            self._media_rejected.add(1, {"reason": error.code})
 
     def on_started(self, stream: GenerationStream) -> None:
         """See StreamObserver; counted at the end."""

@@ -161,6 +161,7 @@ def test_metrics_count_items_hits_and_files(suite: Suite) -> None:
         "bytes": ("sluice_gateway_media_bytes_total", {}),
         "stored": ("sluice_worker_media_files_total", {"outcome": "stored"}),
         "encoder tokens": ("sluice_preprocess_encoder_tokens_total", {}),
+        "refused": ("sluice_gateway_media_rejected_total", {"reason": "invalid_media"}),
         "rejected": ("sluice_preprocess_media_rejected_total", {"reason": "invalid_media"}),
     }
 
@@ -175,6 +176,8 @@ def test_metrics_count_items_hits_and_files(suite: Suite) -> None:
     chat(suite.url, image_url(pink), words)
     with pytest.raises(httpx.HTTPStatusError):
         chat(suite.url, image_url(b"not a picture"))
+    with pytest.raises(httpx.HTTPStatusError):
+        chat(suite.url, {"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}})
     after = counts()
     assert {key: after[key] - before[key] for key in names} == {
         "items": 1,
@@ -185,6 +188,7 @@ def test_metrics_count_items_hits_and_files(suite: Suite) -> None:
         "bytes": len(pink),
         "stored": 1,
         "encoder tokens": 2 * tokens,
+        "refused": 2,
         "rejected": 1,
     }
 
