@@ -93,7 +93,7 @@ class TransformersEngine(InProcessEngine):
             on_phase=lambda phase: call_in_loop(self.on_phase, phase, None),
         )
         self._started = await asyncio.to_thread(start_engine, self._settings, self._options, listener)
-        self._started.batcher.start()
+        self._started.runner.start()
         return self._started.config
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
@@ -120,7 +120,7 @@ class TransformersEngine(InProcessEngine):
         context.cancelled = True
         state = self._states_by_request.get(context.request_id)
         if state is not None:
-            self._ready().batcher.drop(state.key)
+            self._ready().runner.drop(state.key)
             self._end(state, FinishReason.CANCELLED)
 
     async def drain(self) -> None:
@@ -132,13 +132,13 @@ class TransformersEngine(InProcessEngine):
         await self.tasks.close()
         for state in tuple(self._states_by_key.values()):
             self.abort(GenerateContext(state.request.request_id))
-        if self._started is not None and self._started.batcher.alive:
-            await asyncio.to_thread(self._started.batcher.stop, True, STOP_TIMEOUT_S, False, True)
+        if self._started is not None and self._started.runner.alive:
+            await asyncio.to_thread(self._started.runner.close, STOP_TIMEOUT_S)
 
     def load(self) -> Sequence[Load]:
         if self._started is None:
             return [Load()]
-        gauges = self._started.batcher.gauges
+        gauges = self._started.runner.gauges
         return [
             Load(
                 running_requests=gauges.running,
@@ -154,7 +154,7 @@ class TransformersEngine(InProcessEngine):
         return (self._source,)
 
     async def clear_cache(self) -> None:
-        await asyncio.to_thread(self._ready().batcher.forget_prefixes)
+        await asyncio.to_thread(self._ready().runner.forget_prefixes)
 
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
         from services.worker.engines.transformers.embedding import embed
@@ -244,10 +244,10 @@ class TransformersEngine(InProcessEngine):
                 state.begin(row.cached_tokens)
             state.push(row.token_id, row.logprobs)
             if row.error:
-                self._ready().batcher.drop(row.key)
+                self._ready().runner.drop(row.key)
                 self._end(state, FinishReason.ERROR, error=_grammar_violated(row.error))
             elif row.ended:
-                self._ready().batcher.batch_requests.pop(row.key, None)
+                self._ready().runner.release(row.key)
                 self._end(state, state.reason)
         for key, _ in step.failed:
             if (state := self._states_by_key.get(key)) is not None:
@@ -263,8 +263,8 @@ class TransformersEngine(InProcessEngine):
 
     def _on_thread_exit(self) -> None:
         if self._started is not None and not self._stopping:
-            cause = self._started.batcher.background_thread_status.fatal_error
-            self.on_failure("transformers-steps", cause or RuntimeError("the batching thread exited"))
+            cause = self._started.runner.fatal_error
+            self.on_failure("transformers-steps", cause or RuntimeError("the thread of the steps exited"))
 
 
 def _stopped() -> SluiceError:

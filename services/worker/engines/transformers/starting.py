@@ -15,13 +15,13 @@ from services.worker.engines.inprocess.card import labels_of
 from services.worker.engines.transformers import guidance
 from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder, read_folder
 from services.worker.engines.transformers.options import Options
+from services.worker.engines.transformers.runner import StepRunner
 from services.worker.engines.transformers.sampling import History, SamplingPlan
 from services.worker.engines.transformers.sizing import Plan, Shape, fit
 from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from services.worker.engines.transformers.batching import Batcher
     from services.worker.engines.transformers.guidance import Constraint, Grammars
     from services.worker.engines.transformers.lora import Adapters
 
@@ -36,7 +36,7 @@ class Started:
     config: EngineConfig
     folder: ModelFolder
     model: Any
-    batcher: Batcher
+    runner: StepRunner
     adapters: Adapters
     grammars: Grammars | None
     pooling: str
@@ -56,7 +56,7 @@ class Started:
 
         token_ids = request.token_ids.tolist()
         sampler = TokenSampler(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
-        return self.batcher.add(key, BatchRequest(sampler, seed, request.lora, request.priority), token_ids, limit)
+        return self.runner.add(key, BatchRequest(sampler, seed, request.lora, request.priority), token_ids, limit)
 
     def constraint(self, request: GenerateRequest) -> Constraint:
         """Compiles a request's grammar, which is slow; raises SluiceError(INVALID_ARGUMENT) for an invalid grammar."""
@@ -78,13 +78,13 @@ class Started:
         """Loads an adapter between two steps, which is slow; raises SluiceError(INVALID_ARGUMENT) if incompatible."""
         if name in self.adapters.names:
             self.unload_adapter(name)
-        with self.batcher.pause():
+        with self.runner.pause():
             self.adapters.load(name, Path(path))
 
     def unload_adapter(self, name: str) -> None:
         """Removes an unused adapter and clears the prefix cache, because another adapter may reuse its name."""
         self.adapters.unload(name)
-        self.batcher.forget_prefixes()
+        self.runner.forget_prefixes()
 
 
 def start_engine(settings: WorkerSettings, options: Options, listener: Listener) -> Started:
@@ -140,7 +140,7 @@ def _config(
     settings: WorkerSettings,
     folder: ModelFolder,
     plan: Plan,
-    batcher: Batcher,
+    runner: StepRunner,
     has_grammars: bool,
     has_embeddings: bool,
     version: str,
@@ -152,7 +152,7 @@ def _config(
         capabilities -= guidance.KINDS
     if not has_embeddings:
         capabilities.discard(Capability.EMBEDDINGS)
-    if not batcher.shares_prefixes:
+    if not runner.shares_prefixes:
         capabilities -= {Capability.KV_EVENTS, Capability.CLEAR_CACHE}
     declared = settings.context_length or folder.context_length
     return EngineConfig(
@@ -161,9 +161,9 @@ def _config(
         processor=settings.spec.processor or models.detect_processor(folder.path),
         fingerprint=models.fingerprint(folder.path),
         # A sequence cannot be longer than the whole cache.
-        context_length=min(declared, batcher.cache_tokens),
+        context_length=min(declared, runner.cache_tokens),
         vocab_size=folder.vocab_size,
-        block_size=plan.block_size if batcher.shares_prefixes else 0,
+        block_size=plan.block_size if runner.shares_prefixes else 0,
         total_blocks=plan.total_blocks,
         max_sequences=plan.max_sequences,
         max_batched_tokens=plan.max_batched_tokens,
