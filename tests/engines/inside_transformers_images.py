@@ -17,10 +17,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy
-import torch
-import transformers
 from PIL import Image
-from transformers.image_utils import load_image
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
@@ -36,53 +33,13 @@ from services.worker.contract.generation import (
 )
 from services.worker.engines.transformers.engine import MOST_ENCODED, TransformersEngine
 from services.worker.settings import WorkerSettings
-from tests.engines.offline_vision import load_processor
+from tests.engines.offline_transformers_images import Reference
 from tests.support.data.tiny_vlm import LLAVA_TOKENS_PER_IMAGE
 
 CONVERSATIONS = 50
 TOKENS = 16
-WORDS = [
-    "what",
-    "is",
-    "it",
-    "a",
-    "red",
-    "blue",
-    "picture",
-    "of",
-    "the",
-    "sea",
-    "under",
-    "two",
-    "large",
-    "trees",
-    "beside",
-    "one",
-    "small",
-    "house",
-]
+WORDS = ("what", "is", "it", "a", "red", "blue", "picture", "of", "the", "sea", "under", "two", "large", "trees")
 GREEDY = SamplingParams(temperature=0.0)
-
-
-class Reference:
-    """The library's own processor and `generate`."""
-
-    def __init__(self, folder: str) -> None:
-        self.processor = load_processor(folder)
-        self.model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
-
-    def prompt(self, chat: list[dict[str, Any]], files: Sequence[bytes]) -> dict[str, Any]:
-        """The model's inputs for a chat with pictures."""
-        text = self.processor.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        pictures = [load_image(Image.open(io.BytesIO(data))) for data in files]
-        return dict(self.processor(text=text, images=pictures or None, return_tensors="pt"))
-
-    @torch.no_grad()
-    def answer(self, inputs: dict[str, Any], tokens: int = TOKENS) -> list[int]:
-        """The greedy continuation."""
-        made = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
-        found: list[int] = made[0, inputs["input_ids"].shape[1] :].tolist()
-        return found
 
 
 def picture(source: random.Random, noise: numpy.random.Generator) -> bytes:
@@ -269,6 +226,13 @@ async def sampling(folder: str) -> None:
         )
         rest = await ids(engine, carried)
         assert len(rest) == TOKENS - len(resumed)
+        later = replace(
+            carried,
+            token_ids=carried.token_ids + array("I", rest[:3]),
+            resumed_tokens=len(resumed) + 3,
+            stop=StopParams(max_tokens=TOKENS - len(resumed) - 3),
+        )
+        assert [*rest[:3], *await ids(engine, later)] == rest
         if resumed == greedy[:5]:
             assert [*resumed, *rest] == greedy
     await until_quiet(engine)
