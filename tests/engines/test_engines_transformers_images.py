@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import os
 import random
+import re
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
+from services.common.net.ports import free_port
 from tests.engines import engine_suite as suite
 from tests.engines.served_suite import ServedModel, served
 from tests.support.data.tiny_vlm import build_llava, build_qwen2_vl
@@ -26,6 +30,8 @@ PLACEHOLDERS = {"llava": "<image>", "qwen2-vl": "<|image_pad|>"}
 HERE = Path(__file__).parent
 CHATS = 8
 TOKENS = 12
+LONG = 300
+KIT_S = 600
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -145,3 +151,58 @@ async def test_client_that_disconnects_leaves_nothing_behind(running: ServedMode
             assert answer.status_code == 200
             await anext(answer.aiter_lines())
     await running.idle()
+
+
+async def streamed(running: ServedModel, request: dict[str, Any], begun: asyncio.Event, after: int) -> list[int]:
+    """Token ids of a streamed chat; `begun` is set after some events."""
+    events, tokens = 0, []
+    async with running.client.stream("POST", "/v1/chat/completions", json={**request, "stream": True}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            for choice in chunk["choices"]:
+                tokens += choice.get("token_ids") or []
+            events += 1
+            if events == after:
+                begun.set()
+    return tokens
+
+
+async def test_chats_whose_worker_is_killed_continue_on_another_with_the_same_tokens(
+    engine: suite.EngineUnderTest,
+) -> None:
+    asked = chats()[2:4]
+    expected = (await suite.offline(engine, {"chats": asked, "max_tokens": LONG}))["outputs"]
+    async with served(engine, {"a": (), "b": ()}) as running:
+        begun = [asyncio.Event() for _ in asked]
+        streams = [
+            asyncio.create_task(streamed(running, body(chat, max_tokens=LONG), event, 10))
+            for chat, event in zip(asked, begun, strict=True)
+        ]
+        async with asyncio.timeout(suite.CALL_S):
+            await asyncio.gather(*(event.wait() for event in begun))
+        loads = {name: (await worker.info()).load.running_requests for name, worker in running.workers.items()}
+        assert sum(loads.values()) == len(asked), "the streams must still run"
+        running.workers[max(loads, key=lambda name: loads[name])].process.kill()
+        assert await asyncio.gather(*streams) == [theirs["token_ids"] for theirs in expected]
+
+
+async def test_conformance_kit_finds_no_violation(engine: suite.EngineUnderTest) -> None:
+    watcher = f"127.0.0.1:{free_port()}"
+    async with suite.running(engine, "--routers", watcher) as worker:
+        kit = await asyncio.create_subprocess_exec(
+            *(str(Path(sys.executable).with_name("sluice")), "conformance", worker.address, "--patience", "5"),
+            *("--router-listen", watcher, "--stop-command", f"kill {worker.process.pid}"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(suite.ROOT)},
+        )
+        async with asyncio.timeout(KIT_S):
+            said = (await kit.communicate())[0].decode()
+        assert kit.returncode == 0, said
+        (passed, not_checked), *_ = re.findall(r"(\d+) pass, 0 fail.* (\d+) not checked", said)
+        assert int(passed) > 50
+        assert int(not_checked) == 1, "only the rule that needs the model's own placeholders"
