@@ -100,7 +100,7 @@ async def events(folder: str) -> None:
     await quiet(engine)
     started = engine._started
     assert started is not None
-    (allocator,) = started.batcher.batch_processor.cache.cache_allocators.values()
+    (allocator,) = started.runner.batch_processor.cache.cache_allocators.values()
     assert present == set(allocator.ledger.hash_to_block)
     await engine.clear_cache()
     await asyncio.sleep(0.1)
@@ -168,7 +168,7 @@ async def death(folder: str) -> None:
     def broken(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    started.batcher.batch_processor.model_runner.compute_batch = broken
+    started.runner.batch_processor.model_runner.compute_batch = broken
     began = time.monotonic()
     last = [delta async for delta in deltas][-1]
     assert last.error is not None
@@ -184,7 +184,7 @@ async def surface(folder: str) -> None:
     engine = await engine_of(folder)
     started = engine._started
     assert started is not None
-    processor = started.batcher.batch_processor
+    processor = started.runner.batch_processor
     runner, cache, ios = processor.model_runner, processor.cache, processor.inputs_and_outputs
     assert not runner.pad_inputs
     assert not processor.use_async_batching
@@ -195,7 +195,7 @@ async def surface(folder: str) -> None:
         (cache, ("search_prefix_match", "mark_complete_blocks", "evict_cached_blocks", "num_blocks", "num_sectors")),
         (ios, ("requests_in_batch",)),
         (processor.scheduler, ("_get_waiting_candidates", "active_requests", "waiting_requests")),
-        (started.batcher, ("_run_generation_loop", "_generation_thread", "pause", "cancel_request", "add_request")),
+        (started.runner, ("_run_generation_loop", "_generation_thread", "pause", "cancel_request", "add_request")),
     ):
         for name in names:
             assert hasattr(owner, name), f"{type(owner).__name__}.{name}"

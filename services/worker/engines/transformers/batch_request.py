@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.worker.contract.generation import PositionLogprobs
 from services.worker.engines.transformers.sampler import TokenSampler
+
+if TYPE_CHECKING:
+    from services.worker.engines.transformers.vision import Pictures
 
 
 class BatchRequest:
@@ -17,13 +20,17 @@ class BatchRequest:
         seed: Seed of the request's block hashes.
         adapter: Name of the LoRA adapter; empty if none.
         priority: Priority in the waiting queue; lower values run first.
+        pictures: Encoded pictures of the prompt, if any.
     """
 
-    def __init__(self, sampler: TokenSampler, seed: int, adapter: str, priority: int) -> None:
+    def __init__(
+        self, sampler: TokenSampler, seed: int, adapter: str, priority: int, pictures: Pictures | None = None
+    ) -> None:
         self.sampler = sampler
         self.seed = seed
         self.adapter = adapter
         self.priority = priority
+        self.pictures = pictures
         self.cached_tokens = 0
         self.begun = False
         self.token_id = 0

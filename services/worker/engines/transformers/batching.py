@@ -104,6 +104,14 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         self.batch_requests.pop(key, None)
         self.cancel_request(key)
 
+    def release(self, key: str) -> None:
+        """Forgets a request whose last token was reported."""
+        self.batch_requests.pop(key, None)
+
+    def close(self, limit_s: float) -> None:
+        """Ends the batching thread and waits for it, at most `limit_s` seconds."""
+        self.stop(True, limit_s, False, True)
+
     def forget_prefixes(self) -> None:
         """Clears the prefix cache between two steps; blocks in use keep their contents but cannot be reused."""
         with self.pause():
@@ -117,6 +125,12 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
     def alive(self) -> bool:
         """Whether the batching thread is running."""
         return bool(self.is_running())
+
+    @property
+    def fatal_error(self) -> BaseException | None:
+        """The failure that ended the thread; None if it has not failed."""
+        error: BaseException | None = self.background_thread_status.fatal_error
+        return error
 
     def _create_batch_processor(self) -> Any:
         # The library would create or reset the processor when its loop starts; keep the prepared one.

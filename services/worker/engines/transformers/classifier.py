@@ -59,7 +59,7 @@ class ClassifierEngine(InProcessEngine):
         require_library()
         from services.worker.engines.transformers import loading
 
-        model = loading.load_model(folder, self._options, loading.device_of(self._options), classifies=True)
+        model = loading.load_model(folder, self._options, loading.device_of(self._options), kind="classes")
         return folder, model, loading.VERSION
 
     def _describe(self, folder: ModelFolder, version: str) -> EngineConfig:

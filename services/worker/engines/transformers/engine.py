@@ -7,6 +7,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
@@ -19,6 +20,7 @@ from services.worker.engines.inprocess.engine import InProcessEngine, starting
 from services.worker.engines.shared.download import download
 from services.worker.engines.shared.grammar_compiler import GrammarCompiler
 from services.worker.engines.transformers import guidance, options
+from services.worker.engines.transformers.picture_queue import PictureQueue
 from services.worker.engines.transformers.request_state import RequestState
 from services.worker.engines.transformers.sampling import plan_of
 from services.worker.engines.transformers.starting import Started, start_engine
@@ -26,12 +28,14 @@ from services.worker.engines.transformers.step import Listener, Step
 from services.worker.settings import WorkerSettings
 
 STOP_TIMEOUT_S = 3.0
+MOST_ENCODED = 4
+"""Maximum number of requests whose pictures are encoded before they run."""
 
 
 class TransformersEngine(InProcessEngine):
-    """Serves any causal language model that supports transformers' continuous batching.
+    """Serves causal language models by transformers' continuous batching, and models that take images step by step.
 
-    The library's thread schedules and computes; this class runs on the event loop and is notified once per step.
+    A `StepRunner`'s thread schedules and computes; this class runs on the event loop and is notified once per step.
     """
 
     CAPABILITIES: ClassVar[frozenset[Capability]] = (
@@ -48,6 +52,7 @@ class TransformersEngine(InProcessEngine):
             Capability.EMBEDDINGS,
             Capability.KV_EVENTS,
             Capability.CLEAR_CACHE,
+            Capability.IMAGE,
         }
     )
 
@@ -65,6 +70,7 @@ class TransformersEngine(InProcessEngine):
         self._stopping = False
         # Forward passes outside the steps compete with them for the device, so they run one at a time.
         self._extra_pass = asyncio.Lock()
+        self._pictures = PictureQueue(MOST_ENCODED)
         self._grammars = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
 
     @classmethod
@@ -93,7 +99,7 @@ class TransformersEngine(InProcessEngine):
             on_phase=lambda phase: call_in_loop(self.on_phase, phase, None),
         )
         self._started = await asyncio.to_thread(start_engine, self._settings, self._options, listener)
-        self._started.batcher.start()
+        self._started.runner.start()
         return self._started.config
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
@@ -107,11 +113,12 @@ class TransformersEngine(InProcessEngine):
                 f"The prompt leaves no room in the context of {started.config.context_length} tokens; shorten it.",
                 param="prompt",
             )
+        started.check_media(request)
         plan = plan_of(request, started.folder.generation, started.config.eos_token_ids)
         state = RequestState(str(next(self._keys)), request, sink, plan, limit)
         self._states_by_key[state.key] = self._states_by_request[request.request_id] = state
         self._idle.clear()
-        if request.guided is None and request.prompt_logprobs is None:
+        if request.guided is None and request.prompt_logprobs is None and not request.media:
             self._add(started, state, None)
         else:
             self.tasks.spawn(self._prepare(started, state), f"prepare-{state.key}")
@@ -120,7 +127,7 @@ class TransformersEngine(InProcessEngine):
         context.cancelled = True
         state = self._states_by_request.get(context.request_id)
         if state is not None:
-            self._ready().batcher.drop(state.key)
+            self._ready().runner.drop(state.key)
             self._end(state, FinishReason.CANCELLED)
 
     async def drain(self) -> None:
@@ -129,16 +136,17 @@ class TransformersEngine(InProcessEngine):
     async def cleanup(self) -> None:
         self._stopping = True
         self._grammars.close()
+        self._pictures.close()
         await self.tasks.close()
         for state in tuple(self._states_by_key.values()):
             self.abort(GenerateContext(state.request.request_id))
-        if self._started is not None and self._started.batcher.alive:
-            await asyncio.to_thread(self._started.batcher.stop, True, STOP_TIMEOUT_S, False, True)
+        if self._started is not None and self._started.runner.alive:
+            await asyncio.to_thread(self._started.runner.close, STOP_TIMEOUT_S)
 
     def load(self) -> Sequence[Load]:
         if self._started is None:
             return [Load()]
-        gauges = self._started.batcher.gauges
+        gauges = self._started.runner.gauges
         return [
             Load(
                 running_requests=gauges.running,
@@ -154,7 +162,7 @@ class TransformersEngine(InProcessEngine):
         return (self._source,)
 
     async def clear_cache(self) -> None:
-        await asyncio.to_thread(self._ready().batcher.forget_prefixes)
+        await asyncio.to_thread(self._ready().runner.forget_prefixes)
 
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
         from services.worker.engines.transformers.embedding import embed
@@ -211,26 +219,32 @@ class TransformersEngine(InProcessEngine):
             raise starting()
         return self._started
 
-    def _add(self, started: Started, state: RequestState, constraint: Any) -> None:
+    def _add(self, started: Started, state: RequestState, constraint: Any, pictures: Any = None) -> None:
         request = state.request
         seed = seed_for(request.lora, request.cache_salt)
-        if not started.add(state.key, request, state.plan, constraint, seed, state.limit):
+        if not started.add(state.key, request, state.plan, constraint, seed, state.limit, pictures):
             self._end(state, FinishReason.ERROR, error=_stopped())
 
     async def _prepare(self, started: Started, state: RequestState) -> None:
-        """Compiles the grammar and scores the prompt off the event loop, then adds the request unless it has ended."""
+        """Prepares the prompt and the grammar off the event loop, then adds the request unless it has ended."""
+        request = state.request
         try:
-            constraint = None
-            if state.request.guided is not None:
-                constraint = await self._grammars.run(lambda: started.constraint(state.request))
-            if state.request.prompt_logprobs is not None:
+            constraint = pictures = None
+            if request.media:
+                wanted = partial(self._states_by_key.__contains__, state.key)
+                pictures = await self._pictures.encode(state.key, wanted, lambda: started.encode(request))
+            if request.guided is not None:
+                constraint = await self._grammars.run(lambda: started.constraint(request))
+            if request.prompt_logprobs is not None:
                 async with self._extra_pass:
-                    state.prompt_logprobs = await asyncio.to_thread(started.score, state.request)
+                    state.prompt_logprobs = await asyncio.to_thread(started.score, request)
         except SluiceError as error:
             self._end(state, FinishReason.ERROR, error=error)
             return
         if state.key in self._states_by_key:
-            self._add(started, state, constraint)
+            self._add(started, state, constraint, pictures)
+        else:
+            self._pictures.release(state.key)
 
     def _take(self, step: Step) -> None:
         """Forwards the output of one step."""
@@ -242,12 +256,13 @@ class TransformersEngine(InProcessEngine):
                 continue  # aborted during the step
             if row.cached_tokens is not None:
                 state.begin(row.cached_tokens)
+                self._pictures.release(row.key)
             state.push(row.token_id, row.logprobs)
             if row.error:
-                self._ready().batcher.drop(row.key)
+                self._ready().runner.drop(row.key)
                 self._end(state, FinishReason.ERROR, error=_grammar_violated(row.error))
             elif row.ended:
-                self._ready().batcher.batch_requests.pop(row.key, None)
+                self._ready().runner.release(row.key)
                 self._end(state, state.reason)
         for key, _ in step.failed:
             if (state := self._states_by_key.get(key)) is not None:
@@ -257,14 +272,15 @@ class TransformersEngine(InProcessEngine):
         if self._states_by_key.pop(state.key, None) is None:
             return
         del self._states_by_request[state.request.request_id]
+        self._pictures.release(state.key)
         state.finish(reason, error)
         if not self._states_by_key:
             self._idle.set()
 
     def _on_thread_exit(self) -> None:
         if self._started is not None and not self._stopping:
-            cause = self._started.batcher.background_thread_status.fatal_error
-            self.on_failure("transformers-steps", cause or RuntimeError("the batching thread exited"))
+            cause = self._started.runner.fatal_error
+            self.on_failure("transformers-steps", cause or RuntimeError("the thread of the steps exited"))
 
 
 def _stopped() -> SluiceError:

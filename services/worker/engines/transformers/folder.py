@@ -12,6 +12,8 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 
 DEFAULT_CONTEXT_LENGTH = 4096
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+VISION_MODELS = frozenset({"llava", "qwen2_vl"})
+"""Values of model_type whose images are supported."""
 _POOLINGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 
 
@@ -23,6 +25,7 @@ class ModelFolder:
         config: The text model's configuration from config.json.
         dtype: Data type of the weights from config.json; float32 by default.
         pooling: Pooling of embeddings; empty if the folder defines none.
+        takes_images: Whether the model has a vision part that is supported.
         normalise: Whether embeddings are normalised to length one.
         generation: Contents of generation_config.json.
     """
@@ -35,6 +38,7 @@ class ModelFolder:
     vocab_size: int
     pooling: str
     normalise: bool
+    takes_images: bool
     generation: Mapping[str, Any]
 
     @property
@@ -77,6 +81,7 @@ def read_folder(source: str) -> ModelFolder:
         vocab_size=int(text["vocab_size"]),
         pooling=pooling,
         normalise=normalise,
+        takes_images=config.get("model_type") in VISION_MODELS and isinstance(config.get("vision_config"), dict),
         generation=generation,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -15,6 +15,12 @@ from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder
 from services.worker.engines.transformers.options import Options
 from services.worker.engines.transformers.sizing import MIB, free_memory
 
+Kind = Literal["text", "images", "classes"]
+_CLASSES = {
+    "text": "AutoModelForCausalLM",
+    "images": "AutoModelForImageTextToText",
+    "classes": "AutoModelForSequenceClassification",
+}
 VERSION = str(transformers.__version__)
 log = logging.getLogger(__name__)
 
@@ -46,11 +52,12 @@ def free_memory_on(device: torch.device) -> int:
     return free_memory()
 
 
-def load_model(folder: ModelFolder, options: Options, device: torch.device, classifies: bool = False) -> Any:
+def load_model(folder: ModelFolder, options: Options, device: torch.device, kind: Kind = "text") -> Any:
     """Returns the model on its device in evaluation mode.
 
     Args:
-        classifies: whether to load the model with its head for sequence classification, not as a language model.
+        kind: "text" for continuous batching, "images" for a model with a vision part, "classes" with its head for
+            sequence classification.
 
     Raises:
         SluiceError: INVALID_ARGUMENT when transformers cannot load it, FAILED_PRECONDITION when memory is insufficient.
@@ -62,15 +69,20 @@ def load_model(folder: ModelFolder, options: Options, device: torch.device, clas
         raise _out_of_memory(needed, free_memory_on(device))
     transformers.logging.disable_progress_bar()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
-    kind = transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModelForCausalLM
     with _load_errors(folder):
-        model = kind.from_pretrained(
-            folder.path,
-            dtype=getattr(torch, dtype_of(folder, options)),
-            attn_implementation="paged|eager" if options.attention == "eager" and not classifies else options.attention,
-            trust_remote_code=options.trust_remote_code,
-            local_files_only=True,
-        ).to(device)
+        model = (
+            getattr(transformers, _CLASSES[kind])
+            .from_pretrained(
+                folder.path,
+                dtype=getattr(torch, dtype_of(folder, options)),
+                attn_implementation="paged|eager"
+                if options.attention == "eager" and kind == "text"
+                else options.attention,
+                trust_remote_code=options.trust_remote_code,
+                local_files_only=True,
+            )
+            .to(device)
+        )
     model.eval()
     model.requires_grad_(False)
     return model

@@ -15,31 +15,45 @@ from services.worker.engines.inprocess.card import labels_of
 from services.worker.engines.transformers import guidance
 from services.worker.engines.transformers.folder import DTYPE_BYTES, ModelFolder, read_folder
 from services.worker.engines.transformers.options import Options
+from services.worker.engines.transformers.runner import StepRunner
 from services.worker.engines.transformers.sampling import History, SamplingPlan
 from services.worker.engines.transformers.sizing import Plan, Shape, fit
 from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from services.worker.engines.transformers.batching import Batcher
     from services.worker.engines.transformers.guidance import Constraint, Grammars
     from services.worker.engines.transformers.lora import Adapters
+    from services.worker.engines.transformers.vision import Pictures, VisionModel
 
 DEFAULT_BLOCKS = 2_048
 DEFAULT_BATCH = 512
+DEFAULT_SEQUENCES = 256
+DEFAULT_VISION_SEQUENCES = 16
+_TEXT_ONLY = frozenset(
+    {
+        Capability.EMBEDDINGS,
+        Capability.LORA,
+        Capability.LORA_LOADING,
+        Capability.PRIORITY,
+        Capability.PROMPT_LOGPROBS,
+    }
+)
+"""What models with a vision part are served without."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The components of a started engine."""
+    """The components of a started engine; `vision` is None for models without a vision part."""
 
     config: EngineConfig
     folder: ModelFolder
     model: Any
-    batcher: Batcher
+    runner: StepRunner
     adapters: Adapters
     grammars: Grammars | None
     pooling: str
+    vision: VisionModel | None = None
 
     def add(
         self,
@@ -49,6 +63,7 @@ class Started:
         constraint: Constraint | None,
         seed: int,
         limit: int,
+        pictures: Pictures | None = None,
     ) -> bool:
         """Queues a request; returns False when the engine has stopped."""
         from services.worker.engines.transformers.batch_request import BatchRequest
@@ -56,7 +71,19 @@ class Started:
 
         token_ids = request.token_ids.tolist()
         sampler = TokenSampler(plan, History(token_ids, request.resumed_tokens), constraint, self.model.device)
-        return self.batcher.add(key, BatchRequest(sampler, seed, request.lora, request.priority), token_ids, limit)
+        batch_request = BatchRequest(sampler, seed, request.lora, request.priority, pictures)
+        return self.runner.add(key, batch_request, token_ids, limit)
+
+    def check_media(self, request: GenerateRequest) -> None:
+        """Raises SluiceError(INVALID_ARGUMENT) when placeholder tokens and media items do not belong together."""
+        if self.vision is not None:
+            self.vision.check(request)
+
+    def encode(self, request: GenerateRequest) -> Pictures:
+        """Decodes and encodes the pictures of a request, which is slow; raises SluiceError if that fails."""
+        if self.vision is None:
+            raise SluiceError(ErrorKind.FAILED_PRECONDITION, "This model takes no media items; send text only.")
+        return self.vision.encode(request)
 
     def constraint(self, request: GenerateRequest) -> Constraint:
         """Compiles a request's grammar, which is slow; raises SluiceError(INVALID_ARGUMENT) for an invalid grammar."""
@@ -78,13 +105,13 @@ class Started:
         """Loads an adapter between two steps, which is slow; raises SluiceError(INVALID_ARGUMENT) if incompatible."""
         if name in self.adapters.names:
             self.unload_adapter(name)
-        with self.batcher.pause():
+        with self.runner.pause():
             self.adapters.load(name, Path(path))
 
     def unload_adapter(self, name: str) -> None:
         """Removes an unused adapter and clears the prefix cache, because another adapter may reuse its name."""
         self.adapters.unload(name)
-        self.batcher.forget_prefixes()
+        self.runner.forget_prefixes()
 
 
 def start_engine(settings: WorkerSettings, options: Options, listener: Listener) -> Started:
@@ -113,6 +140,8 @@ def start_engine(settings: WorkerSettings, options: Options, listener: Listener)
         )
     device = loading.device_of(options)
     listener.on_phase("loading weights")
+    if folder.takes_images:
+        return _start_vision(settings, options, folder, listener)
     model = loading.load_model(folder, options, device)
     adapters = Adapters(model)
     for name, path in adapter_folders.items():
@@ -120,7 +149,7 @@ def start_engine(settings: WorkerSettings, options: Options, listener: Listener)
         adapters.load(name, path)
     listener.on_phase("allocating the cache")
     shape = Shape.of(folder.config, DTYPE_BYTES[loading.dtype_of(folder, options)], not _flash(options))
-    plan = _plan(settings, shape, int(loading.free_memory_on(device) * options.memory_share))
+    plan = _plan(settings, shape, DEFAULT_SEQUENCES, int(loading.free_memory_on(device) * options.memory_share))
     batcher = batching.Batcher(model, plan, adapters, options.prefix_cache, listener)
     try:
         batcher.prepare()
@@ -136,11 +165,33 @@ def start_engine(settings: WorkerSettings, options: Options, listener: Listener)
     return Started(config, folder, model, batcher, adapters, grammars, pooling)
 
 
+def _start_vision(settings: WorkerSettings, options: Options, folder: ModelFolder, listener: Listener) -> Started:
+    """Loads a model with a vision part, whose requests run in single steps."""
+    from services.worker.engines.transformers import loading
+    from services.worker.engines.transformers.lora import Adapters
+    from services.worker.engines.transformers.stepping import Stepper
+    from services.worker.engines.transformers.vision import VisionModel, load_processor
+
+    if settings.adapters:
+        raise invalid("The transformers engine has no adapters for models with a vision part.", param="adapters")
+    device = loading.device_of(options)
+    processor = load_processor(folder)
+    model = loading.load_model(folder, options, device, "images")
+    vision = VisionModel(model, processor)
+    shape = Shape.of(folder.config, DTYPE_BYTES[loading.dtype_of(folder, options)], masks=False)
+    room = int(loading.free_memory_on(device) * options.memory_share)
+    plan = _plan(settings, shape, DEFAULT_VISION_SEQUENCES, room)
+    stepper = Stepper(vision.begin, plan, listener)
+    grammars = _grammars(folder, options)
+    config = _config(settings, folder, plan, stepper, grammars is not None, False, loading.VERSION)
+    return Started(config, folder, model, stepper, Adapters(model), grammars, "", vision)
+
+
 def _config(
     settings: WorkerSettings,
     folder: ModelFolder,
     plan: Plan,
-    batcher: Batcher,
+    runner: StepRunner,
     has_grammars: bool,
     has_embeddings: bool,
     version: str,
@@ -152,8 +203,9 @@ def _config(
         capabilities -= guidance.KINDS
     if not has_embeddings:
         capabilities.discard(Capability.EMBEDDINGS)
-    if not batcher.shares_prefixes:
+    if not runner.shares_prefixes:
         capabilities -= {Capability.KV_EVENTS, Capability.CLEAR_CACHE}
+    capabilities -= _TEXT_ONLY if folder.takes_images else {Capability.IMAGE}
     declared = settings.context_length or folder.context_length
     return EngineConfig(
         model=settings.spec.name,
@@ -161,9 +213,9 @@ def _config(
         processor=settings.spec.processor or models.detect_processor(folder.path),
         fingerprint=models.fingerprint(folder.path),
         # A sequence cannot be longer than the whole cache.
-        context_length=min(declared, batcher.cache_tokens),
+        context_length=min(declared, runner.cache_tokens),
         vocab_size=folder.vocab_size,
-        block_size=plan.block_size if batcher.shares_prefixes else 0,
+        block_size=plan.block_size if runner.shares_prefixes else 0,
         total_blocks=plan.total_blocks,
         max_sequences=plan.max_sequences,
         max_batched_tokens=plan.max_batched_tokens,
@@ -177,7 +229,7 @@ def _config(
     )
 
 
-def _plan(settings: WorkerSettings, shape: Shape, room: int) -> Plan:
+def _plan(settings: WorkerSettings, shape: Shape, sequences: int, room: int) -> Plan:
     """Returns the configured sizes that fit into memory; sizes that are not set start from lower defaults."""
     fixed = frozenset(settings.model_fields_set)
 
@@ -189,7 +241,7 @@ def _plan(settings: WorkerSettings, shape: Shape, room: int) -> Plan:
         block_size=settings.block_size,
         total_blocks=size("total_blocks", DEFAULT_BLOCKS),
         max_batched_tokens=size("max_batched_tokens", DEFAULT_BATCH),
-        max_sequences=settings.max_sequences,
+        max_sequences=size("max_sequences", sequences),
     )
     if wanted.block_size < 4:
         raise invalid("The transformers engine needs a --block-size of at least 4.", param="block_size")

@@ -24,6 +24,7 @@ from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
 from sluice.cli import tiny_weights
 from tests.support.data.tiny_models import CONTEXT_LENGTH, ServableFolders, build_servable
+from tests.support.data.tiny_vlm import build_vision_models
 from tests.support.fakes.engines import request
 from tests.support.oracles.errors import raises_error
 
@@ -46,6 +47,16 @@ def test_model_folder_is_read_into_its_description(folders: ServableFolders) -> 
     assert len(read.eos_token_ids) == 2
     assert read.weight_bytes > 100_000
     assert (read.dtype, read.pooling) == ("float32", "")
+
+
+def test_folder_takes_images_if_its_kind_of_vision_part_is_supported(folders: ServableFolders, tmp_path: Path) -> None:
+    assert not read_folder(str(folders.model)).takes_images
+    for vision in build_vision_models(tmp_path):
+        assert read_folder(str(vision)).takes_images
+        config = json.loads((vision / "config.json").read_text("utf-8"))
+        for other in ({**config, "model_type": "abacus"}, {**config, "vision_config": None}):
+            (vision / "config.json").write_text(json.dumps(other), "utf-8")
+            assert not read_folder(str(vision)).takes_images
 
 
 def test_embedding_folder_reports_its_pooling(folders: ServableFolders) -> None:
