@@ -11,6 +11,23 @@ from services.worker.engines.sglang import import_stubs as stand_ins
 
 stand_ins.install()  # here and in the processes that SGLang spawns, which read this file first
 stand_ins.forgo_pinned_memory()
+stand_ins.declare_operators()
+
+
+def chat_answer(engine: Any, messages: list[dict[str, Any]], max_tokens: int) -> dict[str, Any]:
+    """The answer to a chat with images, rendered by the tokenizer's template as SGLang's server does."""
+    for call in (call for message in messages for call in message.get("tool_calls", ())):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    prompt = engine.tokenizer_manager.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    made = engine.generate(
+        prompt=prompt,
+        image_data=[part["image_url"]["url"] for part in parts if part["type"] == "image_url"],
+        sampling_params={"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True},
+    )
+    return {"token_ids": made["output_ids"], "prompt_tokens": made["meta_info"]["prompt_tokens"], "text": made["text"]}
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -28,6 +45,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         disable_cuda_graph=True,
         disable_radix_cache=True,
         max_total_tokens=8192,
+        mm_attention_backend="sdpa",
         lora_backend="torch_native",
         enable_lora="adapter" in question or None,
         lora_paths=[f"asked={question['adapter']}"] if "adapter" in question else None,
@@ -56,6 +74,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 "logprobs": [{str(token_id): logprob for logprob, token_id, _ in top} for top in tops],
             }
         )
+    outputs += [chat_answer(engine, chat, question["max_tokens"]) for chat in question.get("chats", ())]
     engine.shutdown()
     return {"outputs": outputs, "embeddings": embeddings}
 

@@ -20,6 +20,7 @@ from services.worker.kv_events.events import (
     tier_of,
 )
 
+_MAX_TOKEN_ID = 0xFFFF_FFFF
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
 _FIELDS: dict[str, tuple[str, ...]] = {
     "BlockStored": (
@@ -90,9 +91,12 @@ def _stored(fields: Mapping[str, Any]) -> EngineStored:
     lora = fields.get("lora_name") or ""
     if fields.get("lora_id") is not None and not lora:
         lora = f"lora-{fields['lora_id']}"  # the engine reports no name; the hashes must differ from the base model's
-    token_ids, are_plain = _token_ids(fields.get("token_ids") or ())
+    token_ids, unnamed_from = _token_ids(fields.get("token_ids") or ())
     salt, opaque_from, media = read_block_keys(fields.get("extra_keys") or (), lora)
-    if not are_plain or fields.get("lookahead_token_ids"):
+    if unnamed_from is not None:
+        first = unnamed_from // max(int(fields.get("block_size") or 0), 1)
+        opaque_from = first if opaque_from is None else min(opaque_from, first)
+    if fields.get("lookahead_token_ids"):
         opaque_from = 0
     # SGLang has a field, None for blocks without salt; vLLM puts the salt among the extra keys of the first block.
     salt = str(fields.get("cache_salt") or salt)
@@ -171,11 +175,20 @@ def _hashes(raw: Sequence[object]) -> list[EngineHash]:
     return [plain_hash(value) for value in raw]
 
 
-def _token_ids(raw: Sequence[Any]) -> tuple[array[int], bool]:
-    """Returns the ids, and whether they are plain: the caches of some speculative decoders have pairs of ids."""
+def _token_ids(raw: Sequence[Any]) -> tuple[array[int], int | None]:
+    """Returns the ids, and the index of the first one that is not a token; None if all are.
+
+    The caches of some speculative decoders have pairs of ids. SGLang puts numbers of up to 63 bits in place of an
+    image's placeholder tokens, which it derives from the image's pixels; they become 0.
+    """
     if raw and not isinstance(raw[0], int):
-        return array("I"), False
-    return array("I", raw), True
+        return array("I"), 0
+    try:
+        return array("I", raw), None
+    except OverflowError:
+        names = [token_id <= _MAX_TOKEN_ID for token_id in raw]
+        plain = array("I", (token_id if named else 0 for token_id, named in zip(raw, names, strict=True)))
+        return plain, names.index(False)
 
 
 def _group(fields: Mapping[str, Any]) -> int | None:

@@ -17,6 +17,7 @@ from services.worker.engines.sglang.sampling import Facts, engine_request
 
 CAPABILITIES = IN_PROCESS - {
     Capability.EMBEDDINGS,
+    Capability.IMAGE,
     Capability.LORA,
     Capability.LORA_LOADING,
     Capability.PREFILL,

@@ -12,9 +12,10 @@ from services.worker.contract.engine import EngineConfig
 from services.worker.engines.inprocess import card
 from services.worker.engines.inprocess.card import HOSTED
 from services.worker.engines.sglang.sampling import Facts
+from services.worker.engines.shared.media_prompts import placeholder_of
 from services.worker.settings import WorkerSettings
 
-CAPABILITIES = HOSTED | (SAMPLING - {Capability.ALLOWED_TOKEN_IDS, Capability.BAD_WORDS})
+CAPABILITIES = HOSTED | (SAMPLING - {Capability.ALLOWED_TOKEN_IDS, Capability.BAD_WORDS}) | {Capability.IMAGE}
 _EMBEDDING_ONLY = frozenset(
     {
         Capability.TOKEN_IDS,
@@ -51,6 +52,8 @@ def capabilities(engine: Any) -> frozenset[Capability]:
         missing.add(Capability.THINKING_TOKEN_BUDGET)
     if not value("enable_lora"):
         missing |= {Capability.LORA, Capability.LORA_LOADING}
+    if placeholder(engine) is None:
+        missing.add(Capability.IMAGE)
     if value("dp_size") < 2:
         missing.add(Capability.DATA_PARALLEL_RANK)
     else:
@@ -64,6 +67,18 @@ def capabilities(engine: Any) -> frozenset[Capability]:
     return CAPABILITIES - missing
 
 
+def placeholder(engine: Any) -> int | None:
+    """Returns the placeholder token of images; None where SGLang does not process images of this model."""
+    manager = engine.tokenizer_manager
+    if (
+        manager.mm_processor is None
+        or not manager.is_generation
+        or manager.config_value("disaggregation_mode") != "null"
+    ):
+        return None
+    return placeholder_of(vars(manager.model_config.hf_config))
+
+
 def request_facts(engine: Any, context_length: int) -> Facts:
     """Returns the engine properties that the request mapping needs."""
     manager = engine.tokenizer_manager
@@ -73,6 +88,7 @@ def request_facts(engine: Any, context_length: int) -> Facts:
         has_priorities=bool(manager.config_value("enable_priority_scheduling")),
         low_first=bool(manager.config_value("schedule_low_priority_values_first")),
         has_seeds=bool(manager.config_value("enable_deterministic_inference")),
+        placeholder=placeholder(engine),
     )
 
 

@@ -154,6 +154,8 @@ class SglangEngine(InProcessEngine):
         """Handles a chunk; exceptions end only this request, because all requests share SGLang's receiver."""
         try:
             state.take(chunk)
+        except SluiceError as error:
+            state.end(FinishReason.ERROR, error=error)
         except Exception:
             log.exception("failed to process a chunk of SGLang", extra={"request": state.request.request_id})
             state.end(FinishReason.ERROR, error=internal("The engine returned an invalid output."))

@@ -18,6 +18,13 @@ from services.common.engine_packages import stand_in_for_absent
 
 MEDIA_PACKAGES = ("torchvision", "torchaudio")
 KERNEL_PACKAGE = "sgl_kernel"
+_LOOKED_UP_OPERATORS = (
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+"""Operators that modules with image processors look up while they are imported."""
 
 
 def install() -> None:
@@ -33,6 +40,27 @@ def install() -> None:
         logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
         sys.meta_path.append(_KernelFinder())
+
+
+@functools.cache
+def declare_operators() -> Any:
+    """Declares the kernels that processors of images look up on import, without code: calling one raises.
+
+    Without them SGLang logs the failed imports and serves these models without images. Imports torch, so it is called
+    when SGLang is about to be imported anyway.
+
+    Returns:
+        The declarations, which torch keeps only as long as this object lives; None where the kernels are installed.
+    """
+    if not any(isinstance(finder, _KernelFinder) for finder in sys.meta_path):
+        return None  # the kernels are installed
+    import torch
+
+    library = torch.library.Library(KERNEL_PACKAGE, "FRAGMENT")
+    for name in _LOOKED_UP_OPERATORS:
+        if not hasattr(getattr(torch.ops, KERNEL_PACKAGE), name):
+            library.define(f"{name}(Tensor first) -> Tensor")
+    return library
 
 
 def forgo_pinned_memory() -> None:

@@ -29,7 +29,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
 from services.common.engine_packages import SGLANG
-from services.common.errors import invalid
+from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.tasks import TaskOwner
 from services.worker.engines.inprocess import private_surface
 from services.worker.engines.sglang import processes
@@ -57,6 +57,7 @@ __all__ = [
     "stop_watchdog",
 ]
 
+IMAGES_TIMEOUT_S = 60.0
 RENDEZVOUS, CRASH_FILE = processes.RENDEZVOUS, processes.CRASH_FILE
 VERSION: str = sglang.__version__
 logging.getLogger("sglang").setLevel(logging.WARNING)
@@ -69,6 +70,7 @@ private_surface.check(
     [
         *(f"{_MANAGER}.{name}" for name in ("init_running_status", "auto_create_handle_loop", "handle_loop")),
         f"{_MANAGER}._wait_one_response",
+        f"{_MANAGER}._tokenize_one_request",
         f"{_ENGINE}._launch_detokenizer_subprocesses",
         *(f"{_ENGINE}.{name}" for name in ("init_tokenizer_manager_func", "run_scheduler_process_func")),
     ],
@@ -115,6 +117,20 @@ class Manager(TokenizerManager):  # type: ignore[misc]  # SGLang is not installe
         if self.event_loop is None and self.owner is not None:
             self.event_loop = asyncio.get_running_loop()
             self.owner.spawn(self.handle_loop(), "sglang-outputs")
+
+    async def _tokenize_one_request(self, obj: Any) -> Any:
+        """Adds a deadline for images: SGLang's processor never returns when an exception ends its executor."""
+        if getattr(obj, "image_data", None) is None:
+            return await super()._tokenize_one_request(obj)
+        try:
+            async with asyncio.timeout(IMAGES_TIMEOUT_S):
+                return await super()._tokenize_one_request(obj)
+        except TimeoutError:
+            raise SluiceError(
+                ErrorKind.RESPONSE_TIMEOUT,
+                f"SGLang did not process the images within {IMAGES_TIMEOUT_S:.0f} seconds; send fewer or smaller ones.",
+                param="media",
+            ) from None
 
     def _wait_one_response(self, obj: Any, request: Any = None) -> AsyncIterator[dict[str, Any]]:
         listener = self.listeners.get(obj.rid)

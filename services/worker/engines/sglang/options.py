@@ -14,6 +14,7 @@ from services.worker.settings import WorkerSettings
 _CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
+    "mm_attention_backend": "sdpa",
     "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,

@@ -23,6 +23,7 @@ def run_scheduler(server_args: Any, port_args: Any, *args: Any, **kwargs: Any) -
 
     The scheduler keeps its tokenizer, which grammars and the minimum number of tokens require.
     """
+    import_stubs.declare_operators()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     # The worker drains on these signals, which a terminal sends to the whole process group.

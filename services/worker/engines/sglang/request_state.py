@@ -15,6 +15,7 @@ from services.worker.contract.generation import (
 )
 from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB, InflightState
 from services.worker.engines.inprocess.sampling import stop_ids
+from services.worker.engines.shared.media_prompts import check_length
 
 Chunk = Mapping[str, Any]
 """One item of SGLang's stream: the new `output_ids`, and `meta_info`."""
@@ -82,6 +83,8 @@ class RequestState(InflightState):
         )
 
     def _begin(self, meta: Mapping[str, Any]) -> None:
+        if self.request.media:
+            check_length(int(meta.get("prompt_tokens") or 0), len(self.request.token_ids))
         self._cached_tokens = int(meta.get("cached_tokens") or 0)
         count = self.request.prompt_logprobs
         chosen = meta.get("input_token_logprobs") if count is not None else None

@@ -26,7 +26,7 @@ from services.worker.contract.engine import EngineConfig, Load
 from services.worker.engines.sglang import card
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
-from services.worker.engines.sglang.import_stubs import install
+from services.worker.engines.sglang.import_stubs import declare_operators, install
 from services.worker.engines.sglang.options import command_line
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.download import download
@@ -188,6 +188,7 @@ class SglangRuntime:
 def _import() -> ModuleType:
     install()
     try:
+        declare_operators()
         return importlib.import_module("services.worker.engines.sglang.manager")
     except ImportError as error:
         raise SluiceError(

@@ -12,6 +12,7 @@ from services.worker.contract.generation import GenerateRequest, SamplingParams,
 from services.worker.engines.inprocess import sampling as inprocess
 from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, given, output_limit, set_by, stop_ids
 from services.worker.engines.sglang.fields import FIELDS
+from services.worker.engines.shared.media_prompts import data_url, with_single_placeholders
 
 SAMPLING_OPTIONS = set_by(FIELDS, ENGINE_OPTIONS)
 """Fields of SGLang's SamplingParams allowed in engine_options."""
@@ -41,11 +42,13 @@ class Facts(inprocess.Facts):
         has_priorities: Whether the scheduler supports priorities.
         low_first: Whether lower priority values run first.
         has_seeds: Whether seeds make outputs reproducible; if not, seeds are not sent.
+        placeholder: Placeholder token of images; None: SGLang takes none with this model.
     """
 
     has_priorities: bool = False
     low_first: bool = True
     has_seeds: bool = False
+    placeholder: int | None = None
 
 
 def engine_request(request: GenerateRequest, rid: str, facts: Facts) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def engine_request(request: GenerateRequest, rid: str, facts: Facts) -> dict[str
         rid: Engine request id; must not be a prefix of another id in flight, because SGLang aborts by prefix.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for an unsupported engine option.
+        SluiceError: INVALID_ARGUMENT for an unsupported engine option, or images that do not fit the prompt.
     """
     sampling_options, request_options = _engine_options(request.sampling.engine_options)
     fields: dict[str, Any] = {
@@ -71,6 +74,9 @@ def engine_request(request: GenerateRequest, rid: str, facts: Facts) -> dict[str
             "top_logprobs_num": max(request.logprobs or 0, request.prompt_logprobs or 0),
             "logprob_start_len": -1 if request.prompt_logprobs is None else 0,
         }
+    if request.media:  # with expanded ids SGLang would never return, and it ignores surplus images
+        fields["input_ids"] = with_single_placeholders(request, facts.placeholder, "SGLang")
+        fields["image_data"] = [data_url(item.file.data) for item in request.media]
     if request.lora:
         fields["lora_path"] = request.lora
     if request.cache_salt:

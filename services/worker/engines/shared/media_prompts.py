@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from services.common.errors import SluiceError, internal, invalid
-from services.worker.contract.generation import MediaItem
+from services.common.media.spans import MediaKind
+from services.worker.contract.generation import GenerateRequest, MediaItem
 
 
 def unexpanded(
@@ -50,6 +53,38 @@ def _text(token_ids: array[int], placeholder: int | None) -> array[int]:
     return token_ids
 
 
+def with_single_placeholders(request: GenerateRequest, placeholder: int | None, engine: str) -> list[int]:
+    """Returns a prompt with one placeholder for each image, for engines that neither check nor report the counts.
+
+    Args:
+        placeholder: the model's placeholder token; None for a model without images.
+        engine: its name in errors.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT when images and placeholders do not match.
+    """
+    if placeholder is None:
+        raise invalid(f"{engine} takes no images with this model.", param="media")
+    for index, item in enumerate(request.media):
+        if item.span.kind is not MediaKind.IMAGE or array("I", item.span.unexpanded_ids).count(placeholder) != 1:
+            raise invalid(
+                f"media[{index}] has no unexpanded_ids with one placeholder token of an image, as {engine} requires.",
+                param="media",
+            )
+    return unexpanded(request.token_ids, request.media, placeholder, request.resumed_tokens)
+
+
+def placeholder_of(config: Mapping[str, Any]) -> int | None:
+    """Returns the placeholder token of images in a model's config.json; None if it has none."""
+    found = [config[name] for name in ("image_token_id", "image_token_index") if isinstance(config.get(name), int)]
+    return found[0] if found else None
+
+
+def data_url(data: bytes) -> str:
+    """Returns an image as a data URL; engines recognize the format by the content."""
+    return "data:image/*;base64," + base64.b64encode(data).decode("ascii")
+
+
 def check_expansion(token_ids: array[int], expanded: Sequence[int]) -> None:
     """Raises unless an engine expanded a prompt to the tokens of the request.
 
@@ -60,6 +95,16 @@ def check_expansion(token_ids: array[int], expanded: Sequence[int]) -> None:
     """
     if token_ids.tolist() != list(expanded):
         raise _disagreement(len(expanded), len(token_ids))
+
+
+def check_length(found: int, expected: int) -> None:
+    """Raises unless an engine expanded a prompt to as many tokens as the request has, if it reports only the number.
+
+    Raises:
+        SluiceError: INTERNAL, as `check_expansion`.
+    """
+    if found != expected:
+        raise _disagreement(found, expected)
 
 
 def _disagreement(engine: int, request: int) -> SluiceError:

@@ -22,7 +22,7 @@ _WITHOUT_FIELD = frozenset(
         Capability.ENGINE_OPTIONS,
     }
 )
-CAPABILITIES = VLLM_AND_SGLANG | (SAMPLING - _WITHOUT_FIELD)
+CAPABILITIES = VLLM_AND_SGLANG | (SAMPLING - _WITHOUT_FIELD) | {Capability.IMAGE}
 
 
 def with_model(settings: WorkerSettings, model: Any) -> WorkerSettings:
@@ -33,7 +33,9 @@ def with_model(settings: WorkerSettings, model: Any) -> WorkerSettings:
     return settings.model_copy(update={"model": f"{model.served_model_name or models.default_name(source)}={source}"})
 
 
-def capabilities(model: Any, server: Any, *, has_events: bool, profiles: bool) -> frozenset[Capability]:
+def capabilities(
+    model: Any, server: Any, *, has_events: bool, profiles: bool, takes_images: bool = False
+) -> frozenset[Capability]:
     """Returns the capabilities of a running server.
 
     Args:
@@ -41,6 +43,7 @@ def capabilities(model: Any, server: Any, *, has_events: bool, profiles: bool) -
         server: Response of GetServerInfo.
         has_events: Whether the server publishes KV events.
         profiles: Whether the server was started with a profiler, which its responses do not contain.
+        takes_images: Whether the server has processed an image.
     """
     if not model.is_generation:
         return frozenset({Capability.TOKEN_IDS, Capability.EMBEDDINGS})
@@ -51,6 +54,8 @@ def capabilities(model: Any, server: Any, *, has_events: bool, profiles: bool) -
         missing.add(Capability.KV_EVENTS)
     if not profiles:
         missing.add(Capability.PROFILE)
+    if not takes_images:
+        missing.add(Capability.IMAGE)
     if not server.kv_connector:
         missing |= {Capability.PREFILL, Capability.DECODE}
     return CAPABILITIES - missing
@@ -63,6 +68,15 @@ def request_facts(model: Any) -> Facts:
     except ValueError:
         defaults = {}
     return Facts(int(model.max_context_length), defaults if isinstance(defaults, dict) else {})
+
+
+def model_config(path: Path) -> dict[str, Any]:
+    """Returns a model folder's config.json; empty if it has none."""
+    try:
+        found = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def total_blocks(loads: Any, block_size: int) -> int:

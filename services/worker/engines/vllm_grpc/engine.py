@@ -28,9 +28,10 @@ from services.worker.engines.inprocess.event_proof import EventProof
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.grammar_compiler import naming_constraint
+from services.worker.engines.shared.media_prompts import placeholder_of
 from services.worker.engines.vllm.handoff import read_handoff
 from services.worker.engines.vllm.options import kv_events_config
-from services.worker.engines.vllm_grpc import card, tokenizer, wire
+from services.worker.engines.vllm_grpc import card, media, tokenizer, wire
 from services.worker.engines.vllm_grpc.client import Client, error_of
 from services.worker.engines.vllm_grpc.feed import GrpcFeed
 from services.worker.engines.vllm_grpc.options import LOOPBACK, read_server_options, serve_command
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 0.5
 SUBSCRIBE_TIMEOUT_S = 10.0
 EMBED_TIMEOUT_S = 120.0
+IMAGE_PROBE_TIMEOUT_S = 60.0
 MAX_POLL_FAILURES = 2
 EXIT_CHECKS, EXIT_CHECK_INTERVAL_S = 10, 0.1
 
@@ -62,6 +64,7 @@ class VllmGrpcEngine(LLMEngine):
         self._config: EngineConfig | None = None
         self._facts = Facts(0)
         self._prefix = ""
+        self._placeholder: int | None = None
         self._loads: Sequence[Load] = [Load()]
         self._sources: tuple[EngineCacheSource, ...] = ()
 
@@ -83,7 +86,9 @@ class VllmGrpcEngine(LLMEngine):
         self._facts = card.request_facts(model)
         self.on_phase("reading the model's files", None)
         path, source = await self._tokenizer_files(client)
+        self._placeholder = await self._find_placeholder(client, path, server)
         flags = {
+            "takes_images": self._placeholder is not None,
             "has_events": bool(model.is_generation) and await self._follow_events(client, model, server, size),
             "profiles": self._options.profiles,
         }
@@ -198,20 +203,44 @@ class VllmGrpcEngine(LLMEngine):
                 return problem
         return ""
 
+    async def _find_placeholder(self, client: Client, path: Path, server: Any) -> int | None:
+        """Returns the placeholder token of images; None if the server does not process images."""
+        if not media.is_offered(server):
+            return None
+        placeholder = placeholder_of(await asyncio.to_thread(card.model_config, path))
+        if placeholder is None:
+            return None
+        request = media.probe(placeholder)
+        try:
+            async with asyncio.timeout(IMAGE_PROBE_TIMEOUT_S):
+                expanded = await self._compute(client, request, placeholder)
+        except (SluiceError, TimeoutError) as error:
+            log.warning("vLLM's server rejects images, so this worker takes none: %s", error)
+            return None
+        if expanded <= len(request.token_ids):
+            log.warning("vLLM's server ignores images, so this worker takes none")
+            return None
+        return placeholder
+
     async def _probe(self, client: Client, rank: int, prompt: array[int]) -> None:
         """Computes a prompt on one rank."""
+        await self._compute(client, GenerateRequest("", "", prompt, data_parallel_rank=rank or None))
+
+    async def _compute(self, client: Client, request: GenerateRequest, placeholder: int | None = None) -> int:
+        """Computes a prompt and one token; returns the number of tokens in the expanded prompt."""
         stop = StopParams(max_tokens=1, ignore_eos=True)
-        request = GenerateRequest(uuid.uuid4().hex, "", prompt, stop=stop, data_parallel_rank=rank or None)
-        message = wire.write_request(request, self._facts, None)
-        message.request_id = self._prefix + request.request_id
+        message = wire.write_request(replace(request, stop=stop), self._facts, None, placeholder)
+        message.request_id = self._prefix + uuid.uuid4().hex
         call = client.generate(message)
+        expanded = 0
         try:
-            async for _ in call:
-                pass
+            async for response in call:
+                expanded = max(expanded, response.chunk.prompt_tokens, response.complete.prompt_tokens)
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from error
         finally:
             call.cancel()
+        return expanded
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         client = self._require_client()
@@ -221,7 +250,7 @@ class VllmGrpcEngine(LLMEngine):
         handoff = None
         if disaggregation is not None and disaggregation.role is Role.DECODE and disaggregation.handoff:
             handoff = read_handoff(disaggregation.handoff)
-        message = wire.write_request(request, self._facts, handoff)
+        message = wire.write_request(request, self._facts, handoff, self._placeholder)
         message.request_id = self._prefix + request.request_id
         reader = ResponseReader(request)
         call = client.generate(message)

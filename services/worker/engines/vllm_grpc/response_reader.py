@@ -13,6 +13,7 @@ from services.worker.contract.generation import (
     Role,
     Usage,
 )
+from services.worker.engines.shared.media_prompts import check_length
 from services.worker.engines.vllm.handoff import Handoff
 from services.worker.engines.vllm_grpc import wire
 
@@ -33,7 +34,11 @@ class ResponseReader:
         self._last_token_id: int | None = None
 
     def take(self, response: Any) -> Delta | None:
-        """Returns the delta of one response; None if the response is empty."""
+        """Returns the delta of one response; None if the response is empty.
+
+        Raises:
+            SluiceError: INTERNAL when the server expanded the images of the prompt otherwise.
+        """
         if response.WhichOneof("response") == "complete":
             return self._complete(response.complete)
         return self._chunk(response.chunk) if response.chunk.token_ids else None
@@ -49,6 +54,8 @@ class ResponseReader:
         if self._begun:
             return Delta(token_ids, logprobs=positions)
         self._begun = True
+        if self._request.media:
+            check_length(chunk.prompt_tokens, len(self._request.token_ids))
         self._cached_tokens = min(chunk.cached_tokens, len(self._request.token_ids))
         prompt: Sequence[PositionLogprobs] = ()
         if prompt_top is not None:

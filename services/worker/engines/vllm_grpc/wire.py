@@ -14,6 +14,7 @@ from services.worker.contract.engine import Load
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
 from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB
 from services.worker.engines.inprocess.sampling import Facts
+from services.worker.engines.shared.media_prompts import data_url, with_single_placeholders
 from services.worker.engines.vllm.handoff import Handoff
 from services.worker.engines.vllm.sampling import sampling_arguments
 from services.worker.kv_events.events import (
@@ -38,19 +39,29 @@ _CONSTRAINTS = {
 }
 _TIERS = {1: CacheTier.DEVICE, 2: CacheTier.HOST, 3: CacheTier.DISK, 4: CacheTier.DISK}
 _LOCALITY_REMOTE = 2
+_IMAGE = 1
 
 
-def write_request(request: GenerateRequest, facts: Facts, handoff: Handoff | None) -> Any:
+def write_request(
+    request: GenerateRequest, facts: Facts, handoff: Handoff | None, placeholder: int | None = None
+) -> Any:
     """Returns vLLM's GenerateRequest.
 
+    Args:
+        placeholder: Placeholder token of images; None for a server that takes none.
+
     Raises:
-        SluiceError: INVALID_ARGUMENT when a value is out of the message's range.
+        SluiceError: INVALID_ARGUMENT when a value is out of the message's range, or images do not fit the prompt.
     """
     from smg_grpc_proto import vllm_engine_pb2 as pb
 
     arguments = sampling_arguments(request, facts, handoff)
     transfer = arguments.pop("extra_args", {}).get("kv_transfer_params")
-    ids = request.token_ids if handoff is None else [*request.token_ids, handoff.token_id]
+    ids: Sequence[int] = request.token_ids if handoff is None else [*request.token_ids, handoff.token_id]
+    if request.media:
+        if handoff is not None:
+            raise invalid("vLLM takes no images as a decode worker; use an aggregated worker.", param="media")
+        ids = with_single_placeholders(request, placeholder, "vLLM's gRPC server")
     message = pb.GenerateRequest(
         request_id=request.request_id,
         tokenized=pb.TokenizedInput(input_ids=ids),
@@ -61,6 +72,8 @@ def write_request(request: GenerateRequest, facts: Facts, handoff: Handoff | Non
         message.kv_transfer_params_json = json.dumps(transfer)
     if request.data_parallel_rank is not None:
         message.data_parallel_rank = request.data_parallel_rank
+    for item in request.media:
+        message.media_refs.items.add(modality=_IMAGE, url=data_url(item.file.data))
     return message
 
 

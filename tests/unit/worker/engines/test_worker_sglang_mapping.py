@@ -339,7 +339,7 @@ def test_vllm_claims_salts_with_and_without_a_prefix_cache(caches: bool) -> None
 @pytest.mark.parametrize("caches", [True, False])
 def test_sglang_claims_salts_with_and_without_a_prefix_cache(caches: bool) -> None:
     values: dict[str, Any] = {"disable_radix_cache": not caches, "dp_size": 1, "disaggregation_mode": "null"}
-    manager = SimpleNamespace(is_generation=True, config_value=lambda name: values.get(name))
+    manager = SimpleNamespace(is_generation=True, mm_processor=None, config_value=lambda name: values.get(name))
     found = sglang.capabilities(SimpleNamespace(tokenizer_manager=manager))
     assert Capability.CACHE_SALT in found
     assert (Capability.KV_EVENTS in found) is caches

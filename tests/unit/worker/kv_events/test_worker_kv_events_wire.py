@@ -74,6 +74,16 @@ def test_what_else_went_into_the_hashes(
     assert (stored.lora, stored.salt, stored.opaque_from) == (lora, salt, opaque_from)
 
 
+@pytest.mark.parametrize(("place", "opaque_from"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+def test_blocks_from_an_image_of_sglang_on_are_opaque(place: int, opaque_from: int) -> None:
+    token_ids = [1, 2, 3, 4]
+    token_ids[place] = 1_000_000 + (1 << 62)  # derived from the pixels
+    (stored,) = decode(encode(stored_map(token_ids=token_ids))).events
+    assert isinstance(stored, EngineStored)
+    assert stored.opaque_from == opaque_from
+    assert stored.token_ids.tolist() == [*token_ids[:place], 0, *token_ids[place + 1 :]]
+
+
 def test_pairs_instead_of_ids_are_opaque() -> None:
     (stored,) = decode(encode(stored_map(token_ids=[[1, 2], [2, 3], [3, 4], [4, 5]]))).events
     assert isinstance(stored, EngineStored)

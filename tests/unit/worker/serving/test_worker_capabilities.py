@@ -24,6 +24,7 @@ from services.worker.contract.generation import (
     StructuredOutput,
 )
 from services.worker.contract.required_capabilities import demands
+from services.worker.engines import find_engine
 from services.worker.generation.validation import validate, validate_embedding
 from tests.support.fakes.engines import CONFIG, request
 from tests.support.oracles.errors import raises_error
@@ -86,6 +87,14 @@ def test_an_option_needs_its_capability(capability: Capability, param: str, fiel
         validate(asked, BARE)
     assert capability in refusal.value.message
     validate(asked, replace(BARE, capabilities=BARE.capabilities | {capability}))
+
+
+@pytest.mark.parametrize("name", ["http", "openai"])
+@pytest.mark.parametrize("kind", MediaKind)
+def test_engines_of_running_http_servers_refuse_media(name: str, kind: MediaKind) -> None:
+    config = replace(CONFIG, capabilities=find_engine(name).CAPABILITIES | {Capability.TOKEN_IDS})
+    with raises_error(kind=ErrorKind.FAILED_PRECONDITION, param="media", code="unsupported_by_engine"):
+        validate(request(media=(media_item(kind),)), config)
 
 
 def test_every_capability_a_request_can_ask_for_is_tried_above() -> None:
