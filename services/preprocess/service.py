@@ -295,9 +295,10 @@ def _response(
 def _not_supported(item: MediaInput, tokenizer: TokenizerProtocol) -> SluiceError:
     """Returns the error of a media item that the model's tokenizer does not take."""
     facts = tokenizer.facts
+    reason = getattr(tokenizer, "no_images", "") if item.kind is MediaKind.IMAGE else ""  # optional for custom classes
     return invalid(
         f"{item.part} is an {item.kind.capability}, which the {facts.processor} tokenizer of this model does not take; "
-        "leave it out, or choose a model with that modality.",
+        f"leave it out, or choose a model with that modality.{reason and ' '}{reason}",
         param=item.part,
         code="media_not_supported",
     )

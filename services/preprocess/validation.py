@@ -273,3 +273,12 @@ def too_large(size: int, limit: int, param: str) -> SluiceError:
         param=param,
         code="prompt_too_large",
     )
+
+
+def typed_placeholder() -> SluiceError:
+    """Returns the error of a chat with images and text that the engine takes for one more image."""
+    return invalid(
+        "The chat has the placeholder of an image in its text, which the engine takes for an image; remove it.",
+        param="messages",
+        code="invalid_media",
+    )

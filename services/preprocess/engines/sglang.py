@@ -19,9 +19,11 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from services.common.errors import invalid
+from services.preprocess.engines.sglang_images import ImageProcessor, UnsupportedImages
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
-from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer
+from services.preprocess.engines.tokenizer import EngineFacts, ImagePrompt, LibraryTokenizer
 from services.preprocess.protocol import ChatRequest
+from services.preprocess.validation import typed_placeholder
 
 VERSION: str = sglang.__version__
 
@@ -60,6 +62,7 @@ class Tokenizer(LibraryTokenizer):
         self._by_template = not is_mistral(folder)
         template = getattr(self._tokenizer, "chat_template", None)
         eos = self._tokenizer.eos_token_id
+        self._images, no_images = self._image_processor() if folder == path else (None, "")
         self.facts = EngineFacts(
             version=VERSION,
             vocab_size=len(self._tokenizer),
@@ -67,9 +70,43 @@ class Tokenizer(LibraryTokenizer):
             context_length=self.manager.model_config.context_len if folder == path or self._by_template else 0,
             chat_template=template if isinstance(template, str) else "",
             has_chat_template=bool(template) or not self._by_template,
+            images=self._images is not None,
+            no_images=no_images,
         )
 
+    def _image_processor(self) -> tuple[ImageProcessor | None, str]:
+        """Returns the processor of images, or why there is none."""
+        if not self.manager.model_config.is_multimodal:
+            return None, ""
+        try:
+            return ImageProcessor(self.manager.model_config, self.manager.server_args), ""
+        except UnsupportedImages as error:
+            return None, str(error)
+
     def encode_chat(self, chat: ChatRequest) -> list[int]:
+        ids: list[int] = self._serving._tokenize_chat_request(self._request(chat))
+        return [int(token) for token in ids]
+
+    def encode_images(self, chat: ChatRequest) -> ImagePrompt:
+        if self._images is None:
+            return super().encode_images(chat)
+        request = self._request(chat).to_chat_completion_request()
+        handler = self._serving.chat_serving
+        if problem := handler._validate_request(request):
+            raise ValueError(problem)
+        made = handler._process_messages(request, True)
+        images = made.image_data or []
+        unexpanded = self.encode_text(made.prompt)
+        count = unexpanded.count(self._images.token_id)
+        # SGLang ignores surplus images, and may never return with surplus placeholders.
+        if count > len(images):
+            raise typed_placeholder()
+        if count < len(images):
+            return ImagePrompt(unexpanded, unexpanded, [])
+        ids, spans = self._images.expand(made.prompt, images)
+        return ImagePrompt(ids, unexpanded, spans)
+
+    def _request(self, chat: ChatRequest) -> TokenizeRequest:
         kwargs = dict(chat.template_kwargs)
         if chat.chat_template:
             kwargs["chat_template"] = chat.chat_template
@@ -89,8 +126,7 @@ class Tokenizer(LibraryTokenizer):
             body["chat_template_kwargs"] = kwargs
         if chat.add_generation_prompt is not None and not chat.continue_final_message:
             body["add_generation_prompt"] = chat.add_generation_prompt
-        ids: list[int] = self._serving._tokenize_chat_request(TokenizeRequest.model_validate(body))
-        return [int(token) for token in ids]
+        return TokenizeRequest.model_validate(body)
 
     def render(self, chat: ChatRequest) -> str:
         """Implements `TokenizerProtocol.render` by decoding the ids, which are authoritative."""

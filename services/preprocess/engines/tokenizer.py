@@ -24,6 +24,7 @@ class EngineFacts:
         chat_template: the model's own; empty for none.
         has_chat_template: whether chats work without a template in the request.
         images: whether chats with images work, see `encode_images`.
+        no_images: why they do not, as a sentence; may be empty.
     """
 
     version: str
@@ -33,6 +34,7 @@ class EngineFacts:
     chat_template: str
     has_chat_template: bool
     images: bool = False
+    no_images: str = ""
 
 
 @dataclass(frozen=True)

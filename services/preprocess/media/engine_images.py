@@ -11,6 +11,7 @@ from services.common.media.spans import MediaKind, MediaSpan
 from services.common.packing import pack_u32
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.protocol import Message
+from services.preprocess.validation import typed_placeholder
 
 MOST_BYTES = 128 << 20
 """Bytes of the files of one chat: they are written as base64 into one message to the engine's process."""
@@ -74,11 +75,7 @@ def read_prompt(prompt: Mapping[str, Any], items: Sequence[CountedItem]) -> tupl
     if len(offsets) != len(items) or collapsed != unexpanded:
         raise _not_expressible(items[0])
     if sum(map(unexpanded.count, placeholders)) != len(items):
-        raise invalid(
-            "The chat has the placeholder of an image in its text, which the engine takes for an image; remove it.",
-            param="messages",
-            code="invalid_media",
-        )
+        raise typed_placeholder()
     return pack_u32(ids), tuple(spans)
 
 

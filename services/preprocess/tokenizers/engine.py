@@ -58,6 +58,7 @@ class EngineTokenizer(TokenizerProtocol):
 
     Attributes:
         takes_images: whether `pack_images` works.
+        no_images: why it does not, as a sentence; may be empty.
 
     Args:
         engine: a module of `services.preprocess.engines`.
@@ -87,6 +88,7 @@ class EngineTokenizer(TokenizerProtocol):
             self.close()
             raise
         self.takes_images = bool(reported["images"])
+        self.no_images = str(reported["no_images"])
         self.facts = _facts(engine, path, {**reported, **_own_template(chat_template)})
         if not is_tested(engine, reported["version"]):
             log.warning(
