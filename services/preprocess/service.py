@@ -19,7 +19,7 @@ from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import answer
 from services.common.rpc.media import file_messages, read_inputs, span_messages
 from services.preprocess.generation_defaults import GenerationDefaults
-from services.preprocess.media.expansion import expand
+from services.preprocess.media.expansion import expand, look_up
 from services.preprocess.media.loading import LoadedMedia, MediaLoader
 from services.preprocess.metrics import Instruments, watch_media, watch_tokenizers
 from services.preprocess.protocol import (
@@ -159,13 +159,17 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def _load_media(self, tokenizer: TokenizerProtocol, chat: preprocess_pb2.ChatInput, size: int) -> LoadedMedia:
         """Returns the media items of a chat; fetches nothing if the chat or the model is at fault."""
         inputs = read_inputs(chat.media)
-        takes_images = getattr(tokenizer, "image_rule", None) or getattr(tokenizer, "takes_images", False)
+        rule = getattr(tokenizer, "image_rule", None)
+        takes_images = rule or getattr(tokenizer, "takes_images", False)
         for item in inputs:
             if self._media is None or not takes_images or item.kind is not MediaKind.IMAGE:
                 raise _not_supported(item, tokenizer)
         assert self._media is not None
         await self._compute(tokenizer, lambda: _chat(chat), size, foreign=False)
-        return await self._media.load(inputs)
+        media = await self._media.load(inputs)
+        if rule is not None and rule.blocks:
+            await self._waiters.run(lambda: look_up(rule, media.items), size, True)
+        return media
 
     async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
         size = _text_size(request.chat, request.chat)
