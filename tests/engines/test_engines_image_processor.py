@@ -103,6 +103,15 @@ def test_engine_processor_refuses_a_typed_placeholder_beside_an_image(both: Both
         assert (refused.value.param, refused.value.code) == ("messages", "invalid_media")
 
 
+def test_engine_processor_renders_one_placeholder_for_each_image(both: Both) -> None:
+    random = Random(3)
+    for _ in range(10):
+        each = prompt(random)
+        text = both.engine.render(ChatRequest(numbered(each["messages"])))
+        assert text.count(PLACEHOLDERS[both.kind]) == len(each["sizes"]), each
+        assert text.endswith("<|im_start|>assistant\n")
+
+
 def test_engine_processor_refuses_images_that_the_template_leaves_out(both: Both) -> None:
     item, data = picture(Random(2), 60, 40)
     template = "{% for message in messages %}{{ message.role }}: no picture{% endfor %}"
