@@ -96,8 +96,10 @@ class ImageRule(Protocol):
 
     Attributes:
         token_id: what stands in place of an image before expansion.
+        blocks: whether `ids` may wait for another process, so that a new size must be looked up off the event loop.
     """
 
+    blocks: ClassVar[bool] = False
     token_id: int
 
     def ids(self, width: int, height: int) -> array[int]:

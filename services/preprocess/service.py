@@ -10,8 +10,7 @@ import grpc
 
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import HASH_SCHEME, PrefixHashes
-from services.common.media.parts import MediaInput
-from services.common.media.spans import MediaKind, MediaSpan
+from services.common.media.spans import MediaSpan
 from services.common.models import ModelSpec
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, pack_u64, unpack_u32
@@ -19,8 +18,8 @@ from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import answer
 from services.common.rpc.media import file_messages, read_inputs, span_messages
 from services.preprocess.generation_defaults import GenerationDefaults
-from services.preprocess.media.expansion import expand
-from services.preprocess.media.loading import LoadedMedia, MediaLoader
+from services.preprocess.media.expansion import expand, look_up
+from services.preprocess.media.loading import LoadedMedia, MediaLoader, check_kinds, not_supported
 from services.preprocess.metrics import Instruments, watch_media, watch_tokenizers
 from services.preprocess.protocol import (
     ChatRequest,
@@ -159,18 +158,21 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def _load_media(self, tokenizer: TokenizerProtocol, chat: preprocess_pb2.ChatInput, size: int) -> LoadedMedia:
         """Returns the media items of a chat; fetches nothing if the chat or the model is at fault."""
         inputs = read_inputs(chat.media)
-        takes_images = getattr(tokenizer, "image_rule", None) or getattr(tokenizer, "takes_images", False)
-        for item in inputs:
-            if self._media is None or not takes_images or item.kind is not MediaKind.IMAGE:
-                raise _not_supported(item, tokenizer)
-        assert self._media is not None
+        check_kinds(inputs, tokenizer)
+        if self._media is None:
+            raise not_supported(inputs[0], tokenizer)
         await self._compute(tokenizer, lambda: _chat(chat), size, foreign=False)
-        return await self._media.load(inputs)
+        media = await self._media.load(inputs)
+        rule = getattr(tokenizer, "image_rule", None)
+        if rule is not None and rule.blocks:
+            await self._waiters.run(lambda: look_up(rule, media.items), size, True)
+        return media
 
     async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
         size = _text_size(request.chat, request.chat)
         self._check_size(size, "messages")
         with self._registry.using(await self._registry.get(request.model)) as tokenizer:
+            check_kinds(read_inputs(request.chat.media), tokenizer)
             pending = await self._begin_chat(tokenizer, request.chat, size)
             if pending is not None:
                 text = await pending.text()
@@ -290,18 +292,6 @@ def _response(
         fetched=file_messages(media.fetched),
     )
     return reply, tokens
-
-
-def _not_supported(item: MediaInput, tokenizer: TokenizerProtocol) -> SluiceError:
-    """Returns the error of a media item that the model's tokenizer does not take."""
-    facts = tokenizer.facts
-    reason = getattr(tokenizer, "no_images", "") if item.kind is MediaKind.IMAGE else ""  # optional for custom classes
-    return invalid(
-        f"{item.part} is an {item.kind.capability}, which the {facts.processor} tokenizer of this model does not take; "
-        f"leave it out, or choose a model with that modality.{reason and ' '}{reason}",
-        param=item.part,
-        code="media_not_supported",
-    )
 
 
 def _detokenize(

@@ -36,6 +36,13 @@ def with_files(messages: Sequence[Message], items: Sequence[CountedItem], files:
     return [_with_files(message, items, files) for message in messages]
 
 
+def with_blanks(messages: Sequence[Message], blank: CountedItem, file: bytes) -> list[Message]:
+    """Returns `with_files` with the same picture for every item, for what does not depend on the pictures."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), list)]
+    count = sum(part.get("type") == "image" for content in contents for part in content)
+    return with_files(messages, [blank] * count, [file] * count) if count else list(messages)
+
+
 def _with_files(message: Message, items: Sequence[CountedItem], files: Sequence[bytes]) -> Message:
     content = message.get("content")
     if not isinstance(content, list):

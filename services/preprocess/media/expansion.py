@@ -176,6 +176,12 @@ def expand(packed: bytes, rule: ImageRule, items: Sequence[CountedItem]) -> tupl
     return pack_u32(expanded), tuple(spans)
 
 
+def look_up(rule: ImageRule, items: Sequence[CountedItem]) -> None:
+    """Makes a rule that waits for another process know the tokens of items; raises SluiceError as `expand`."""
+    for item in items:
+        _ids(rule, item)
+
+
 def _ids(rule: ImageRule, item: CountedItem) -> array[int]:
     try:
         return rule.ids(item.facts.width, item.facts.height)

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.errors import invalid
+from services.common.errors import SluiceError, invalid
 from services.common.media.parts import MediaInput, MediaLimits, media_too_large, media_total_too_large
-from services.common.media.spans import MediaFile, content_hash
+from services.common.media.spans import MediaFile, MediaKind, content_hash
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.fetching import MediaFetcher
+from services.preprocess.protocol import TokenizerProtocol
 
 _INLINE_BYTES = 256 << 10
 _ALIASES = {"image/jpg": "image/jpeg", "image/x-png": "image/png", "image/x-ms-bmp": "image/bmp"}
@@ -113,3 +114,23 @@ class MediaLoader:
         """Ends fetches and processes."""
         await self.fetcher.close()
         await self.checker.close()
+
+
+def check_kinds(inputs: Sequence[MediaInput], tokenizer: TokenizerProtocol) -> None:
+    """Raises the SluiceError of `not_supported` for the first item that a model's tokenizer does not take."""
+    # Both are optional for custom classes.
+    takes_images = getattr(tokenizer, "image_rule", None) or getattr(tokenizer, "takes_images", False)
+    for item in inputs:
+        if not takes_images or item.kind is not MediaKind.IMAGE:
+            raise not_supported(item, tokenizer)
+
+
+def not_supported(item: MediaInput, tokenizer: TokenizerProtocol) -> SluiceError:
+    """Returns the error of a media item that a model's tokenizer does not take."""
+    reason = getattr(tokenizer, "no_images", "") if item.kind is MediaKind.IMAGE else ""  # optional for custom classes
+    return invalid(
+        f"{item.part} is an {item.kind.capability}, which the {tokenizer.facts.processor} tokenizer of this model does "
+        f"not take; leave it out, or choose a model with that modality.{reason and ' '}{reason}",
+        param=item.part,
+        code="media_not_supported",
+    )

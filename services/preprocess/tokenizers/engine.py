@@ -14,20 +14,24 @@ from typing import Any
 from services.common.child_rpc.process import engine_command
 from services.common.engine_packages import TESTED_VERSIONS, is_tested
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
-from services.common.media.spans import MediaSpan
+from services.common.media.spans import MediaSpan, content_hash
 from services.common.models import fingerprint, read_json
 from services.preprocess.engines.process import EngineProcess, deadly_prompt
 from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
-from services.preprocess.media.engine_images import read_prompt, with_files
+from services.preprocess.media.engine_images import read_prompt, with_blanks, with_files
 from services.preprocess.media.expansion import CountedItem
+from services.preprocess.media.images import ImageFacts
 from services.preprocess.protocol import ChatRequest, TokenizerFacts, TokenizerProtocol
 from services.preprocess.templates.processes import MODEL_FAULT
+from services.preprocess.tokenizers.probes import sample_png
 
 log = logging.getLogger(__name__)
 
 _HANG_FACTOR = 2.0
 _UNSET = 1 << 31  # larger values in files mean "unset"
+_BLANK_FILE = sample_png(64, 64)
+_BLANK = CountedItem("messages", content_hash(_BLANK_FILE), ImageFacts(64, 64, "PNG"))
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,8 @@ class EngineTokenizer(TokenizerProtocol):
         return read_prompt(self._process_for(chat).call("encode_images", argument), items)
 
     def render(self, chat: ChatRequest) -> str:
+        """Implements `TokenizerProtocol.render`; images appear as their placeholders, whatever they show."""
+        chat = replace(chat, messages=with_blanks(chat.messages, _BLANK, _BLANK_FILE))
         text: str = self._process_for(chat).call("render", self._argument(chat))
         return text
 

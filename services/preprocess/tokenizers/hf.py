@@ -24,6 +24,7 @@ from services.preprocess.media.expansion import image_rule
 from services.preprocess.protocol import (
     HINTS,
     ChatRequest,
+    ImageRule,
     Message,
     PendingPrompt,
     TokenizerFacts,
@@ -31,6 +32,7 @@ from services.preprocess.protocol import (
 )
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
 from services.preprocess.tokenizers.placeholders import Placeholders
+from services.preprocess.tokenizers.processor_rule import NoImages, ProcessorOptions, ProcessorRule, has_processor
 from services.preprocess.validation import MEDIA_PARTS
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,10 @@ class HfTokenizer(TokenizerProtocol):
         encoder_options: which optimizations to use.
         chat_template: replaces the model's own; empty to keep that one.
         own: runs the model's own templates; None for this process.
+        processors: for models without a built-in rule of images; None: those take no images.
+
+    Attributes:
+        no_images: why images are not taken, as a sentence; may be empty.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class HfTokenizer(TokenizerProtocol):
         encoder_options: EncoderOptions | None = None,
         chat_template: str = "",
         own: TemplateRunner | None = None,
+        processors: ProcessorOptions | None = None,
     ) -> None:
         self._own = own or InThisProcess(limits.template_s, limits.max_prompt_chars)
         self._clients = limits.foreign_templates.clients
@@ -96,12 +103,7 @@ class HfTokenizer(TokenizerProtocol):
         for source in self._templates.values():
             self._own.compile(source)
         self._encoder = HfEncoder(file, self._tokenizer, self._probe(), encoder_options or EncoderOptions())
-        self.image_rule = image_rule(
-            model,
-            read_json(path, "preprocessor_config.json"),
-            read_json(path, "processor_config.json"),
-        )
-        self._placeholders = self._own_placeholders(file)
+        self._placeholders: Placeholders | None = None
         self.facts = TokenizerFacts(
             processor="hf",
             fingerprint=fingerprint(path),
@@ -115,6 +117,25 @@ class HfTokenizer(TokenizerProtocol):
             cache_refusal=self._encoder.cache_refusal,
             without_effect=frozenset(name for name in HINTS if not _is_read(name, self._templates.values())),
         )
+        # Last, because it may start a process.
+        self.no_images = ""
+        self.image_rule = self._own_image_rule(path, model, processors)
+        self._placeholders = self._own_placeholders(file)
+
+    def _own_image_rule(
+        self, path: Path, model: dict[str, Any], processors: ProcessorOptions | None
+    ) -> ImageRule | None:
+        """Returns the rule of the model's files, or else of its processor; None for a model without images."""
+        files = (model, read_json(path, "preprocessor_config.json"), read_json(path, "processor_config.json"))
+        rule = image_rule(*files)
+        if rule is not None or processors is None or not self._templates or not has_processor(*files):
+            return rule
+        try:
+            return ProcessorRule(path, self.render, self._tokenizer.token_to_id, processors)
+        except (NoImages, SluiceError) as error:
+            self.no_images = str(error)
+            log.warning("this model takes no images", extra={"reason": self.no_images})
+            return None
 
     def _own_placeholders(self, file: Path) -> Placeholders | None:
         """Returns the placeholders of images; without them, the model takes no images."""
@@ -124,6 +145,8 @@ class HfTokenizer(TokenizerProtocol):
             return Placeholders(self.image_rule, file.read_bytes())
         except (ValueError, KeyError, TypeError) as error:
             log.warning("images are not supported by this tokenizer", extra={"reason": str(error)})
+            if isinstance(self.image_rule, ProcessorRule):
+                self.image_rule.close()
             self.image_rule = None
             return None
 
@@ -199,8 +222,10 @@ class HfTokenizer(TokenizerProtocol):
         return PendingPrompt(render, lambda text: _finished(chat, text), self._pack_hidden, places.shown)
 
     def close(self) -> None:
-        """Ends the process of the model's templates, if any."""
+        """Ends the processes of the model's templates and processor, if any."""
         self._own.close()
+        if isinstance(self.image_rule, ProcessorRule):
+            self.image_rule.close()
 
     def _variables(self, chat: ChatRequest) -> dict[str, Any]:
         continued = chat.continue_final_message

