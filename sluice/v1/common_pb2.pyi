@@ -172,6 +172,8 @@ class _WorkerRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerRole
     """computes the prompt, emits one token and the handoff"""
     WORKER_ROLE_DECODE: _WorkerRole.ValueType  # 3
     """continues from a prefill worker's handoff"""
+    WORKER_ROLE_ENCODE: _WorkerRole.ValueType  # 4
+    """reserved: would encode the prompt's media items and emit a handoff for the prefill; rejected"""
 
 class WorkerRole(_WorkerRole, metaclass=_WorkerRoleEnumTypeWrapper):
     """Role of a worker."""
@@ -184,6 +186,8 @@ WORKER_ROLE_PREFILL: WorkerRole.ValueType  # 2
 """computes the prompt, emits one token and the handoff"""
 WORKER_ROLE_DECODE: WorkerRole.ValueType  # 3
 """continues from a prefill worker's handoff"""
+WORKER_ROLE_ENCODE: WorkerRole.ValueType  # 4
+"""reserved: would encode the prompt's media items and emit a handoff for the prefill; rejected"""
 Global___WorkerRole: _TypeAlias = WorkerRole  # noqa: Y015
 
 class _CacheTier:

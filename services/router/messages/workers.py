@@ -105,6 +105,11 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         http_address=registration.http_address,
         labels=registration.labels,
     )
+    if info.role == common_pb2.WORKER_ROLE_ENCODE:
+        raise invalid(
+            "The role ENCODE is reserved and not served by this version; register as AGGREGATED, PREFILL or DECODE.",
+            param="registration.role",
+        )
     try:
         role = Role(info.role)
     except ValueError:

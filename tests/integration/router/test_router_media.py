@@ -13,8 +13,8 @@ from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.media.spans import MediaKind, MediaSpan, content_hash
 from services.common.packing import pack_u32, pack_u64
 from services.common.rpc.media import span_messages
-from sluice.v1 import router_pb2
-from tests.support.clients.callers import query, refused
+from sluice.v1 import common_pb2, router_pb2
+from tests.support.clients.callers import query, refusal, refused
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers, until
 
@@ -115,3 +115,11 @@ async def test_media_outside_the_prompt_are_refused(router: RouterProcess) -> No
     outside = [MediaSpan(MediaKind.IMAGE, content_hash(b"a"), len(TOKENS) - 1, 2)]
     error = await refused(router.stub.RouteQuery(query(reference(outside))))
     assert (error.kind, error.param) == (ErrorKind.INVALID_ARGUMENT, "media")
+
+
+async def test_registration_with_the_reserved_role_encode_is_refused(router: RouterProcess) -> None:
+    worker = FakeWorker("e")
+    worker.registration.role = common_pb2.WORKER_ROLE_ENCODE
+    error = await refusal(router, worker)
+    assert (error.kind, error.param) == (ErrorKind.INVALID_ARGUMENT, "registration.role")
+    assert "ENCODE is reserved" in error.message

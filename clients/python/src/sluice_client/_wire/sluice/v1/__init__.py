@@ -613,6 +613,11 @@ class WorkerRole(betterproto2.Enum):
     continues from a prefill worker's handoff
     """
 
+    ENCODE = 4
+    """
+    reserved: would encode the prompt's media items and emit a handoff for the prefill; rejected
+    """
+
     @classmethod
     def betterproto_value_to_renamed_proto_names(cls) -> dict[int, str]:
         return {
@@ -620,6 +625,7 @@ class WorkerRole(betterproto2.Enum):
             1: "WORKER_ROLE_AGGREGATED",
             2: "WORKER_ROLE_PREFILL",
             3: "WORKER_ROLE_DECODE",
+            4: "WORKER_ROLE_ENCODE",
         }
 
     @classmethod
@@ -629,6 +635,7 @@ class WorkerRole(betterproto2.Enum):
             "WORKER_ROLE_AGGREGATED": 1,
             "WORKER_ROLE_PREFILL": 2,
             "WORKER_ROLE_DECODE": 3,
+            "WORKER_ROLE_ENCODE": 4,
         }
 
 
