@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import signal
@@ -9,7 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from services.common.models import DEFAULT_SOURCE
@@ -106,6 +110,27 @@ def test_streamed_chat_reports_usage(suite: Suite, open_page: Open) -> None:
     )
     assert "How does a river begin?" in page.locator(".said.mine").inner_text()
     assert page.evaluate("lengths.size") > 3, "the answer came in one piece"
+
+
+def test_request_with_images_shows_their_number_and_cache_hits(open_page: Open) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (640, 480), "#00ff00").save(file, "PNG")
+    image = {"url": "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()}
+    content = [{"type": "image_url", "image_url": image}, {"type": "text", "text": "Describe it. " * 20}]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    with Suite("--workers", "1", env={"SLUICE_WORKER_MEDIA": "image"}) as images:
+        page = open_page(images.url)
+        is_live(page)
+        newest = page.locator(".waterfall li").first.locator(".sum")
+        for cached in (0, 1):
+            answer = httpx.post(f"{images.url}/v1/chat/completions", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+            expect(newest.locator(".sub")).to_have_text(
+                re.compile(rf"tokens · 1 item, {cached} cached$"), timeout=15_000
+            )
+        title = newest.get_attribute("title") or ""
+        page.close()  # before the gateway ends
+    assert re.search(r"1 media item in the prompt, 1 of them cached; \d+ encoder tokens in all", title)
 
 
 def test_killed_worker_turns_red_within_three_seconds_and_a_lost_gateway_is_shown(open_page: Open) -> None:
