@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import json
 import subprocess
+import urllib.error
+import urllib.request
 
 import pytest
+from PIL import Image
 
 from tests.support.clients.chat_load import ChatLoad
 from tests.support.servers.compose_suite import SERVICES, Suite
@@ -19,6 +25,32 @@ async def test_suite_with_one_of_each_service_serves(plain: Suite) -> None:
     async with ChatLoad(plain.url) as load:
         await load.more(32)
     assert load.failures == []
+
+
+def test_image_is_checked_and_described_in_unprivileged_containers(plain: Suite) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48), "#ff0000").save(file, "PNG")
+    answers = [_describe(plain, file.getvalue()) for _ in range(2)]
+    assert [text.startswith("image 64x48 #ff0000") for text, _ in answers] == [True, True], answers
+    assert answers[0][1] == 0 < answers[1][1], answers
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        _describe(plain, file.getvalue()[:-30])
+    assert refused.value.code == 400
+    assert json.load(refused.value)["error"]["param"] == "messages[0].content[0]"
+
+
+def _describe(suite: Suite, file: bytes) -> tuple[str, int]:
+    """Text and cached prompt tokens of the answer to a chat with an image."""
+    url = "data:image/png;base64," + base64.b64encode(file).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "Describe it. " * 20}]
+    body = {"model": "tekken", "messages": [{"role": "user", "content": content}], "max_tokens": 64}
+    request = urllib.request.Request(
+        f"{suite.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        answer = json.load(response)
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return answer["choices"][0]["message"]["content"], cached
 
 
 async def test_scaling_up_and_down_under_load_fails_no_request(plain: Suite) -> None:

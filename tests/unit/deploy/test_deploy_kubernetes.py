@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +211,30 @@ def test_only_gateways_that_share_something_reach_redis(tmp_path: Path) -> None:
     keys, shared = tmp_path / "keys", tmp_path / "shared"
     assert _reachable(with_components(keys, "api-keys")) == ARROWS_BY_OVERLAY["mock"]
     assert _reachable(with_components(shared, "gateway-redis")) == ARROWS_BY_OVERLAY["guarded"]
+
+
+def test_media_fetch_component_opens_public_addresses_to_preprocess_alone(tmp_path: Path) -> None:
+    objects = with_components(tmp_path, "media-fetch")
+    (policy,) = [
+        one for one in objects if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == "preprocess-media"
+    ]
+    kubernetes_validate.validate(policy, kubernetes_validate.latest_version(), strict=True)
+    assert policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "preprocess"
+    (rule,) = policy["spec"]["egress"]
+    assert rule["ports"] == [{"port": 443}]
+    for address in ("10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.20.0.1", "192.168.1.1", "fd00::1"):
+        assert not _is_open(rule, address), address
+    assert _is_open(rule, "93.184.215.14")
+    assert _is_open(rule, "2606:2800:21f::1")
+
+
+def _is_open(rule: Mapping[str, Any], address: str) -> bool:
+    found = ip_address(address)
+    return any(
+        found in ip_network(peer["ipBlock"]["cidr"])
+        and not any(found in ip_network(but) for but in peer["ipBlock"].get("except", ()))
+        for peer in rule["to"]
+    )
 
 
 def test_engines_component_adds_the_arrows_of_its_workers(tmp_path: Path) -> None:
