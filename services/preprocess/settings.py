@@ -89,7 +89,12 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     media_processes: int = Field(1, ge=1, le=16, description="number of processes that decode media files")
     media_memory_mb: int = Field(768, ge=128, description="address space limit of a media process, MiB")
     media_limit_s: float = Field(5.0, gt=0, description="maximum seconds of decoding a media file")
-    media_fetch_s: float = Field(15.0, gt=0, description="maximum seconds of fetching a media file, with redirects")
+    media_fetch_s: float = Field(
+        10.0,
+        gt=0,
+        description="maximum seconds of fetching a media file, with redirects; less than the gateway's "
+        "tokenize-timeout-s, so that clients get the reason",
+    )
     media_read_s: float = Field(
         5.0, gt=0, description="maximum seconds of connecting to a media host, and between two pieces of a file"
     )
