@@ -61,6 +61,14 @@ class MediaVerdict:
 
 
 @dataclass(slots=True)
+class _Check:
+    """A file that is being checked, for all requests that wait for it."""
+
+    future: asyncio.Future[MediaVerdict]
+    waiters: int = 0
+
+
+@dataclass(slots=True)
 class CheckCounts:
     """Counts since the start: files checked, files whose content was known, and seconds of checking."""
 
@@ -86,7 +94,7 @@ class MediaChecker:
         self.tasks = TaskOwner()
         self._lanes = [_CheckLane(self) for _ in range(limits.processes)]
         self._known: OrderedDict[bytes, MediaVerdict] = OrderedDict()
-        self._running: dict[bytes, asyncio.Future[MediaVerdict]] = {}
+        self._running: dict[bytes, _Check] = {}
         self.counts = CheckCounts()
 
     async def check(self, data: bytes, part: str, digest: bytes = b"") -> ImageFacts:
@@ -116,26 +124,34 @@ class MediaChecker:
             self._known.move_to_end(digest)
             self.counts.known += 1
             return known
-        future = self._running.get(digest)
-        if future is None:
-            if sum(lane.outstanding for lane in self._lanes) >= self.limits.waiting:
+        check = self._running.get(digest)
+        if check is None:
+            if len(self._running) >= self.limits.waiting:
                 raise overloaded("Too many media files are waiting to be checked; retry shortly.")
-            future = asyncio.get_running_loop().create_future()
-            self._running[digest] = future
+            check = _Check(asyncio.get_running_loop().create_future())
+            self._running[digest] = check
             started = perf_counter()
-            future.add_done_callback(lambda done: self._on_done(digest, done, started))
-            min(self._lanes, key=lambda lane: lane.outstanding).add(Call(data, future))
+            check.future.add_done_callback(lambda done: self._on_done(digest, done, started))
+            min(self._lanes, key=lambda lane: lane.outstanding).add(Call(data, check.future))
+        check.waiters += 1
         try:
             async with asyncio.timeout(START_S + 2 * self.limits.limit_s):
-                return await asyncio.shield(future)
+                return await asyncio.shield(check.future)
         except TimeoutError:
             raise overloaded("Too many media files are waiting to be checked; retry shortly.") from None
+        finally:
+            check.waiters -= 1
+            if not check.waiters and not check.future.done():
+                del self._running[digest]
+                check.future.cancel()
 
     def _on_done(self, digest: bytes, done: asyncio.Future[MediaVerdict], started: float) -> None:
-        self._running.pop(digest, None)
+        if done.cancelled():
+            return
+        del self._running[digest]
         self.counts.checked += 1
         self.counts.seconds += perf_counter() - started
-        if done.cancelled() or done.exception() is not None or done.result().fault:
+        if done.exception() is not None or done.result().fault:
             return
         self._known[digest] = done.result()
         if len(self._known) > MOST_KNOWN:

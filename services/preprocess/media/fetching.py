@@ -30,7 +30,7 @@ class FetchLimits:
     """
 
     max_bytes: int = 20 << 20
-    total_s: float = 10.0
+    total_s: float = 8.0
     at_once: int = 16
     waiting: int = 256
     redirects: int = 3

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, invalid, overloaded
 from services.common.media.parts import MediaInput, MediaLimits, media_too_large, media_total_too_large
 from services.common.media.spans import MediaFile, MediaKind, content_hash
 from services.preprocess.media.checking import MediaChecker
@@ -55,19 +55,23 @@ class MediaLoader:
 
     Args:
         limits: bounds on one request.
+        limit_s: maximum seconds of one request, with its wait for others.
     """
 
-    def __init__(self, fetcher: MediaFetcher, checker: MediaChecker, limits: MediaLimits) -> None:
+    def __init__(
+        self, fetcher: MediaFetcher, checker: MediaChecker, limits: MediaLimits, limit_s: float = 13.0
+    ) -> None:
         self.fetcher = fetcher
         self.checker = checker
         self._limits = limits
+        self._limit_s = limit_s
 
     async def load(self, inputs: Sequence[MediaInput]) -> LoadedMedia:
         """Returns the items of a request.
 
         Raises:
             SluiceError: as MediaFetcher.fetch and MediaChecker.check, for the first item that fails; INVALID_ARGUMENT
-                for too many, and for a file of another type than declared; TOO_LARGE for too many bytes.
+                for too many, and for a file of another type than declared; TOO_LARGE for too many bytes; OVERLOADED.
         """
         if len(inputs) > self._limits.items:
             where = inputs[self._limits.items].part
@@ -78,7 +82,11 @@ class MediaLoader:
             )
         total = _Total(self._limits.total_bytes)
         loads = (self._load(given, total) for given in inputs)
-        results = await asyncio.gather(*loads, return_exceptions=True)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                results = await asyncio.gather(*loads, return_exceptions=True)
+        except TimeoutError:
+            raise overloaded("Too many media files are waiting to be fetched or checked; retry shortly.") from None
         items, files, fetched = [], [], {}
         for given, result in zip(inputs, results, strict=True):
             if isinstance(result, BaseException):

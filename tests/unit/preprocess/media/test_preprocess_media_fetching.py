@@ -218,9 +218,10 @@ async def test_fetcher_host_that_sends_byte_by_byte_fails_after_the_total_limit(
     assert (await refusal(found, url(host))).code == "media_fetch_failed"
 
 
-def test_fetch_limit_ends_before_the_gateway_gives_up() -> None:
-    fetch_s = PreprocessSettings.model_fields["media_fetch_s"].default
-    assert fetch_s == FetchLimits().total_s < GatewaySettings.model_fields["tokenize_timeout_s"].default
+def test_limits_of_fetching_and_checking_end_before_the_gateway_gives_up() -> None:
+    fetch_s, check_s = (PreprocessSettings.model_fields[name].default for name in ("media_fetch_s", "media_limit_s"))
+    assert fetch_s == FetchLimits().total_s
+    assert fetch_s + check_s < GatewaySettings.model_fields["tokenize_timeout_s"].default
 
 
 async def test_fetcher_gone_cut_off_or_compressed_file_fails(host: MediaHost) -> None:
