@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.settings import GatewaySettings
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
-from services.preprocess.media.https_get import AddressPolicy, HttpsGet
+from services.preprocess.media.https_get import AddressPolicy, HttpsGet, resolve
 from services.preprocess.settings import PreprocessSettings
 from tests.support.servers.media_host import MediaHost, media_host, response
 from tests.support.waiting import until
@@ -183,6 +184,48 @@ async def test_fetcher_endless_file_is_refused_at_the_limit(host: MediaHost) -> 
     host.answers["/a.png"] = endless
     assert (await refusal(fetcher(host), url(host))).code == "media_too_large"
     assert sent < MOST + (8 << 20)  # what sockets buffer
+
+
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [("200 OK\r\nTransfer-Encoding: chunked", b"1\r\na\r\n"), ("100 Continue", b"HTTP/1.1 100 Continue\r\n\r\n")],
+)
+async def test_fetcher_file_in_tiny_pieces_fails_after_few_of_them(host: MediaHost, head: str, piece: bytes) -> None:
+    async def send(writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {head}\r\n\r\n".encode())
+        while True:
+            writer.write(piece * 1000)
+            await writer.drain()
+
+    host.answers["/a.png"] = send
+    error = await refusal(fetcher(host), url(host))
+    assert error.code == "media_fetch_failed"
+    assert "too small" in error.message
+
+
+async def test_fetcher_file_in_small_pieces_is_fetched(host: MediaHost) -> None:
+    async def send(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"40\r\n%b\r\n" % bytes(64) * 1000)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    host.answers["/a.png"] = send
+    assert await fetcher(host).fetch(url(host), PART) == bytes(64_000)
+
+
+async def test_resolver_that_waits_for_name_servers_leaves_the_threads_of_requests_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: answered.wait(60) and [])
+    waiting = [asyncio.ensure_future(resolve(f"{index}.test", 443)) for index in range(64)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: "free") == "free"
+    finally:
+        answered.set()
+        assert await asyncio.gather(*waiting) == [[]] * 64
 
 
 async def test_fetcher_endless_head_fails(host: MediaHost) -> None:
