@@ -14,6 +14,7 @@ from PIL import Image
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.parts import MediaInput, MediaLimits
 from services.common.media.spans import MediaKind, content_hash
+from services.preprocess.media import loading
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import CheckLimits, MediaChecker
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
@@ -204,5 +205,39 @@ async def test_loader_file_that_waits_for_others_too_long_is_overload() -> None:
             await loader.load([MediaInput(PART, MediaKind.IMAGE, image_file(8, 8))])
         assert caught.value.kind is ErrorKind.OVERLOADED
         assert not checker._running
+    finally:
+        await loader.close()
+
+
+async def test_loader_of_many_fetched_bytes_refuses_more_until_others_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = image_file(8, 8)
+    monkeypatch.setattr(loading, "MOST_FETCHED_BYTES", 2 * len(file) + 1)
+    held, checker = asyncio.Event(), MediaChecker()
+    fork = checker.server.fork
+
+    async def late_fork() -> object:
+        await held.wait()
+        return await fork()
+
+    async def fetch(url: str, part: str) -> bytes:
+        return file
+
+    checker.server.fork = late_fork  # type: ignore[method-assign, assignment]
+    fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), 1000, 5.0), FetchLimits())
+    fetcher.fetch = fetch  # type: ignore[method-assign]
+    loader = MediaLoader(fetcher, checker, MediaLimits())
+    given = MediaInput(PART, MediaKind.IMAGE, url="https://a.test/1")
+    try:
+        first = [asyncio.ensure_future(loader.load([given] * 3)) for _ in range(2)]  # each file counts once a request
+        await until(lambda: loader._fetched_bytes == 2 * len(file))
+        with pytest.raises(SluiceError) as caught:
+            await loader.load([given])
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        held.set()
+        assert [len(found.items) for found in await asyncio.gather(*first)] == [3, 3]
+        assert loader._fetched_bytes == 0
+        assert len((await loader.load([given])).items) == 1
     finally:
         await loader.close()
