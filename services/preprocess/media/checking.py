@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -65,6 +67,7 @@ class _Check:
     """A file that is being checked, for all requests that wait for it."""
 
     future: asyncio.Future[MediaVerdict]
+    give_up: Callable[[], None]
     waiters: int = 0
 
 
@@ -128,11 +131,7 @@ class MediaChecker:
         if check is None:
             if len(self._running) >= self.limits.waiting:
                 raise overloaded("Too many media files are waiting to be checked; retry shortly.")
-            check = _Check(asyncio.get_running_loop().create_future())
-            self._running[digest] = check
-            started = perf_counter()
-            check.future.add_done_callback(lambda done: self._on_done(digest, done, started))
-            min(self._lanes, key=lambda lane: lane.outstanding).add(Call(data, check.future))
+            check = self._running[digest] = self._begin(data, digest)
         check.waiters += 1
         try:
             async with asyncio.timeout(START_S + 2 * self.limits.limit_s):
@@ -143,7 +142,15 @@ class MediaChecker:
             check.waiters -= 1
             if not check.waiters and not check.future.done():
                 del self._running[digest]
-                check.future.cancel()
+                check.give_up()
+
+    def _begin(self, data: bytes, digest: bytes) -> _Check:
+        future: asyncio.Future[MediaVerdict] = asyncio.get_running_loop().create_future()
+        started = perf_counter()
+        future.add_done_callback(lambda done: self._on_done(digest, done, started))
+        call, lane = Call(data, future), min(self._lanes, key=lambda lane: lane.outstanding)
+        lane.add(call)
+        return _Check(future, lambda: lane.remove(call))
 
     def _on_done(self, digest: bytes, done: asyncio.Future[MediaVerdict], started: float) -> None:
         if done.cancelled():
@@ -176,6 +183,12 @@ class _CheckLane(CallQueue[MediaVerdict]):
     def add(self, call: Call[MediaVerdict]) -> None:
         self.waiting.append(call)
         self.send_ready()
+
+    def remove(self, call: Call[MediaVerdict]) -> None:
+        """Removes a file for which no request waits any more, unless a process has it already."""
+        call.future.cancel()
+        with suppress(ValueError):
+            self.waiting.remove(call)
 
     def on_no_child(self) -> None:
         if self._opening is None:

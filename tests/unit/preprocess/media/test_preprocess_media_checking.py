@@ -186,6 +186,7 @@ async def test_checker_files_that_no_request_waits_for_are_not_decoded() -> None
         for task in given_up:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
+        assert checker._lanes[0].outstanding == 1, "the one for which a second request waits"
         checks = [asyncio.ensure_future(checker.check(file, PART)) for file in (files[1], image_file(9, 3))]
         await asyncio.sleep(0)
         held.set()
