@@ -11,7 +11,7 @@ from services.common.observability.declarations import ERROR_KINDS, MODEL, Metri
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
 from services.preprocess.encoders.segment_cache import CacheStats
-from services.preprocess.media.fetching import FETCH_FAILED, FETCH_REFUSED, FETCH_TOO_LARGE
+from services.preprocess.media.fetching import FETCH_FAILED, FETCH_REFUSED, FETCH_TOO_LARGE, OVERLOADED
 from services.preprocess.media.loading import MediaLoader
 from services.preprocess.protocol import TokenizerFacts
 from services.preprocess.thread_pool import ComputePool
@@ -47,7 +47,11 @@ WITH_MEDIA = "chats have images or other media items"
 MEDIA_FETCHES = METRICS.counter(
     "media_fetches",
     "media files that were to be fetched",
-    Label("result", "fetched, or the code of the error", ("fetched", FETCH_REFUSED, FETCH_FAILED, FETCH_TOO_LARGE)),
+    Label(
+        "result",
+        "fetched, or the code of the error",
+        ("fetched", FETCH_REFUSED, FETCH_FAILED, FETCH_TOO_LARGE, OVERLOADED),
+    ),
     when=WITH_MEDIA,
 )
 MEDIA_FETCHED_BYTES = METRICS.counter(

@@ -89,7 +89,12 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     media_processes: int = Field(1, ge=1, le=16, description="number of processes that decode media files")
     media_memory_mb: int = Field(768, ge=128, description="address space limit of a media process, MiB")
     media_limit_s: float = Field(5.0, gt=0, description="maximum seconds of decoding a media file")
-    media_fetch_s: float = Field(15.0, gt=0, description="maximum seconds of fetching a media file, with redirects")
+    media_fetch_s: float = Field(
+        8.0,
+        gt=0,
+        description="maximum seconds of fetching a media file, with redirects; together with media-limit-s less than "
+        "the gateway's tokenize-timeout-s, so that clients get the reason",
+    )
     media_read_s: float = Field(
         5.0, gt=0, description="maximum seconds of connecting to a media host, and between two pieces of a file"
     )
@@ -136,6 +141,7 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
             MediaFetcher(AllowedHosts(self.media_hosts), get, fetch_limits),
             MediaChecker(check_limits),
             MediaLimits(self.media_items, most, self.media_total_mb << 20),
+            self.media_fetch_s + self.media_limit_s,
         )
 
     def template_file(self, model: str) -> Path | None:

@@ -73,7 +73,8 @@ class PreprocessBodies:
         request.hashes_only = not ids
         request.lora = prompt.lora
         request.cache_salt = prompt.cache_salt or body.cache_salt
-        response = await self._replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s)
+        waits = bool(request.chat.media)
+        response = await self._replicas.call(lambda stub: stub.Tokenize, request, self._timeout_s, waits=waits)
         hashed = bool(response.block_hashes)
         return replace(
             prompt,

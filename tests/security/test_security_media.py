@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.support.clients.image_parts import data_url, described, image_url, picture, user_message
-from tests.support.data.images import gif_of_frames, image_file, png_bomb, png_declaring
+from tests.support.data.images import gif_of_frames, image_file, jpeg_of_scans, png_bomb, png_declaring
 from tests.support.data.tiny_vlm import build_qwen2_vl
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.media_host import MediaHost, media_host, response
@@ -350,6 +350,7 @@ FILES: dict[str, tuple[str, bytes]] = {
     "page before a picture": ("image/png", _polyglot()),
     "archive": ("image/png", b"PK\x03\x04" + bytes(64)),
     "document": ("image/png", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"),
+    "photo of many scans": ("image/jpeg", jpeg_of_scans(SIDE, SIDE, 500)),
     "picture cut off": ("image/png", picture(RED)[:-20]),
     "photo cut off": ("image/jpeg", image_file(64, 48, "JPEG")[:300]),
     "another type": ("image/png", image_file(64, 48, "JPEG")),

@@ -164,12 +164,14 @@ class ReplicaSet(Generic[S]):
         timeout_s: float,
         attempts: int = 2,
         hedge: str = "",
+        waits: bool = False,
     ) -> A:
         """Makes an idempotent unary call; if a replica is unreachable, retries on another before the deadline.
 
         Args:
             hedge: name of a group of calls of similar duration; a call slower than 95 of 100 of them is also sent
                 to a second replica, and the first response wins. Empty: never.
+            waits: the service waits for others in this call, so that a timeout does not count against the replica.
 
         Raises:
             SluiceError: the service's error, or UNAVAILABLE / DEADLINE_EXCEEDED of the client.
@@ -182,7 +184,7 @@ class ReplicaSet(Generic[S]):
             try:
                 if hedge and len(self.serving) > len(tried) + 1:
                     return await self._hedged(method, request, deadline, tried, hedge)
-                return await self._once(method, request, deadline, tried)
+                return await self._once(method, request, deadline, tried, waits)
             except SluiceError as cause:
                 elsewhere = any(other.address not in tried and other.breaker.passable for other in self.serving)
                 retryable = cause.retryable and tried and len(tried) < attempts and loop.time() < deadline and elsewhere
@@ -192,7 +194,12 @@ class ReplicaSet(Generic[S]):
                 log.warning("retrying on another replica", extra={"peer": self.peer, "failed": tried})
 
     async def _once(
-        self, method: Callable[[S], Callable[..., Awaitable[A]]], request: Any, deadline: float, tried: list[str]
+        self,
+        method: Callable[[S], Callable[..., Awaitable[A]]],
+        request: Any,
+        deadline: float,
+        tried: list[str],
+        waits: bool = False,
     ) -> A:
         """Makes the call on one replica, which is added to `tried`; raises SluiceError."""
         loop = asyncio.get_running_loop()
@@ -205,7 +212,7 @@ class ReplicaSet(Generic[S]):
             answer = await method(replica.stub)(request, timeout=left_s, metadata=telemetry.grpc_metadata())
         except grpc.aio.AioRpcError as error:
             late = loop.time() >= deadline
-            self._update_breaker(replica, error, left_s, late)
+            self._update_breaker(replica, error, 0.0 if waits else left_s, late)
             raise self._cause(error, late) from error
         except asyncio.CancelledError:
             if asked_to_end():

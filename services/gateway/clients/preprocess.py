@@ -34,6 +34,8 @@ from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 LIST_TIMEOUT_S = 2.0
 TOKENIZE_SHARE = 0.5
 PLACEHOLDER_TOKEN = bytes(4)
+MEDIA_AT_ONCE = 128
+"""Most concurrent calls with media items; those of text do not wait for them."""
 LARGE_FILES = 256 << 10
 """Least bytes of the media files of a request that are hashed in a thread."""
 
@@ -75,6 +77,7 @@ class PreprocessClient:
             on_event=on_event,
         )
         self._limiter = ConcurrencyLimiter("preprocess")
+        self._media_limiter = ConcurrencyLimiter("preprocess", MEDIA_AT_ONCE)
         self._timeout_s = tokenize_timeout_s
 
     async def _call(
@@ -88,6 +91,17 @@ class PreprocessClient:
         async with self._limiter.turn(deadline.left_s):
             share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
             return await self.replicas.call(method, request, share_s, hedge=hedge)
+
+    async def _call_with_media(
+        self,
+        method: Callable[[preprocess_pb2_grpc.PreprocessAsyncStub], Callable[..., Awaitable[A]]],
+        request: Any,
+    ) -> A:
+        """Makes a call that waits for hosts and for images of other requests, with a concurrency limit of its own."""
+        deadline = context.current().deadline
+        async with self._media_limiter.turn(deadline.left_s):
+            share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
+            return await self.replicas.call(method, request, share_s, waits=True)
 
     async def tokenize(
         self, model: str, prompt: Prompt, block_size: int = 0, lora: str = "", cache_salt: str = ""
@@ -112,7 +126,7 @@ class PreprocessClient:
             request.block_size = 0
         media = prompt.media if isinstance(prompt, ChatPrompt) else ()
         if media:  # as a unary call, so that the files do not delay the calls that share the session
-            response = await self._call(_unary_tokenize, request, "")
+            response = await self._call_with_media(_unary_tokenize, request)
         else:
             response = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None

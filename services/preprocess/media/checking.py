@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -61,6 +63,15 @@ class MediaVerdict:
 
 
 @dataclass(slots=True)
+class _Check:
+    """A file that is being checked, for all requests that wait for it."""
+
+    future: asyncio.Future[MediaVerdict]
+    give_up: Callable[[], None]
+    waiters: int = 0
+
+
+@dataclass(slots=True)
 class CheckCounts:
     """Counts since the start: files checked, files whose content was known, and seconds of checking."""
 
@@ -86,7 +97,7 @@ class MediaChecker:
         self.tasks = TaskOwner()
         self._lanes = [_CheckLane(self) for _ in range(limits.processes)]
         self._known: OrderedDict[bytes, MediaVerdict] = OrderedDict()
-        self._running: dict[bytes, asyncio.Future[MediaVerdict]] = {}
+        self._running: dict[bytes, _Check] = {}
         self.counts = CheckCounts()
 
     async def check(self, data: bytes, part: str, digest: bytes = b"") -> ImageFacts:
@@ -116,26 +127,38 @@ class MediaChecker:
             self._known.move_to_end(digest)
             self.counts.known += 1
             return known
-        future = self._running.get(digest)
-        if future is None:
-            if sum(lane.outstanding for lane in self._lanes) >= self.limits.waiting:
+        check = self._running.get(digest)
+        if check is None:
+            if len(self._running) >= self.limits.waiting:
                 raise overloaded("Too many media files are waiting to be checked; retry shortly.")
-            future = asyncio.get_running_loop().create_future()
-            self._running[digest] = future
-            started = perf_counter()
-            future.add_done_callback(lambda done: self._on_done(digest, done, started))
-            min(self._lanes, key=lambda lane: lane.outstanding).add(Call(data, future))
+            check = self._running[digest] = self._begin(data, digest)
+        check.waiters += 1
         try:
             async with asyncio.timeout(START_S + 2 * self.limits.limit_s):
-                return await asyncio.shield(future)
+                return await asyncio.shield(check.future)
         except TimeoutError:
             raise overloaded("Too many media files are waiting to be checked; retry shortly.") from None
+        finally:
+            check.waiters -= 1
+            if not check.waiters and not check.future.done():
+                del self._running[digest]
+                check.give_up()
+
+    def _begin(self, data: bytes, digest: bytes) -> _Check:
+        future: asyncio.Future[MediaVerdict] = asyncio.get_running_loop().create_future()
+        started = perf_counter()
+        future.add_done_callback(lambda done: self._on_done(digest, done, started))
+        call, lane = Call(data, future), min(self._lanes, key=lambda lane: lane.outstanding)
+        lane.add(call)
+        return _Check(future, lambda: lane.remove(call))
 
     def _on_done(self, digest: bytes, done: asyncio.Future[MediaVerdict], started: float) -> None:
-        self._running.pop(digest, None)
+        if done.cancelled():
+            return
+        del self._running[digest]
         self.counts.checked += 1
         self.counts.seconds += perf_counter() - started
-        if done.cancelled() or done.exception() is not None or done.result().fault:
+        if done.exception() is not None or done.result().fault:
             return
         self._known[digest] = done.result()
         if len(self._known) > MOST_KNOWN:
@@ -160,6 +183,12 @@ class _CheckLane(CallQueue[MediaVerdict]):
     def add(self, call: Call[MediaVerdict]) -> None:
         self.waiting.append(call)
         self.send_ready()
+
+    def remove(self, call: Call[MediaVerdict]) -> None:
+        """Removes a file for which no request waits any more, unless a process has it already."""
+        call.future.cancel()
+        with suppress(ValueError):
+            self.waiting.remove(call)
 
     def on_no_child(self) -> None:
         if self._opening is None:

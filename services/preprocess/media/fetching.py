@@ -14,6 +14,7 @@ from services.preprocess.media.https_get import FetchFailed, FileOverLimit, Http
 
 HOSTS_SETTING = "--media-hosts"
 FETCH_REFUSED, FETCH_FAILED, FETCH_TOO_LARGE = "media_fetch_refused", "media_fetch_failed", "media_too_large"
+OVERLOADED = "overloaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class FetchLimits:
     """
 
     max_bytes: int = 20 << 20
-    total_s: float = 15.0
+    total_s: float = 8.0
     at_once: int = 16
     waiting: int = 256
     redirects: int = 3
@@ -37,6 +38,8 @@ class FetchLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
+    """Why a file is not fetched: the code of the error, empty if the service is at fault, and the reason."""
+
     code: str
     reason: str = ""
 
@@ -55,7 +58,7 @@ class FetchCounts:
 
     Attributes:
         bytes: of files that were fetched.
-        results: number of files by result: "fetched" or the code of the error.
+        results: number of files by result: "fetched", the code of the error, or "overloaded".
     """
 
     bytes: int = 0
@@ -102,10 +105,10 @@ class MediaFetcher:
         flight = self._flights.get(url)
         if flight is None:
             if len(self._flights) >= self._limits.at_once + self._limits.waiting:
-                raise overloaded("Too many media files are being fetched; retry shortly.")
+                raise _too_many()
             flight = _Flight(self._tasks.spawn(self._count(url), "fetch media"))
             self._flights[url] = flight
-            flight.task.add_done_callback(lambda _: self._flights.pop(url, None))
+            flight.task.add_done_callback(lambda task: self._forget(url, task))
         flight.waiters += 1
         try:
             result = await asyncio.shield(flight.task)
@@ -118,7 +121,15 @@ class MediaFetcher:
             return result
         raise self._error(result, part)
 
+    def _forget(self, url: str, task: asyncio.Task[bytes | _Failure]) -> None:
+        """Removes a fetch that has ended, unless another of the same URL has taken its place."""
+        flight = self._flights.get(url)
+        if flight is not None and flight.task is task:
+            del self._flights[url]
+
     def _error(self, failure: _Failure, part: str) -> SluiceError:
+        if not failure.code:
+            return _too_many()
         if failure.code == FETCH_TOO_LARGE:
             return media_too_large(part, self._limits.max_bytes)
         return SluiceError(
@@ -132,15 +143,17 @@ class MediaFetcher:
         result = await self._bounded(url)
         if isinstance(result, bytes):
             self.counts.bytes += len(result)
-        self.counts.add("fetched" if isinstance(result, bytes) else result.code)
+        self.counts.add("fetched" if isinstance(result, bytes) else result.code or OVERLOADED)
         return result
 
     async def _bounded(self, url: str) -> bytes | _Failure:
+        begun = False
         try:
             async with asyncio.timeout(self._limits.total_s), self._slots:
+                begun = True
                 return await self._follow(url)
         except TimeoutError:
-            return _Failure(FETCH_FAILED, "is not answered in time")
+            return _Failure(FETCH_FAILED, "is not answered in time") if begun else _Failure("")
         except UrlRefused as error:
             return _Failure(FETCH_REFUSED, str(error))
         except FetchFailed as error:
@@ -156,7 +169,7 @@ class MediaFetcher:
             answer = await self._get.get(target)
             if not answer.location:
                 return answer.data
-            url = urljoin(url, answer.location)
+            url = _joined(url, answer.location)
             if len(url) > MOST_URL:
                 raise UrlRefused("is redirected to a URL that is too long")
         raise UrlRefused(f"is redirected more than {self._limits.redirects} times")
@@ -164,3 +177,14 @@ class MediaFetcher:
     async def close(self) -> None:
         """Ends all fetches."""
         await self._tasks.close()
+
+
+def _joined(url: str, location: str) -> str:
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise UrlRefused("is redirected to what is not a valid URL") from None
+
+
+def _too_many() -> SluiceError:
+    return overloaded("Too many media files are being fetched; retry shortly.")

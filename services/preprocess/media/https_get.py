@@ -6,7 +6,9 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit
 
@@ -15,6 +17,11 @@ import h11
 PIECE_BYTES = 64 << 10
 MOST_HEAD_BYTES = 16 << 10
 MOST_ADDRESSES = 4
+FREE_PIECES = 1024
+LEAST_PIECE_BYTES = 128
+"""Least bytes of the pieces in which a file is sent, on average, beyond FREE_PIECES: each one costs time."""
+MOST_RESOLVING = 16
+"""Most names resolved at once; a thread that waits for a name server cannot be ended."""
 REDIRECTS = frozenset((301, 302, 303, 307, 308))
 
 Resolver = Callable[[str, int], Awaitable[list[str]]]
@@ -86,9 +93,14 @@ def read_target(url: str) -> HttpsTarget:
     return HttpsTarget(host, 443 if port is None else port, path)
 
 
+_resolving = ThreadPoolExecutor(MOST_RESOLVING, "media host names")
+"""Not the event loop's own threads, which do the work of all requests."""
+
+
 async def resolve(host: str, port: int) -> list[str]:
     """Returns the addresses of a host as the system resolves it."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_resolving, look_up)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
@@ -170,8 +182,13 @@ class HttpsGet:
         writer.write(connection.send(h11.Request(method="GET", target=target.path, headers=headers)) or b"")
         writer.write(connection.send(h11.EndOfMessage()) or b"")
         data = bytearray()
+        pieces = 0
         while True:
             event = connection.next_event()
+            if event is not h11.NEED_DATA:
+                pieces += 1
+                if pieces > FREE_PIECES + len(data) // LEAST_PIECE_BYTES:
+                    raise FetchFailed("is answered in pieces that are too small")
             if event is h11.NEED_DATA:
                 async with asyncio.timeout(self._read_s):
                     connection.receive_data(await reader.read(PIECE_BYTES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from io import BytesIO
@@ -27,6 +28,11 @@ _MAGIC = (
 )
 _JPEG_REDUCTION = 8
 """JPEG files are decoded at this fraction of their size: reads every byte, with half of the work."""
+MOST_SCANS = 32
+"""Most passes over the pixels of a JPEG file; encoders write up to 14, and each one takes time but only a few bytes."""
+_MARKER = re.compile(rb"\xff[^\x00\xff]")
+_BARE_MARKERS = frozenset((0x01, *range(0xD0, 0xD9)))
+_START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 
@@ -85,6 +91,8 @@ def check_image(data: bytes, limits: ImageLimits) -> ImageFacts:
         _check_gif(data, limits.frames)
     if form == "PNG":
         _check_png(data)
+    if form == "JPEG":
+        _check_jpeg(data)
     if form == "WEBP" and int.from_bytes(data[4:8], "little") + 8 > len(data):
         raise BadImage("is truncated")
     Image.MAX_IMAGE_PIXELS = None  # checked below, with the same error for all formats
@@ -128,6 +136,22 @@ def _check_png(data: bytes) -> None:
         at += 12 + int.from_bytes(data[at : at + 4], "big")
         if at + 12 > len(data):
             raise BadImage("is broken or truncated")
+
+
+def _check_jpeg(data: bytes) -> None:
+    """Walks over the markers of a JPEG file as decoders do; raises BadImage for many scans."""
+    scans = at = 0
+    while found := _MARKER.search(data, at):
+        at = found.end()
+        marker = data[at - 1]
+        if marker == _END_OF_IMAGE:
+            return
+        if marker in _BARE_MARKERS:
+            continue
+        scans += marker == _START_OF_SCAN
+        if scans > MOST_SCANS:
+            raise BadImage(f"has more than {MOST_SCANS} scans")
+        at += int.from_bytes(data[at : at + 2], "big")
 
 
 def _check_gif(data: bytes, most: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, invalid, overloaded
 from services.common.media.parts import MediaInput, MediaLimits, media_too_large, media_total_too_large
 from services.common.media.spans import MediaFile, MediaKind, content_hash
 from services.preprocess.media.checking import MediaChecker
@@ -14,6 +14,8 @@ from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.fetching import MediaFetcher
 from services.preprocess.protocol import TokenizerProtocol
 
+MOST_FETCHED_BYTES = 512 << 20
+"""Most bytes of fetched files in all requests that are being loaded."""
 _INLINE_BYTES = 256 << 10
 _ALIASES = {"image/jpg": "image/jpeg", "image/x-png": "image/png", "image/x-ms-bmp": "image/bmp"}
 
@@ -34,10 +36,15 @@ class LoadedMedia:
 
 @dataclass(slots=True)
 class _Total:
-    """The bytes of a request's files; files that are fetched count once, because they are returned once."""
+    """The bytes of a request's files; files that are fetched count once, because they are returned once.
+
+    Attributes:
+        held: bytes of the fetched files.
+    """
 
     limit: int
     size: int = 0
+    held: int = 0
     fetched: set[bytes] = field(default_factory=set)
 
     def add(self, size: int, part: str, digest: bytes = b"") -> None:
@@ -55,19 +62,24 @@ class MediaLoader:
 
     Args:
         limits: bounds on one request.
+        limit_s: maximum seconds of one request, with its wait for others.
     """
 
-    def __init__(self, fetcher: MediaFetcher, checker: MediaChecker, limits: MediaLimits) -> None:
+    def __init__(
+        self, fetcher: MediaFetcher, checker: MediaChecker, limits: MediaLimits, limit_s: float = 13.0
+    ) -> None:
         self.fetcher = fetcher
         self.checker = checker
         self._limits = limits
+        self._limit_s = limit_s
+        self._fetched_bytes = 0
 
     async def load(self, inputs: Sequence[MediaInput]) -> LoadedMedia:
         """Returns the items of a request.
 
         Raises:
             SluiceError: as MediaFetcher.fetch and MediaChecker.check, for the first item that fails; INVALID_ARGUMENT
-                for too many, and for a file of another type than declared; TOO_LARGE for too many bytes.
+                for too many, and for a file of another type than declared; TOO_LARGE for too many bytes; OVERLOADED.
         """
         if len(inputs) > self._limits.items:
             where = inputs[self._limits.items].part
@@ -78,7 +90,13 @@ class MediaLoader:
             )
         total = _Total(self._limits.total_bytes)
         loads = (self._load(given, total) for given in inputs)
-        results = await asyncio.gather(*loads, return_exceptions=True)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                results = await asyncio.gather(*loads, return_exceptions=True)
+        except TimeoutError:
+            raise overloaded("Too many media files are waiting to be fetched or checked; retry shortly.") from None
+        finally:
+            self._fetched_bytes -= total.held
         items, files, fetched = [], [], {}
         for given, result in zip(inputs, results, strict=True):
             if isinstance(result, BaseException):
@@ -99,6 +117,7 @@ class MediaLoader:
             raise media_too_large(given.part, self._limits.item_bytes)
         digest = content_hash(data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(content_hash, data)
         if given.url:
+            self._hold(len(data), digest, total)
             total.add(len(data), given.part, digest)
         facts = await self.checker.check(data, given.part, digest)
         declared = given.media_type.lower()
@@ -109,6 +128,15 @@ class MediaLoader:
                 code="invalid_media",
             )
         return CountedItem(given.part, digest, facts), data
+
+    def _hold(self, size: int, digest: bytes, total: _Total) -> None:
+        """Counts a fetched file until its request has been loaded; raises SluiceError(OVERLOADED) beyond the limit."""
+        if digest in total.fetched:
+            return
+        if self._fetched_bytes + size > MOST_FETCHED_BYTES:
+            raise overloaded("Too many bytes of fetched media files are waiting to be checked; retry shortly.")
+        self._fetched_bytes += size
+        total.held += size
 
     async def close(self) -> None:
         """Ends fetches and processes."""

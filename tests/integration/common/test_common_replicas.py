@@ -362,6 +362,20 @@ async def test_a_replica_that_never_answers_is_left_alone_and_found_again(monkey
         assert chosen.serving[0].breaker.closed
 
 
+async def test_timeouts_of_calls_that_wait_for_others_open_no_circuit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "PATIENCE_S", 0.05)
+    async with suite(1) as (hosts, chosen):
+        hosts[0].worker.gate.clear()
+        for _ in range(7):
+            with pytest.raises(SluiceError) as refused:
+                await chosen.call(
+                    lambda stub: cast(Any, stub).GetInfo, worker_pb2.GetInfoRequest(), 0.1, attempts=1, waits=True
+                )
+            assert refused.value.code == "stage_timeout"
+        hosts[0].worker.gate.set()
+        assert await ask(chosen) == "w0"
+
+
 async def test_typed_refusals_open_no_circuit() -> None:
     async with suite(1) as (hosts, chosen):
         hosts[0].worker.refusal = unavailable("Not now.", code="no_workers")

@@ -17,6 +17,8 @@ from services.common.packing import pack_u64
 from services.common.rpc.media import span_messages
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
+from services.router.preprocess_client import PreprocessBodies
+from services.router.scheduling.queries import Prompt
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc, router_pb2
 from tests.support.clients.callers import query, refused
 from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers, until
@@ -94,3 +96,20 @@ async def test_images_of_a_body_are_tokenized_and_counted(preprocess: tuple[Prep
         broken = await refused(router.stub.RouteQuery(query(body("data:image/png;base64,%%%"))))
         assert (broken.kind, broken.code) == (ErrorKind.INVALID_ARGUMENT, "invalid_media")
         assert broken.param == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize(
+    ("content", "waits"), [("What?", False), ([{"type": "image_url", "image_url": "https://a.test/"}], True)]
+)
+async def test_timeouts_count_against_preprocess_only_without_images(content: Any, waits: bool) -> None:
+    bodies = PreprocessBodies([], None, 5.0)
+    calls: list[bool] = []
+
+    async def call(method: Any, request: Any, timeout_s: float, *, waits: bool) -> Any:
+        calls.append(waits)
+        return preprocess_pb2.TokenizeResponse()
+
+    bodies._replicas.call = call  # type: ignore[method-assign, assignment]
+    text = json.dumps({"messages": [{"role": "user", "content": content}]})
+    await bodies.tokenized("m", Prompt(openai_body=text.encode()), [])
+    assert calls == [waits]

@@ -44,6 +44,15 @@ def png_bomb(width: int, height: int) -> bytes:
     return png_declaring(width, height, data)
 
 
+def jpeg_of_scans(width: int, height: int, scans: int) -> bytes:
+    """Returns a progressive JPEG whose last scan is repeated: each takes a few bytes and a pass over all pixels."""
+    file = BytesIO()
+    Image.new("L", (width, height), 128).save(file, "JPEG", progressive=True, quality=50)
+    data = file.getvalue()
+    own = data.count(b"\xff\xda")
+    return data[:-2] + data[data.rfind(b"\xff\xda") : -2] * (scans - own) + data[-2:]
+
+
 def gif_of_frames(frames: int, side: int = 1) -> bytes:
     """Returns a GIF with frames of one pixel on a square canvas."""
     head = b"GIF89a" + struct.pack("<HHBBB", side, side, 0x80, 0, 0) + b"\0\0\0\xff\xff\xff"

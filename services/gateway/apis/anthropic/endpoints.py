@@ -169,7 +169,9 @@ class MessagesEndpoints:
                 lambda error: error_event_body(error, attempt.request_id),
                 **attempt.output_options,
             )
-            return await self._block_runner.stream(attempt.translated, encoder, fallbacks=attempt.fallbacks)
+            return await self._block_runner.stream(
+                attempt.translated, encoder, fallbacks=attempt.fallbacks, receive=request.receive
+            )
         collected = await self._block_runner.collect(request, attempt.translated)
         if collected is None:
             return client_closed_response()

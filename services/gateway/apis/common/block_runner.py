@@ -7,10 +7,11 @@ from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.apis.common.media import check_media
+from services.gateway.apis.common.media import check_media, started_unless_gone
 from services.gateway.apis.common.output import GenerationUsage
 from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
 from services.gateway.apis.common.translation import TranslatedRequest
@@ -51,17 +52,23 @@ class BlockAnswerRunner:
         encoder: EventEncoder,
         started: Callable[[Generation], None] = lambda generation: None,
         fallbacks: Iterable[Marked] = (),
+        receive: Receive | None = None,
     ) -> Response:
         """Returns the generation as a server-sent event stream.
 
         Args:
             started: called with the generation before the encoder writes its first event.
             fallbacks: fallbacks to report in the headers besides those of the generation.
+            receive: of the client, whose disconnect ends the start of a request with media items; None: nothing does.
         """
         response = StreamedBlocks(encoder, translated.field_names.rename)
 
         async def start() -> list[Marked]:
-            generation = await self._start(translated, response.sinks[0], response.usage)
+            starting = self._start(translated, response.sinks[0], response.usage)
+            if receive is None:
+                generation = await starting
+            else:
+                generation = await started_unless_gone(receive, translated.generation, starting)
             started(generation)
             return [generation, *fallbacks]
 
@@ -74,7 +81,8 @@ class BlockAnswerRunner:
             SluiceError: with fields named as in the client's API.
         """
         turn = CollectedTurn(translated.field_names.rename)
-        generation = await self._start(translated, turn, turn.usage)
+        starting = self._start(translated, turn, turn.usage)
+        generation = await started_unless_gone(http.receive, translated.generation, starting)
         try:
             if not await turn.ended(http.receive):
                 return None

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from starlette.types import Receive
+
+from services.common.errors import ErrorKind, SluiceError
 from services.common.media.parts import MediaInput
-from services.gateway.core.request import ChatPrompt, Prompt
+from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt
+from services.gateway.http.sse import result_unless_gone
 from services.gateway.workers.capabilities import able
 from services.gateway.workers.registry import WorkerRegistry
 
@@ -33,6 +37,22 @@ def check_media(registry: WorkerRegistry, model: str, prompt: Prompt) -> None:
     """Raises SluiceError(INVALID_ARGUMENT) for media items of a kind that no engine of the model takes."""
     if isinstance(prompt, ChatPrompt) and prompt.media:
         able(registry.of_model(model), media_needs(prompt.media))
+
+
+async def started_unless_gone(receive: Receive, request: GenerationRequest, start: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of starting a request; those with media items end if the client disconnects meanwhile.
+
+    Files may take seconds to be fetched and checked. A start without media items is awaited as it is.
+
+    Raises:
+        SluiceError: CANCELLED if the client has disconnected.
+    """
+    if not (isinstance(request.prompt, ChatPrompt) and request.prompt.media):
+        return await start
+    started = await result_unless_gone(receive, start)
+    if started is None:
+        raise SluiceError(ErrorKind.CANCELLED, "The client disconnected before the request was started.")
+    return started
 
 
 def release_media(messages: list[Any]) -> None:

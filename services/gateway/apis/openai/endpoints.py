@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -18,7 +17,7 @@ from services.common.observability import telemetry
 from services.common.tasks import TaskOwner
 from services.gateway import context
 from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
-from services.gateway.apis.common.media import release_media, with_media
+from services.gateway.apis.common.media import release_media, started_unless_gone, with_media
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format, usage
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, DetailOptions
@@ -179,7 +178,11 @@ class OpenAIEndpoints:
             options.prompt_only,
             make,
         )
-        start = partial(self._start, generations, choices, options)
+
+        async def start() -> list[Generation]:
+            starting = self._start(generations, choices, options)
+            return await started_unless_gone(request.receive, generations[0], starting)
+
         return await choices.respond(self._write_scheduler, self._settings.max_unsent_kb << 10, start)
 
     async def _collect(
@@ -201,7 +204,8 @@ class OpenAIEndpoints:
             make,
         )
         try:
-            started = await self._start(generations, choices, options)
+            starting = self._start(generations, choices, options)
+            started = await started_unless_gone(request.receive, generations[0], starting)
             if not await choices.ended(request.receive):
                 return client_closed_response()
             results = choices.results()

@@ -18,10 +18,10 @@ from services.common.media.parts import MediaInput
 from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
 from services.common.packing import pack_u32
 from services.common.rpc.multiplexed_call import preprocess_stub
-from services.gateway.clients.preprocess import PreprocessClient
+from services.gateway.clients.preprocess import MEDIA_AT_ONCE, PreprocessClient
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.context import NO_CONTEXT
-from services.gateway.core.request import ChatPrompt, FinishReason, PromptMedia, TokenizedPrompt
+from services.gateway.core.request import ChatPrompt, FinishReason, PromptMedia, TextPrompt, TokenizedPrompt
 from services.gateway.streams.manager import NO_RECOVERY
 from services.gateway.streams.stream import GenerationStream
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc, worker_pb2_grpc
@@ -159,7 +159,7 @@ async def preprocess(service: MediaPreprocess) -> AsyncIterator[PreprocessClient
         client = PreprocessClient([address], None, 10.0)
         replica = _Only(address)
 
-        async def call(method: Any, request: Any, timeout_s: float, hedge: str = "") -> Any:
+        async def call(method: Any, request: Any, timeout_s: float, hedge: str = "", waits: bool = False) -> Any:
             return await method(replica.stub)(request, timeout=timeout_s)
 
         client.replicas.call = call  # type: ignore[method-assign, assignment]
@@ -210,3 +210,24 @@ async def test_tokenize_with_a_response_that_lacks_an_item_fails(field: str) -> 
     async with preprocess(service) as client:
         with pytest.raises(SluiceError, match="other media items"):
             await client.tokenize("m", CHAT)
+
+
+async def test_tokenize_of_text_does_not_wait_for_calls_with_media() -> None:
+    client = PreprocessClient(["127.0.0.1:1"], None, 10.0)
+    begun: list[bool] = []
+
+    async def call(method: Any, request: Any, timeout_s: float, hedge: str = "", waits: bool = False) -> Any:
+        begun.append(waits)
+        if request.chat.media:
+            await asyncio.Event().wait()
+        return preprocess_pb2.TokenizeResponse(token_ids=pack_u32([1]))
+
+    client.replicas.call = call  # type: ignore[method-assign, assignment]
+    held = [asyncio.ensure_future(client.tokenize("m", CHAT)) for _ in range(400)]
+    await until(lambda: len(begun) == MEDIA_AT_ONCE)
+    async with asyncio.timeout(10):
+        assert (await client.tokenize("m", TextPrompt("a", None))).length == 1
+    assert begun == [True] * MEDIA_AT_ONCE + [False]
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)

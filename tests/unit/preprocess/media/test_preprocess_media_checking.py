@@ -12,10 +12,17 @@ import pytest
 from PIL import Image
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.media.spans import content_hash
+from services.common.media.parts import MediaInput, MediaLimits
+from services.common.media.spans import MediaKind, content_hash
+from services.preprocess.media import loading
+from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import CheckLimits, MediaChecker
-from services.preprocess.media.images import BadImage, ImageFacts, ImageLimits, check_image
-from tests.support.data.images import gif_of_frames, image_file, png_bomb, png_declaring
+from services.preprocess.media.fetching import FetchLimits, MediaFetcher
+from services.preprocess.media.https_get import HttpsGet
+from services.preprocess.media.images import MOST_SCANS, BadImage, ImageFacts, ImageLimits, check_image
+from services.preprocess.media.loading import MediaLoader
+from tests.support.data.images import gif_of_frames, image_file, jpeg_of_scans, png_bomb, png_declaring
+from tests.support.waiting import until
 
 PART = "messages[2].content[1]"
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href="file:///etc/passwd"/></svg>'
@@ -55,6 +62,20 @@ def test_check_image_truncated_raises(form: str, kept: float) -> None:
     whole = image_file(64, 64, form)
     with pytest.raises(BadImage):
         check_image(whole[: int(len(whole) * kept)], LIMITS.images)
+
+
+def test_check_image_of_a_jpeg_with_many_scans_raises() -> None:
+    assert check_image(jpeg_of_scans(64, 64, MOST_SCANS), LIMITS.images) == ImageFacts(64, 64, "JPEG")
+    with pytest.raises(BadImage, match="scans"):
+        check_image(jpeg_of_scans(64, 64, MOST_SCANS + 1), LIMITS.images)
+
+
+def test_check_image_of_a_jpeg_counts_no_scans_in_its_metadata_or_behind_it() -> None:
+    scan = b"\xff\xda\x00\x02"
+    file = image_file(64, 64, "JPEG")
+    comment = b"\xff\xfe" + (2 + len(scan) * 100).to_bytes(2, "big") + scan * 100
+    for odd in (file + scan * 100, file[:2] + comment + file[2:]):
+        assert check_image(odd, LIMITS.images) == ImageFacts(64, 64, "JPEG")
 
 
 BAD_FILES = {
@@ -145,3 +166,79 @@ async def test_checker_with_too_many_waiting_files_refuses_more() -> None:
         assert [error.kind for error in refused] == [ErrorKind.OVERLOADED] * 3
     finally:
         await checker.close()
+
+
+async def test_checker_files_that_no_request_waits_for_are_not_decoded() -> None:
+    checker = MediaChecker(CheckLimits(waiting=4))
+    try:
+        held = asyncio.Event()
+        fork = checker.server.fork
+
+        async def late_fork() -> object:
+            await held.wait()
+            return await fork()
+
+        checker.server.fork = late_fork  # type: ignore[method-assign, assignment]
+        files = [image_file(side, 3) for side in range(1, 5)]
+        given_up = [asyncio.ensure_future(checker.check(file, PART)) for file in (*files, files[0])]
+        await until(lambda: checker._lanes[0].outstanding == 4)
+        given_up.pop()
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        assert checker._lanes[0].outstanding == 1, "the one for which a second request waits"
+        checks = [asyncio.ensure_future(checker.check(file, PART)) for file in (files[1], image_file(9, 3))]
+        await asyncio.sleep(0)
+        held.set()
+        assert await asyncio.gather(*checks) == [ImageFacts(2, 3, "PNG"), ImageFacts(9, 3, "PNG")]
+        assert checker.counts.checked == 3, "these two, and the one for which a second request waits"
+    finally:
+        await checker.close()
+
+
+async def test_loader_file_that_waits_for_others_too_long_is_overload() -> None:
+    checker = MediaChecker()
+    checker.server.fork = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+    fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), 1000, 5.0), FetchLimits())
+    loader = MediaLoader(fetcher, checker, MediaLimits(), limit_s=0.2)
+    try:
+        with pytest.raises(SluiceError) as caught:
+            await loader.load([MediaInput(PART, MediaKind.IMAGE, image_file(8, 8))])
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        assert not checker._running
+    finally:
+        await loader.close()
+
+
+async def test_loader_of_many_fetched_bytes_refuses_more_until_others_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = image_file(8, 8)
+    monkeypatch.setattr(loading, "MOST_FETCHED_BYTES", 2 * len(file) + 1)
+    held, checker = asyncio.Event(), MediaChecker()
+    fork = checker.server.fork
+
+    async def late_fork() -> object:
+        await held.wait()
+        return await fork()
+
+    async def fetch(url: str, part: str) -> bytes:
+        return file
+
+    checker.server.fork = late_fork  # type: ignore[method-assign, assignment]
+    fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), 1000, 5.0), FetchLimits())
+    fetcher.fetch = fetch  # type: ignore[method-assign]
+    loader = MediaLoader(fetcher, checker, MediaLimits())
+    given = MediaInput(PART, MediaKind.IMAGE, url="https://a.test/1")
+    try:
+        first = [asyncio.ensure_future(loader.load([given] * 3)) for _ in range(2)]  # each file counts once a request
+        await until(lambda: loader._fetched_bytes == 2 * len(file))
+        with pytest.raises(SluiceError) as caught:
+            await loader.load([given])
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        held.set()
+        assert [len(found.items) for found in await asyncio.gather(*first)] == [3, 3]
+        assert loader._fetched_bytes == 0
+        assert len((await loader.load([given])).items) == 1
+    finally:
+        await loader.close()

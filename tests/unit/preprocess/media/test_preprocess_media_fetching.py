@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
+from services.gateway.settings import GatewaySettings
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
-from services.preprocess.media.https_get import AddressPolicy, HttpsGet
+from services.preprocess.media.https_get import AddressPolicy, HttpsGet, resolve
+from services.preprocess.settings import PreprocessSettings
 from tests.support.servers.media_host import MediaHost, media_host, response
 from tests.support.waiting import until
 
@@ -140,6 +143,13 @@ async def test_fetcher_redirect_off_the_list_is_refused(host: MediaHost, locatio
     assert len(host.requests) == 1
 
 
+@pytest.mark.parametrize("location", ["https://[bad/", "//[bad/", "https://media.test:99999/", "https://[v1.x]/"])
+async def test_fetcher_redirect_to_what_is_not_a_url_is_refused(host: MediaHost, location: str) -> None:
+    host.answers["/a.png"] = response(b"", "302 Found", f"Location: {location}")
+    error = await refusal(fetcher(host), url(host))
+    assert (error.kind, error.code) == (ErrorKind.INVALID_ARGUMENT, "media_fetch_refused")
+
+
 async def test_fetcher_few_redirects_are_followed_and_many_refused(host: MediaHost) -> None:
     for index in range(5):
         host.answers[f"/{index}"] = response(b"", "302 Found", f"Location: /{index + 1}")
@@ -176,6 +186,48 @@ async def test_fetcher_endless_file_is_refused_at_the_limit(host: MediaHost) -> 
     assert sent < MOST + (8 << 20)  # what sockets buffer
 
 
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [("200 OK\r\nTransfer-Encoding: chunked", b"1\r\na\r\n"), ("100 Continue", b"HTTP/1.1 100 Continue\r\n\r\n")],
+)
+async def test_fetcher_file_in_tiny_pieces_fails_after_few_of_them(host: MediaHost, head: str, piece: bytes) -> None:
+    async def send(writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 {head}\r\n\r\n".encode())
+        while True:
+            writer.write(piece * 1000)
+            await writer.drain()
+
+    host.answers["/a.png"] = send
+    error = await refusal(fetcher(host), url(host))
+    assert error.code == "media_fetch_failed"
+    assert "too small" in error.message
+
+
+async def test_fetcher_file_in_small_pieces_is_fetched(host: MediaHost) -> None:
+    async def send(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"40\r\n%b\r\n" % bytes(64) * 1000)
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+    host.answers["/a.png"] = send
+    assert await fetcher(host).fetch(url(host), PART) == bytes(64_000)
+
+
+async def test_resolver_that_waits_for_name_servers_leaves_the_threads_of_requests_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args, **kwargs: answered.wait(60) and [])
+    waiting = [asyncio.ensure_future(resolve(f"{index}.test", 443)) for index in range(64)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: "free") == "free"
+    finally:
+        answered.set()
+        assert await asyncio.gather(*waiting) == [[]] * 64
+
+
 async def test_fetcher_endless_head_fails(host: MediaHost) -> None:
     async def endless(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n")
@@ -207,6 +259,12 @@ async def test_fetcher_host_that_sends_byte_by_byte_fails_after_the_total_limit(
     host.answers["/a.png"] = drip
     found = fetcher(host, limits=FetchLimits(MOST, total_s=1.0))
     assert (await refusal(found, url(host))).code == "media_fetch_failed"
+
+
+def test_limits_of_fetching_and_checking_end_before_the_gateway_gives_up() -> None:
+    fetch_s, check_s = (PreprocessSettings.model_fields[name].default for name in ("media_fetch_s", "media_limit_s"))
+    assert fetch_s == FetchLimits().total_s
+    assert fetch_s + check_s < GatewaySettings.model_fields["tokenize_timeout_s"].default
 
 
 async def test_fetcher_gone_cut_off_or_compressed_file_fails(host: MediaHost) -> None:
@@ -274,3 +332,41 @@ async def test_fetcher_with_too_many_fetches_refuses_more(host: MediaHost) -> No
     assert caught.value.kind is ErrorKind.OVERLOADED
     await found.close()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_fetcher_file_that_waits_for_others_too_long_is_overload_and_no_fault_of_its_url(host: MediaHost) -> None:
+    async def silent(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    host.answers["/0"] = silent
+    found = fetcher(host, limits=FetchLimits(MOST, total_s=1.0, at_once=1))
+    first, second = (asyncio.ensure_future(found.fetch(url(host, f"/{index}"), PART)) for index in range(2))
+    failed, waited = await asyncio.gather(first, second, return_exceptions=True)
+    assert isinstance(failed, SluiceError)
+    assert isinstance(waited, SluiceError)
+    assert (failed.kind, failed.code) == (ErrorKind.INVALID_ARGUMENT, "media_fetch_failed")
+    assert waited.kind is ErrorKind.OVERLOADED
+    assert found.counts.results == {"media_fetch_failed": 1, "overloaded": 1}
+    assert len(host.requests) == 1
+
+
+async def test_fetcher_fetch_that_ends_late_leaves_a_new_one_of_its_url_to_others(host: MediaHost) -> None:
+    release = asyncio.Event()
+
+    async def held(writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        await response(b"file")(writer)
+
+    host.answers["/a.png"] = held
+    found = fetcher(host)
+    cancelled = asyncio.ensure_future(found.fetch(url(host), PART))
+    await until(lambda: bool(host.requests))
+    cancelled.cancel()
+    await asyncio.sleep(0)  # its fetch is cancelled, and has not ended yet
+    waiting = [asyncio.ensure_future(found.fetch(url(host), PART))]
+    await until(lambda: len(host.requests) == 2)
+    waiting.append(asyncio.ensure_future(found.fetch(url(host), PART)))
+    await asyncio.sleep(0)
+    release.set()
+    assert await asyncio.gather(*waiting) == [b"file"] * 2
+    assert len(host.requests) == 2
