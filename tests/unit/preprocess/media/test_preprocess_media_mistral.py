@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,67 @@ def test_mistral_images_ids_equal_those_of_mistral_common(
     assert [span.unexpanded_ids for span in spans] == [pack_u32([10])] * len(sizes)
 
 
+def test_mistral_conversations_with_images_ids_equal_those_of_mistral_common(
+    tokenizer: MistralTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 conversations of one to five turns with 1 to 4 images in any place and of any size."""
+    monkeypatch.setattr(mistral_image, "transform_image", lambda image, size: np.zeros((3, *size)))
+    reference, random = Reference.from_file(str(resolve(DEFAULT_SOURCE))), Random(18)
+    rule, seen = tokenizer.image_rule, set()
+    assert rule is not None
+    for _ in range(200):
+        ours, theirs, sizes = conversation(random)
+        expected = reference.encode_chat_completion(ChatCompletionRequest.from_openai(messages=theirs)).tokens
+        items = [CountedItem("messages[0]", bytes(16), ImageFacts(*size, "PNG")) for size in sizes]
+        packed, spans = expand(tokenizer.pack_chat(ChatRequest(ours)), rule, items)
+        assert unpack_u32(packed).tolist() == expected
+        assert len(spans) == len(sizes)
+        seen.add(tuple(expected))
+    assert len(seen) == 200
+
+
+def conversation(random: Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[int, int]]]:
+    """Returns a conversation with references, the same with files for mistral-common, and the sizes of its images."""
+    turns, sizes = random.randint(1, 5), list[tuple[int, int]]()
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    if random.random() < 0.5:
+        ours.append({"role": "system", "content": sentence(random)})
+        theirs.append(ours[-1])
+    holders = [random.randrange(turns) for _ in range(random.randint(1, 4))]
+    for turn in range(turns):
+        texts = [{"type": "text", "text": sentence(random)} for _ in range(random.randint(1, 2))]
+        our_parts, their_parts = list[dict[str, Any]](texts), list[dict[str, Any]](texts)
+        for _ in range(holders.count(turn)):
+            size, place = (random.randint(1, 900), random.randint(1, 900)), random.randint(0, len(our_parts))
+            our_parts.insert(place, {"type": "image"})
+            their_parts.insert(place, image_url(size))
+            sizes.insert(len(sizes) - sum(part["type"] == "image" for part in our_parts[place + 1 :]), size)
+        ours.append({"role": "user", "content": our_parts})
+        theirs.append({"role": "user", "content": their_parts})
+        if turn < turns - 1:
+            ours.append({"role": "assistant", "content": sentence(random)})
+            theirs.append(ours[-1])
+    found = [part for message in ours if isinstance(message["content"], list) for part in message["content"]]
+    for index, part in enumerate(part for part in found if part["type"] == "image"):
+        part["media"] = index
+    return ours, theirs, sizes
+
+
+def sentence(random: Random) -> str:
+    words = ["river", "Fluss", "川", "[IMG]", "[IMG_BREAK]", "\n", "42", "[INST]", "a", "🙂", "describe", "it."]
+    return " ".join(random.choices(words, k=random.randint(1, 12)))
+
+
+def image_url(size: tuple[int, int]) -> dict[str, Any]:
+    encoded = base64.b64encode(image_file(*size)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+
+
 def chats(order: str, sizes: list[tuple[int, int]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the same messages with references, and with files for mistral-common."""
     ours: list[dict[str, Any]] = [{"type": "image", "media": index} for index in range(len(sizes))]
-    theirs: list[dict[str, Any]] = []
-    for size in sizes:
-        encoded = base64.b64encode(image_file(*size)).decode()
-        theirs.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}})
+    theirs = [image_url(size) for size in sizes]
 
     def messages(images: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if order == "two turns":
