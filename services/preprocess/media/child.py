@@ -7,6 +7,7 @@ environment and no descriptors but its connection. A request is a file; a reply 
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import socket
 import sys
@@ -21,6 +22,8 @@ ENDS = b'{"ends":'
 """Beginning of a reply after which the process ends."""
 OUT_OF_MEMORY = ENDS + b"true}"
 ALARM_S = 2.0
+NICENESS = 5
+"""Added to that of the service: text goes first while all processors are busy."""
 _FILES = 16
 
 
@@ -50,6 +53,7 @@ class MediaCheckService(ForkedService):
         self._limits = limits
 
     def limit(self) -> None:
+        os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_AS, (self._memory_mb << 20,) * 2)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

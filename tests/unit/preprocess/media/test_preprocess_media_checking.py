@@ -17,6 +17,7 @@ from services.common.media.spans import MediaKind, content_hash
 from services.preprocess.media import loading
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import CheckLimits, MediaChecker
+from services.preprocess.media.child import NICENESS
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
 from services.preprocess.media.images import MOST_SCANS, BadImage, ImageFacts, ImageLimits, check_image
@@ -147,6 +148,14 @@ async def test_checker_killed_process_is_replaced(checker: MediaChecker) -> None
     assert child is not None
     os.kill(child.pid, signal.SIGKILL)
     assert await checker.check(image_file(6, 5), PART) == ImageFacts(6, 5, "PNG")
+
+
+async def test_checker_process_yields_the_processor_to_the_service(checker: MediaChecker) -> None:
+    await checker.check(image_file(5, 5), PART)
+    child = checker._lanes[0].child
+    assert child is not None
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(mine + NICENESS, 19)
 
 
 async def test_checker_same_content_is_decoded_once(checker: MediaChecker) -> None:
