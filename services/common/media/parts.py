@@ -161,7 +161,7 @@ def media_of_base64(
         raise media_too_large(where, limits.item_bytes)
     if media_type and not media_type.startswith(f"{kind.capability}/"):
         raise _invalid_media(
-            f"{where} is declared as {quoted(media_type)}, which is not an {kind.capability} type.", where
+            f"{where} is declared as {quoted(media_type)}, which is not a type of {kind.capability}.", where
         )
     try:
         data = pybase64.b64decode(payload, validate=True)
