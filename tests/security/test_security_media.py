@@ -383,9 +383,9 @@ def test_broken_data_url_is_refused_by_part(attacked: Attacked, url: str) -> Non
 
 
 def test_too_many_images_and_too_large_ones_are_refused_by_part(attacked: Attacked) -> None:
-    body = {"model": "tiny", "messages": [user_message(*[image_url(RED)] * 33)]}
+    body = {"model": "tiny", "messages": [user_message(*[image_url(RED)] * 101)]}
     found = httpx.post(f"{attacked.suite.url}/v1/chat/completions", json=body, timeout=60)
-    refused_as(found, "too_many_media", "messages[0].content[32]")
+    refused_as(found, "too_many_media", "messages[0].content[100]")
     refused_as(attacked.fetch(data_url(picture(RED) + bytes(FILE_MB << 20))), TOO_LARGE)
 
 

@@ -51,7 +51,7 @@ class MediaLimits:
         total_bytes: most bytes of all files together, which travel in one message.
     """
 
-    items: int = 32
+    items: int = 100
     item_bytes: int = 20 << 20
     total_bytes: int = 48 << 20
 

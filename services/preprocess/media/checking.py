@@ -42,7 +42,7 @@ class CheckLimits:
     limit_s: float = 5.0
     memory_mb: int = 768
     processes: int = 1
-    waiting: int = 128
+    waiting: int = 512
 
 
 @dataclass(frozen=True, slots=True)

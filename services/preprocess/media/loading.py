@@ -157,8 +157,8 @@ def not_supported(item: MediaInput, tokenizer: TokenizerProtocol) -> SluiceError
     """Returns the error of a media item that a model's tokenizer does not take."""
     reason = getattr(tokenizer, "no_images", "") if item.kind is MediaKind.IMAGE else ""  # optional for custom classes
     return invalid(
-        f"{item.part} is of the kind {item.kind.capability}, which the {tokenizer.facts.processor} tokenizer of this model does "
-        f"not take; leave it out, or choose a model with that modality.{reason and ' '}{reason}",
+        f"{item.part} is of the kind {item.kind.capability}, which the {tokenizer.facts.processor} tokenizer of this "
+        f"model does not take; leave it out, or choose a model with that modality.{reason and ' '}{reason}",
         param=item.part,
         code="media_not_supported",
     )
