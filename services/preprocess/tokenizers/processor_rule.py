@@ -70,7 +70,7 @@ class ProcessorRule(ImageRule):
         render: renders a chat by the model's template.
 
     Raises:
-        NoImages: there is no processor, or its ids do not only depend on the size of an image.
+        NoImages: without a processor, or if its ids depend on more than the size of an image.
     """
 
     blocks = True
