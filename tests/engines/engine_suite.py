@@ -11,8 +11,10 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
+import sys
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -628,6 +630,42 @@ async def refused_start(engine: EngineUnderTest, *flags: str, model: Path | None
     crash_reason = [line for line in text.splitlines() if " services.common.runner " in line]
     assert len(crash_reason) == 1, text
     return crash_reason[0]
+
+
+async def conformance(worker: RunningWorker, watcher: str, within_s: float) -> tuple[int, int]:
+    """Runs the conformance kit, which must find no violation and then stops the worker.
+
+    Args:
+        watcher: address of the router that the kit plays; the worker registers there.
+
+    Returns:
+        The number of rules that pass, and of those that were not checked.
+    """
+    kit = await asyncio.create_subprocess_exec(
+        *(str(Path(sys.executable).with_name("sluice")), "conformance", worker.address, "--patience", "5"),
+        *("--router-listen", watcher, "--stop-command", f"kill {worker.process.pid}"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(ROOT)},
+    )
+    async with asyncio.timeout(within_s):
+        output = (await kit.communicate())[0].decode()
+    assert kit.returncode == 0, output
+    (passed, not_checked), *_ = re.findall(r"(\d+) pass, 0 fail.* (\d+) not checked", output)
+    return int(passed), int(not_checked)
+
+
+async def checks_inside(engine: EngineUnderTest, script: str, *arguments: str) -> None:
+    """Runs a script of this folder with the engine's interpreter and model; it must end with "ok"."""
+    process = await asyncio.create_subprocess_exec(
+        *(engine.python, "-P", str(Path(__file__).with_name(script)), str(engine.model), *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **engine.env, "PYTHONPATH": str(ROOT)},
+    )
+    async with asyncio.timeout(engine.start_s):
+        output, errors = await process.communicate()
+    assert output.decode().strip().endswith("ok"), errors.decode()[-4000:]
 
 
 def _python_path(engine: EngineUnderTest) -> str:

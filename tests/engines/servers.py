@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,12 +41,6 @@ class _Vllm:
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, timeout=60)
 
-    def is_up(self) -> bool:
-        try:
-            return self._client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
     def ids(self, chat: dict[str, Any]) -> list[int] | None:
         answer = self._client.post("/v1/chat/completions/render", json={"model": "m", **chat})
         if answer.status_code == 400:
@@ -76,17 +70,33 @@ def vllm_server(path: Path) -> Iterator[Reference]:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
+    with healthy_server(command, environment, folder, port) as url:
+        yield _Vllm(url)
+
+
+@contextmanager
+def healthy_server(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path, port: int, start_s: float = START_S
+) -> Iterator[str]:
+    """vLLM's server that a command starts, from when its health check passes; returns its URL."""
+    url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL) as process:
         try:
-            server = _Vllm(f"http://127.0.0.1:{port}")
-            deadline = time.monotonic() + START_S
-            while not server.is_up():
+            deadline = time.monotonic() + start_s
+            while not _is_up(url):
                 assert process.poll() is None, "vLLM's server has ended"
                 assert time.monotonic() < deadline, "vLLM's server does not start"
                 time.sleep(0.5)
-            yield server
+            yield url
         finally:
             process.terminate()
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 class _Sglang:

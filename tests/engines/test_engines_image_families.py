@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -19,7 +18,7 @@ from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
 from services.preprocess.tokenizers.processor_rule import ProcessorOptions
 from tests.engines.engine_suite import interpreter
-from tests.engines.test_engines_image_rules import BUILDERS, PROMPTS, items, numbered, prompt
+from tests.engines.test_engines_image_rules import BUILDERS, PROMPTS, by_processor, items, numbered, prompt
 from tests.support.data.loaded_tokenizers import limits
 from tests.support.data.tiny_vlm import build_llava
 
@@ -88,18 +87,7 @@ def test_ids_of_llava_next_equal_those_of_its_processor(tmp_path: Path) -> None:
     random = Random(22)
     folder = build_llava_next(tmp_path / "next")
     request = {"sizes": [], "prompts": [prompt(random) for _ in range(PROMPTS)]}
-    script = Path(__file__).with_name("offline_image_ids.py")
-    done = subprocess.run(
-        [interpreter("transformers"), str(script), str(folder)],
-        input=json.dumps(request),
-        env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    theirs = json.loads(done.stdout.splitlines()[-1])["ids"]
+    theirs = by_processor(folder, request)["ids"]
     tokenizer = HfTokenizer(folder, limits(), processors=options())
     try:
         assert tokenizer.image_rule is not None, tokenizer.no_images

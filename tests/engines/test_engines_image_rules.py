@@ -87,17 +87,7 @@ def test_image_rule_ids_equal_those_of_the_models_processor(kind: str, bounds: s
     changed = {**json.loads(config.read_text()), **BOUNDS[bounds]}
     config.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
     request = {"sizes": sizes(random), "prompts": [prompt(random) for _ in range(PROMPTS)]}
-    done = subprocess.run(
-        [interpreter("transformers"), str(Path(__file__).with_name("offline_image_ids.py")), str(folder)],
-        input=json.dumps(request),
-        env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    theirs = json.loads(done.stdout.splitlines()[-1])
+    theirs = by_processor(folder, request)
     tokenizer = HfTokenizer(folder, limits())
     rule = tokenizer.image_rule
     assert rule is not None
@@ -111,3 +101,19 @@ def test_image_rule_ids_equal_those_of_the_models_processor(kind: str, bounds: s
         packed = tokenizer.pack_chat(ChatRequest(numbered(each["messages"])))
         expanded, _ = expand(packed, rule, items(each["sizes"]))
         assert unpack_u32(expanded).tolist() == ids, each
+
+
+def by_processor(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the model's own processor makes of sizes and prompts, see `offline_image_ids.py`."""
+    done = subprocess.run(
+        [interpreter("transformers"), str(Path(__file__).with_name("offline_image_ids.py")), str(folder)],
+        input=json.dumps(request),
+        env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import random
-import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from tests.engines.image_conversations import (
     text_part,
 )
 from tests.engines.served_suite import GREEDY, WAIT_S, ServedModel, served
-from tests.engines.servers import ROOT
+from tests.engines.servers import ROOT, healthy_server
 from tests.engines.test_engines_vllm import ENVIRONMENT, describe
 from tests.support.data.tiny_vlm import (
     LLAVA_IMAGE_TOKEN,
@@ -156,24 +155,8 @@ def vllm_server(folder: Path) -> Iterator[str]:
         *("--enforce-eager", "--block-size", str(BLOCK), "--max-model-len", "2048", *LIMITS),
     ]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR"}
-    with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL) as process:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + SERVER_START_S
-            while not _is_up(url):
-                assert process.poll() is None, "vLLM's server has ended"
-                assert time.monotonic() < deadline, "vLLM's server does not start"
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+    with healthy_server(command, environment, folder, port, SERVER_START_S) as url:
+        yield url
 
 
 def chat(messages: Sequence[Any], max_tokens: int) -> dict[str, Any]:

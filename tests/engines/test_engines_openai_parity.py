@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from services.common.net.ports import free_port
 from sluice.cli import tiny_weights
-from tests.engines.servers import ROOT, START_S, python
+from tests.engines.servers import ROOT, START_S, healthy_server, python
 from tests.support.data.tiny_models import CONTEXT_LENGTH, TURN_END, build_servable
 from tests.support.servers.suite import Suite
 
@@ -119,24 +117,8 @@ def vllm_server(folder: Path) -> Iterator[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    with subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL) as process:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + START_S
-            while not _is_up(url):
-                assert process.poll() is None, "vLLM's server has ended"
-                assert time.monotonic() < deadline, "vLLM's server does not start"
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.TransportError:
-        return False
+    with healthy_server(command, environment, folder, port) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

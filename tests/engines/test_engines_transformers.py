@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -135,16 +133,7 @@ async def test_routing_follows_the_cache(engine: suite.EngineUnderTest, tmp_path
 
 @pytest.mark.parametrize("case", ["surface", "events", "sampling", "overflow", "death"])
 async def test_checks_inside_the_engine_environment_pass(engine: suite.EngineUnderTest, case: str) -> None:
-    script = Path(__file__).with_name("inside_transformers.py")
-    process = await asyncio.create_subprocess_exec(
-        *(engine.python, str(script), str(engine.model), case),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **engine.env, "PYTHONPATH": str(suite.ROOT)},
-    )
-    async with asyncio.timeout(engine.start_s):
-        said, errors = await process.communicate()
-    assert said.decode().strip().endswith("ok"), errors.decode()[-4000:]
+    await suite.checks_inside(engine, "inside_transformers.py", case)
 
 
 async def test_model_that_cannot_be_served_fails_with_one_message(

@@ -6,10 +6,7 @@ import asyncio
 import base64
 import io
 import json
-import os
 import random
-import re
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -60,16 +57,7 @@ async def running(engine: suite.EngineUnderTest) -> AsyncIterator[ServedModel]:
 
 @pytest.mark.parametrize("case", ["conversations", "overflow", "sampling", "cancels", "refusals", "death"])
 async def test_checks_inside_the_engine_environment_pass(engine: suite.EngineUnderTest, case: str) -> None:
-    script = HERE / "inside_transformers_images.py"
-    process = await asyncio.create_subprocess_exec(
-        *(engine.python, "-P", str(script), str(engine.model), case),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **engine.env, "PYTHONPATH": str(suite.ROOT)},
-    )
-    async with asyncio.timeout(engine.start_s):
-        said, errors = await process.communicate()
-    assert said.decode().strip().endswith("ok"), errors.decode()[-4000:]
+    await suite.checks_inside(engine, "inside_transformers_images.py", case)
 
 
 def picture(colour: str, size: tuple[int, int] = (100, 80)) -> str:
@@ -193,16 +181,6 @@ async def test_chats_whose_worker_is_killed_continue_on_another_with_the_same_to
 async def test_conformance_kit_finds_no_violation(engine: suite.EngineUnderTest) -> None:
     watcher = f"127.0.0.1:{free_port()}"
     async with suite.running(engine, "--routers", watcher) as worker:
-        kit = await asyncio.create_subprocess_exec(
-            *(str(Path(sys.executable).with_name("sluice")), "conformance", worker.address, "--patience", "5"),
-            *("--router-listen", watcher, "--stop-command", f"kill {worker.process.pid}"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "COLUMNS": "200", "PYTHONPATH": str(suite.ROOT)},
-        )
-        async with asyncio.timeout(KIT_S):
-            said = (await kit.communicate())[0].decode()
-        assert kit.returncode == 0, said
-        (passed, not_checked), *_ = re.findall(r"(\d+) pass, 0 fail.* (\d+) not checked", said)
-        assert int(passed) > 50
-        assert int(not_checked) == 1, "only the rule that needs the model's own placeholders"
+        passed, not_checked = await suite.conformance(worker, watcher, KIT_S)
+        assert passed > 50
+        assert not_checked == 1, "only the rule that needs the model's own placeholders"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -65,3 +67,18 @@ class MediaFile:
 def content_hash(data: bytes) -> bytes:
     """Returns the identity of an encoded file: the first 16 bytes of its sha-256."""
     return sha256(data).digest()[:HASH_BYTES]
+
+
+def png_file(width: int, height: int, pixels: bytes) -> bytes:
+    """Returns a PNG file, for samples where no image library is installed.
+
+    Args:
+        pixels: row after row, of one byte each for shades of grey, or of three for red, green and blue.
+    """
+    row = len(pixels) // height
+    header = struct.pack(">IIBBBBB", width, height, 8, 0 if row == width else 2, 0, 0, 0)
+    rows = zlib.compress(b"".join(b"\0" + pixels[at : at + row] for at in range(0, len(pixels), row)))
+    chunks = ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    )

@@ -85,23 +85,17 @@ class PreprocessClient:
         method: Callable[[preprocess_pb2_grpc.PreprocessAsyncStub], Callable[..., Awaitable[A]]],
         request: Any,
         hedge: str,
+        media: bool = False,
     ) -> A:
-        """Makes a call within the concurrency limit and its share of the request's deadline."""
-        deadline = context.current().deadline
-        async with self._limiter.turn(deadline.left_s):
-            share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
-            return await self.replicas.call(method, request, share_s, hedge=hedge)
+        """Makes a call within the concurrency limit and its share of the request's deadline.
 
-    async def _call_with_media(
-        self,
-        method: Callable[[preprocess_pb2_grpc.PreprocessAsyncStub], Callable[..., Awaitable[A]]],
-        request: Any,
-    ) -> A:
-        """Makes a call that waits for hosts and for images of other requests, with a concurrency limit of its own."""
+        Args:
+            media: the call waits for hosts and for images of other requests; such calls have a limit of their own.
+        """
         deadline = context.current().deadline
-        async with self._media_limiter.turn(deadline.left_s):
+        async with (self._media_limiter if media else self._limiter).turn(deadline.left_s):
             share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
-            return await self.replicas.call(method, request, share_s, waits=True)
+            return await self.replicas.call(method, request, share_s, hedge=hedge, waits=media)
 
     async def tokenize(
         self, model: str, prompt: Prompt, block_size: int = 0, lora: str = "", cache_salt: str = ""
@@ -126,7 +120,7 @@ class PreprocessClient:
             request.block_size = 0
         media = prompt.media if isinstance(prompt, ChatPrompt) else ()
         if media:  # as a unary call, so that the files do not delay the calls that share the session
-            response = await self._call_with_media(_unary_tokenize, request)
+            response = await self._call(_unary_tokenize, request, "", media=True)
         else:
             response = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import struct
-import zlib
 from collections.abc import Callable
 from typing import Any
 
 from services.common.errors import SluiceError
+from services.common.media.spans import png_file
 from services.common.packing import pack_u32
 from services.preprocess.media.expansion import CountedItem, expand
 from services.preprocess.media.images import ImageFacts
@@ -110,12 +109,7 @@ def _by_engine(tokenizer: Any, sample: CountedItem) -> bytes:
 
 def sample_png(width: int, height: int) -> bytes:
     """Returns a black PNG file."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits of each of three colours
-    rows = zlib.compress((bytes(1 + 3 * width)) * height)
-    chunks = ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
-    )
+    return png_file(width, height, bytes(3 * width * height))
 
 
 def _digest(tokenizer: TokenizerProtocol, chat: ChatRequest) -> str:

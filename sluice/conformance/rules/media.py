@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from random import randbytes
-from struct import pack
 
 from services.common.errors import ErrorKind
-from services.common.media.spans import MediaKind, MediaSpan, content_hash
+from services.common.media.spans import MediaKind, MediaSpan, content_hash, png_file
 from services.common.rpc.media import span_messages
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.observed_stream import REASONS, ObservedStream
@@ -88,9 +86,4 @@ def _request(subject: Subject, data: bytes) -> worker_pb2.GenerateRequest:
 
 def _picture() -> bytes:
     """Returns a new PNG file of random grey pixels."""
-    rows = b"".join(b"\0" + randbytes(SIDE) for _ in range(SIDE))
-    header = pack(">IIBBBBB", SIDE, SIDE, 8, 0, 0, 0, 0)
-    parts = (b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        pack(">I", len(data)) + name + data + pack(">I", zlib.crc32(name + data)) for name, data in parts
-    )
+    return png_file(SIDE, SIDE, randbytes(SIDE * SIDE))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import base64
+import io
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes, chain, local_hash
 from services.common.media.parts import MediaLimits, take_media
-from services.common.media.spans import MediaKind, MediaSpan, content_hash, items_within
+from services.common.media.spans import MediaKind, MediaSpan, content_hash, items_within, png_file
 from services.common.packing import pack_u32
 from services.common.rpc.media import input_messages, read_inputs, read_spans, span_messages
 
@@ -180,3 +182,11 @@ def test_spans_and_inputs_survive_their_messages() -> None:
 def test_spans_that_cannot_be_are_refused(spans: tuple[MediaSpan, ...]) -> None:
     with pytest.raises(SluiceError, match=r"[mM]edia"):
         read_spans(span_messages(spans), 10)
+
+
+@pytest.mark.parametrize(("mode", "colours"), [("L", 1), ("RGB", 3)])
+@pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 5), (7, 3)])
+def test_png_file_of_pixels_has_them_in_each_mode(mode: str, colours: int, width: int, height: int) -> None:
+    pixels = bytes(index % 256 for index in range(width * height * colours))
+    with Image.open(io.BytesIO(png_file(width, height, pixels))) as image:
+        assert (image.mode, image.size, image.tobytes()) == (mode, (width, height), pixels)

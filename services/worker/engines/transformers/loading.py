@@ -69,20 +69,16 @@ def load_model(folder: ModelFolder, options: Options, device: torch.device, kind
         raise _out_of_memory(needed, free_memory_on(device))
     transformers.logging.disable_progress_bar()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.WARNING)
+    paged = kind == "text" and options.attention == "eager"
     with _load_errors(folder):
-        model = (
-            getattr(transformers, _CLASSES[kind])
-            .from_pretrained(
-                folder.path,
-                dtype=getattr(torch, dtype_of(folder, options)),
-                attn_implementation="paged|eager"
-                if options.attention == "eager" and kind == "text"
-                else options.attention,
-                trust_remote_code=options.trust_remote_code,
-                local_files_only=True,
-            )
-            .to(device)
+        model = getattr(transformers, _CLASSES[kind]).from_pretrained(
+            folder.path,
+            dtype=getattr(torch, dtype_of(folder, options)),
+            attn_implementation="paged|eager" if paged else options.attention,
+            trust_remote_code=options.trust_remote_code,
+            local_files_only=True,
         )
+        model = model.to(device)
     model.eval()
     model.requires_grad_(False)
     return model

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from array import array
-from collections.abc import Iterable
 from typing import Any
 
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
+from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash, png_file
 from services.worker.contract.generation import GenerateRequest, MediaItem
 
 _PROBE_SIDE = 64
@@ -23,19 +20,8 @@ def is_offered(server: Any) -> bool:
 
 def probe(placeholder: int) -> GenerateRequest:
     """Returns a request with one white image, which only a server that processes images completes."""
-    data = _white_png(_PROBE_SIDE)
+    data = png_file(_PROBE_SIDE, _PROBE_SIDE, b"\xff" * 3 * _PROBE_SIDE**2)
     digest = content_hash(data)
     packed = array("I", [placeholder]).tobytes()
     item = MediaItem(MediaSpan(MediaKind.IMAGE, digest, 0, 1, packed, 1), MediaFile(digest, data, "image/png"))
     return GenerateRequest("", "", array("I", [placeholder, 0]), media=(item,))
-
-
-def _white_png(side: int) -> bytes:
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    rows = zlib.compress((b"\0" + b"\xff" * 3 * side) * side)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunks(((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))))
-
-
-def _chunks(parts: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
-    for name, data in parts:
-        yield struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))

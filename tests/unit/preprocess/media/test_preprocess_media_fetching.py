@@ -286,14 +286,20 @@ async def test_fetcher_untrusted_certificate_fails(host: MediaHost) -> None:
     assert "certificate" in error.message
 
 
-async def test_fetcher_concurrent_requests_share_a_fetch_and_later_ones_fetch_again(host: MediaHost) -> None:
+def held(host: MediaHost) -> asyncio.Event:
+    """Makes the host answer /a.png after the event that is returned."""
     release = asyncio.Event()
 
-    async def held(writer: asyncio.StreamWriter) -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
         await release.wait()
         await response(b"file")(writer)
 
-    host.answers["/a.png"] = held
+    host.answers["/a.png"] = answer
+    return release
+
+
+async def test_fetcher_concurrent_requests_share_a_fetch_and_later_ones_fetch_again(host: MediaHost) -> None:
+    release = held(host)
     found = fetcher(host)
     waiting = [asyncio.ensure_future(found.fetch(url(host), PART)) for _ in range(5)]
     await until(lambda: bool(host.requests))
@@ -351,13 +357,7 @@ async def test_fetcher_file_that_waits_for_others_too_long_is_overload_and_no_fa
 
 
 async def test_fetcher_fetch_that_ends_late_leaves_a_new_one_of_its_url_to_others(host: MediaHost) -> None:
-    release = asyncio.Event()
-
-    async def held(writer: asyncio.StreamWriter) -> None:
-        await release.wait()
-        await response(b"file")(writer)
-
-    host.answers["/a.png"] = held
+    release = held(host)
     found = fetcher(host)
     cancelled = asyncio.ensure_future(found.fetch(url(host), PART))
     await until(lambda: bool(host.requests))
