@@ -70,15 +70,6 @@ def request_facts(model: Any) -> Facts:
     return Facts(int(model.max_context_length), defaults if isinstance(defaults, dict) else {})
 
 
-def model_config(path: Path) -> dict[str, Any]:
-    """Returns a model folder's config.json; empty if it has none."""
-    try:
-        found = json.loads((path / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def total_blocks(loads: Any, block_size: int) -> int:
     """Returns the number of KV-cache blocks per rank from the response of GetLoads; 0 if unknown."""
     tokens = max((load.max_total_num_tokens for load in loads.loads), default=0)

@@ -207,7 +207,7 @@ class VllmGrpcEngine(LLMEngine):
         """Returns the placeholder token of images; None if the server does not process images."""
         if not media.is_offered(server):
             return None
-        placeholder = placeholder_of(await asyncio.to_thread(card.model_config, path))
+        placeholder = placeholder_of(await asyncio.to_thread(media.model_config, path))
         if placeholder is None:
             return None
         request = media.probe(placeholder)

@@ -1,14 +1,17 @@
-"""Whether a vLLM gRPC server processes images: what it says, and a request that proves it."""
+"""Whether a vLLM gRPC server processes images: what it and the model's files say, and a request that proves it."""
 
 from __future__ import annotations
 
+import json
 from array import array
+from pathlib import Path
 from typing import Any
 
 from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash, png_file
 from services.worker.contract.generation import GenerateRequest, MediaItem
 
 _PROBE_SIDE = 64
+"""Pixels on each side of the image of `probe`."""
 
 
 def is_offered(server: Any) -> bool:
@@ -18,8 +21,21 @@ def is_offered(server: Any) -> bool:
     return bool(server.mm_processor) and "data" in server.mm_media_ref_schemes.split(",")
 
 
+def model_config(path: Path) -> dict[str, Any]:
+    """Returns a model folder's config.json; empty if it has none."""
+    try:
+        found = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def probe(placeholder: int) -> GenerateRequest:
-    """Returns a request with one white image, which only a server that processes images completes."""
+    """Returns a request with one white image, which only a server that processes images completes.
+
+    Args:
+        placeholder: the model's placeholder token of images.
+    """
     data = png_file(_PROBE_SIDE, _PROBE_SIDE, b"\xff" * 3 * _PROBE_SIDE**2)
     digest = content_hash(data)
     packed = array("I", [placeholder]).tobytes()

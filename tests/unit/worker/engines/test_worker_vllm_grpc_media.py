@@ -112,11 +112,11 @@ def test_capability_image_is_only_on_the_card_of_a_server_that_processed_one() -
 
 @pytest.mark.parametrize("name", ["image_token_id", "image_token_index"])
 def test_placeholder_is_read_from_the_models_configuration(name: str, tmp_path: Path) -> None:
-    assert placeholder_of(card.model_config(tmp_path)) is None
+    assert placeholder_of(media.model_config(tmp_path)) is None
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 5, name: 4}))
-    assert placeholder_of(card.model_config(tmp_path)) == 4
+    assert placeholder_of(media.model_config(tmp_path)) == 4
     (tmp_path / "config.json").write_text("[]")
-    assert placeholder_of(card.model_config(tmp_path)) is None
+    assert placeholder_of(media.model_config(tmp_path)) is None
 
 
 def test_probe_has_a_picture_that_decodes() -> None:
