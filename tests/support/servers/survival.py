@@ -123,7 +123,7 @@ class _CutContext:
 def _cut_extras(
     extras: Sequence[worker_pb2.TokenExtra], slots: Sequence[int], kept: Sequence[int]
 ) -> list[worker_pb2.TokenExtra]:
-    """What is said of the tokens that are kept; never an end."""
+    """Returns the extras of the kept tokens and of the prompt, without text and ends."""
     tokens: Counter[int] = Counter()
     for slot, count in zip(slots, kept, strict=True):
         tokens[slot] += count
@@ -131,7 +131,12 @@ def _cut_extras(
     for extra in extras:
         positions = extra.logprobs[: tokens[extra.slot]]
         tokens[extra.slot] -= len(positions)
-        one = worker_pb2.TokenExtra(slot=extra.slot, logprobs=positions, prompt_logprobs=extra.prompt_logprobs)
+        one = worker_pb2.TokenExtra(
+            slot=extra.slot,
+            logprobs=positions,
+            prompt_logprobs=extra.prompt_logprobs,
+            prompt_token_ids=extra.prompt_token_ids,
+        )
         if extra.HasField("cached_tokens"):
             one.cached_tokens = extra.cached_tokens
         left.append(one)
