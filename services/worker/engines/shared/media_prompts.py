@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import SluiceError, internal, invalid
@@ -13,12 +13,13 @@ from services.worker.contract.generation import GenerateRequest, MediaItem
 
 
 def unexpanded(
-    token_ids: array[int], media: Sequence[MediaItem], placeholder: int | None = None, generated: int = 0
+    token_ids: array[int], media: Sequence[MediaItem], placeholders: Collection[int] = (), generated: int = 0
 ) -> list[int]:
     """Returns a prompt as its engine expands it: each item's placeholder tokens are replaced by its `unexpanded_ids`.
 
     Args:
-        placeholder: the model's placeholder token, which must not occur outside the items: vLLM would run with it.
+        placeholders: the model's placeholder tokens of every kind, which must not occur outside the items: vLLM would
+            run with them.
         generated: number of tokens at the end that the model generated, which may be any.
 
     Raises:
@@ -35,17 +36,17 @@ def unexpanded(
                 "offset, which do not overlap.",
                 param="media",
             )
-        found += _text(token_ids[position : span.offset], placeholder)
+        found += _text(token_ids[position : span.offset], placeholders)
         found += array("I", span.unexpanded_ids) if span.unexpanded_ids else token_ids[span.offset : span.end]
         position = span.end
     prompt = max(len(token_ids) - generated, position)
-    found += _text(token_ids[position:prompt], placeholder)
+    found += _text(token_ids[position:prompt], placeholders)
     found += token_ids[prompt:]
     return found
 
 
-def _text(token_ids: array[int], placeholder: int | None) -> array[int]:
-    if placeholder is not None and placeholder in token_ids:
+def _text(token_ids: array[int], placeholders: Collection[int]) -> array[int]:
+    if any(placeholder in token_ids for placeholder in placeholders):
         raise invalid(
             "The prompt has a placeholder token without a media item; send as many items as placeholders.",
             param="media",
@@ -71,7 +72,7 @@ def with_single_placeholders(request: GenerateRequest, placeholder: int | None, 
                 f"media[{index}] has no unexpanded_ids with one placeholder token of an image, as {engine} requires.",
                 param="media",
             )
-    return unexpanded(request.token_ids, request.media, placeholder, request.resumed_tokens)
+    return unexpanded(request.token_ids, request.media, (placeholder,), request.resumed_tokens)
 
 
 def placeholder_of(config: Mapping[str, Any]) -> int | None:

@@ -28,7 +28,7 @@ def check_placeholders(request: GenerateRequest, placeholder: int) -> None:
     Raises:
         SluiceError: INVALID_ARGUMENT.
     """
-    unexpanded(request.token_ids, request.media, placeholder, request.resumed_tokens)
+    unexpanded(request.token_ids, request.media, (placeholder,), request.resumed_tokens)
     for index, item in enumerate(request.media):
         span = item.span
         found = request.token_ids[span.offset : span.end].count(placeholder)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from services.common.media.spans import MediaKind
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.inprocess import card
@@ -12,23 +14,31 @@ from services.worker.engines.inprocess.card import HOSTED
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.settings import WorkerSettings
 
-CAPABILITIES = HOSTED | SAMPLING | {Capability.PROMPT_EMBEDS, Capability.CLASSIFICATION, Capability.IMAGE}
+MEDIA = frozenset(Capability(kind.capability) for kind in MediaKind)
+CAPABILITIES = HOSTED | SAMPLING | MEDIA | {Capability.PROMPT_EMBEDS, Capability.CLASSIFICATION}
 _POOLING = frozenset({Capability.TOKEN_IDS, Capability.LORA, Capability.LORA_LOADING})
 
 
-def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
-    """Returns the capabilities of the started engine; `config` is its VllmConfig."""
+def capabilities(config: Any, *, has_events: bool, media: Collection[MediaKind] = ()) -> frozenset[Capability]:
+    """Returns the capabilities of the started engine.
+
+    Args:
+        config: its VllmConfig.
+        media: kinds of items that it takes. None is offered with a KV connector: a prefill worker's tokens continue on
+            a decode worker, where vLLM needs the items again.
+    """
     model = config.model_config
+    has_connector = config.kv_transfer_config is not None
     supported = {
         Capability.PROMPT_EMBEDS: model.enable_prompt_embeds,
-        Capability.IMAGE: takes_images(config),
+        **{Capability(kind.capability): kind in media and not has_connector for kind in MediaKind},
         Capability.PRIORITY: config.scheduler_config.policy == "priority",
         Capability.DATA_PARALLEL_RANK: config.parallel_config.data_parallel_size > 1,
         Capability.LORA: config.lora_config is not None,
         Capability.LORA_LOADING: config.lora_config is not None,
         Capability.KV_EVENTS: has_events,
-        Capability.PREFILL: config.kv_transfer_config is not None,
-        Capability.DECODE: config.kv_transfer_config is not None,
+        Capability.PREFILL: has_connector,
+        Capability.DECODE: has_connector,
         Capability.SLEEP: model.enable_sleep_mode,
         Capability.CLEAR_CACHE: config.cache_config.enable_prefix_caching,
         Capability.PROFILE: bool(getattr(config.profiler_config, "profiler", None)),
@@ -39,18 +49,6 @@ def capabilities(config: Any, *, has_events: bool) -> frozenset[Capability]:
     if model.runner_type == "pooling":
         return _POOLING - missing | {Capability.CLASSIFICATION if labels(config) else Capability.EMBEDDINGS}
     return CAPABILITIES - missing - {Capability.EMBEDDINGS, Capability.CLASSIFICATION}
-
-
-def takes_images(config: Any) -> bool:
-    """Returns whether the model takes images, and the worker serves it whole.
-
-    A prefill worker's tokens continue on a decode worker, where vLLM needs the images again.
-    """
-    model = config.model_config
-    if config.kv_transfer_config is not None or not getattr(model, "supports_multimodal_inputs", False):
-        return False
-    hf = model.hf_config
-    return getattr(hf, "vision_config", None) is not None and model.multimodal_config.get_limit_per_prompt("image") > 0
 
 
 def labels(config: Any) -> tuple[str, ...]:
@@ -86,7 +84,14 @@ def eos_token_ids(config: Any) -> tuple[int, ...]:
 
 
 def engine_config(
-    settings: WorkerSettings, path: Path, config: Any, version: str, adapters: tuple[str, ...], *, has_events: bool
+    settings: WorkerSettings,
+    path: Path,
+    config: Any,
+    version: str,
+    adapters: tuple[str, ...],
+    *,
+    has_events: bool,
+    media: Collection[MediaKind] = (),
 ) -> EngineConfig:
     """Returns the description of the started engine.
 
@@ -105,7 +110,7 @@ def engine_config(
         max_sequences=int(config.scheduler_config.max_num_seqs),
         max_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
         eos_token_ids=eos_token_ids(config),
-        capabilities=capabilities(config, has_events=has_events),
+        capabilities=capabilities(config, has_events=has_events, media=media),
         adapters=adapters,
         labels=labels(config),
         data_parallel_size=int(config.parallel_config.data_parallel_size),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from services.common import models
 from services.common.errors import invalid
+from services.common.media.spans import MediaKind
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
@@ -25,6 +26,7 @@ from services.worker.engines.vllm.controls import Controls
 from services.worker.engines.vllm.events import CacheEvents
 from services.worker.engines.vllm.handoff import Handoff, read_handoff
 from services.worker.engines.vllm.inflight_requests import InflightRequests
+from services.worker.engines.vllm.media import MediaPrompts
 from services.worker.engines.vllm.outputs import RequestState
 from services.worker.engines.vllm.sampling import sampling_arguments
 from services.worker.settings import WorkerSettings
@@ -48,6 +50,7 @@ class VllmEngine(InProcessEngine):
         self._config: Any = None
         self._facts = Facts(0)
         self._loads: list[Load] = [Load()]
+        self._media: MediaPrompts | None = None
         self._adapters = Adapters()
         self._controls: Controls | None = None
         self._events = CacheEvents()
@@ -71,6 +74,7 @@ class VllmEngine(InProcessEngine):
         self._llm = await asyncio.to_thread(library.launch, arguments, self._record_stats)
         self._config = config = self._llm.vllm_config
         self._check_role()
+        self._media = await asyncio.to_thread(MediaPrompts, self._llm)
         self._facts = card.request_facts(config)
         self._loads = [Load() for _ in range(config.parallel_config.data_parallel_size)]
         self._controls = Controls(self._llm, self._adapters, self._events, has_connector=_has_connector(config))
@@ -106,7 +110,11 @@ class VllmEngine(InProcessEngine):
             version,
             self._adapters.names,
             has_events=bool(self._events.sources),
+            media=self._media_kinds(),
         )
+
+    def _media_kinds(self) -> frozenset[MediaKind]:
+        return frozenset() if self._media is None else self._media.kinds
 
     def _check_role(self) -> None:
         role = self._settings.role
@@ -122,7 +130,7 @@ class VllmEngine(InProcessEngine):
         handoff = _handoff_of(request)
         params = library.sampling_params(sampling_arguments(request, self._facts, handoff))
         if handoff is not None and request.media:
-            raise invalid("vLLM takes no images as a decode worker; use an aggregated worker.", param="media")
+            raise invalid("vLLM takes no media items as a decode worker; use an aggregated worker.", param="media")
         prompt = None if request.media else self._prompt(request, handoff)
         adapter = self._lora(request.lora)
         state = RequestState(
@@ -150,10 +158,10 @@ class VllmEngine(InProcessEngine):
             self._states.begin(request.request_id, state, lambda: add(request.request_id, prompt, params, **options))
 
     async def _add_media(self, add: Callable[..., Any], request: GenerateRequest, params: Any, options: Any) -> Any:
-        """Adds a request with images after decoding and processing them off the event loop."""
-        prompt = await library.media_prompt(
-            self._require_llm(), request.token_ids, request.media, request.cache_salt, request.resumed_tokens
-        )
+        """Adds a request with media items after decoding and processing them off the event loop."""
+        if self._media is None:
+            raise starting()
+        prompt = await self._media.prompt(request.token_ids, request.media, request.cache_salt, request.resumed_tokens)
         return await add(request.request_id, prompt, params, **options)
 
     async def _add_guided(self, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
@@ -186,7 +194,7 @@ class VllmEngine(InProcessEngine):
         self._states.end_all(FinishReason.CANCELLED)
         self._grammars.close()
         await self.tasks.close()
-        llm, self._llm = self._llm, None
+        llm, self._llm, self._media = self._llm, None, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
         self._events.close()
@@ -229,7 +237,9 @@ class VllmEngine(InProcessEngine):
         )
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
-        available = await asyncio.to_thread(card.capabilities, self._config, has_events=bool(self._events.sources))
+        available = await asyncio.to_thread(
+            card.capabilities, self._config, has_events=bool(self._events.sources), media=self._media_kinds()
+        )
         return await self._require_controls().run(action, arguments, available)
 
     def metrics_text(self) -> str:

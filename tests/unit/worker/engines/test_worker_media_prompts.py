@@ -41,9 +41,11 @@ def test_unexpanded_with_spans_that_do_not_fit_raises(media: list[MediaItem]) ->
 
 def test_unexpanded_with_a_placeholder_outside_the_items_raises() -> None:
     prompt = array("I", [1, 9, 9, 2, 9])
-    assert unexpanded(prompt[:4], [item(1, 2, 9)], 9) == [1, 9, 2]
+    assert unexpanded(prompt[:4], [item(1, 2, 9)], (7, 9)) == [1, 9, 2]
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="media"):
-        unexpanded(prompt, [item(1, 2, 9)], 9)
+        unexpanded(prompt, [item(1, 2, 9)], (7, 9))
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="media"):
+        unexpanded(array("I", [7, 9, 9]), [item(1, 2, 9)], (9, 7))
 
 
 def test_check_expansion_of_other_tokens_raises() -> None:
@@ -54,6 +56,6 @@ def test_check_expansion_of_other_tokens_raises() -> None:
 
 def test_unexpanded_with_generated_placeholders_keeps_them() -> None:
     prompt = array("I", [1, 9, 9, 2, 9, 3])
-    assert unexpanded(prompt, [item(1, 2, 9)], 9, generated=2) == [1, 9, 2, 9, 3]
+    assert unexpanded(prompt, [item(1, 2, 9)], (7, 9), generated=2) == [1, 9, 2, 9, 3]
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="media"):
-        unexpanded(prompt, [item(1, 2, 9)], 9, generated=1)
+        unexpanded(prompt, [item(1, 2, 9)], (7, 9), generated=1)
