@@ -1,4 +1,4 @@
-"""The tiny vision-language models of the tests: reproducible folders whose files agree with each other."""
+"""The tiny models of the tests for images, audio and video: reproducible folders whose files agree with each other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from tokenizers import Tokenizer
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
+from tests.support.data.tiny_audio import AUDIO_END, AUDIO_START, AUDIO_TOKEN, POSITIONS, build_qwen2_audio
 from tests.support.data.tiny_vlm import (
     LLAVA_IMAGE_TOKEN,
     QWEN_IMAGE_TOKEN,
+    QWEN_VIDEO_TOKEN,
     QWEN_VISION_END,
     QWEN_VISION_START,
     VisionFolders,
@@ -62,7 +64,7 @@ def test_folders_hold_processor_files_beside_weights_and_tokenizer(folders: Visi
     assert set(contents(folders.qwen2_vl)) == FILES
 
 
-@pytest.mark.parametrize("build", [build_llava, build_qwen2_vl])
+@pytest.mark.parametrize("build", [build_llava, build_qwen2_audio, build_qwen2_vl])
 def test_files_with_equal_seeds_are_equal_and_weights_with_another_seed_differ(build: Any, tmp_path: Path) -> None:
     first, second, other = (
         contents(build(tmp_path / name, seed=seed)) for name, seed in (("a", 1), ("b", 1), ("c", 2))
@@ -81,7 +83,7 @@ def test_files_with_equal_seeds_are_equal_and_weights_with_another_seed_differ(b
                 "image_token_id": QWEN_IMAGE_TOKEN,
                 "vision_start_token_id": QWEN_VISION_START,
                 "vision_end_token_id": QWEN_VISION_END,
-                "video_token_id": "<|video_pad|>",
+                "video_token_id": QWEN_VIDEO_TOKEN,
             },
         ),
     ],
@@ -140,3 +142,37 @@ def test_template_places_images_in_order_in_messages_and_tool_results(
     assert f"<|im_start|>user\n<tool_response>\nc{image}\n</tool_response><|im_end|>\n<|im_start|>assistant\n" in text
     assert text.startswith("<|im_start|>system\n# Tools\n<tools>\n{")
     assert '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>' in text
+
+
+def test_qwen_template_places_videos_and_images_in_order(folders: VisionFolders) -> None:
+    parts = [{"type": "video"}, {"type": "text", "text": "a"}, {"type": "image"}, {"type": "video"}]
+    text = HfTokenizer(folders.qwen2_vl, Limits.default()).render(ChatRequest([{"role": "user", "content": parts}]))
+    video = QWEN_VISION_START + QWEN_VIDEO_TOKEN + QWEN_VISION_END
+    assert f"<|im_start|>user\n{video}a{QWEN_IMAGE}{video}<|im_end|>\n" in text
+
+
+def test_audio_template_numbers_the_clips_of_all_messages(tmp_path: Path) -> None:
+    folder = build_qwen2_audio(tmp_path / "audio")
+    clip = {"type": "audio"}
+    chat = [
+        {"role": "user", "content": [clip, {"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": [clip, clip]},
+    ]
+    text = HfTokenizer(folder, Limits.default()).render(ChatRequest(chat))
+    first, second, third = (f"Audio {count}: {AUDIO_START}{AUDIO_TOKEN}{AUDIO_END}\n" for count in (1, 2, 3))
+    assert f"<|im_start|>user\n{first}a<|im_end|>\n" in text
+    assert f"<|im_start|>user\n{second}{third}<|im_end|>\n" in text
+
+
+def test_audio_folder_has_ids_of_its_tokens_and_a_position_for_each_two_frames(tmp_path: Path) -> None:
+    folder = build_qwen2_audio(tmp_path / "audio")
+    config, tokenizer = read(folder / "config.json"), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert config["audio_token_index"] == tokenizer.token_to_id(AUDIO_TOKEN)
+    assert None not in (tokenizer.token_to_id(AUDIO_START), tokenizer.token_to_id(AUDIO_END))
+    assert set(contents(folder)) == FILES
+    tensors, audio = shapes(folder), config["audio_config"]
+    assert tensors["audio_tower.embed_positions.weight"] == [POSITIONS, audio["d_model"]]
+    extractor = read(folder / "preprocessor_config.json")
+    frames = extractor["chunk_length"] * extractor["sampling_rate"] // extractor["hop_length"]
+    assert (frames, extractor["feature_size"]) == (2 * POSITIONS, audio["num_mel_bins"])

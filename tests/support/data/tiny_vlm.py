@@ -8,22 +8,24 @@ the second.
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer
-
-from sluice.cli.tiny_model import CONTEXT_LENGTH, END_OF_TEXT, TURN_END, build_tiny_model
 from sluice.cli.tiny_weights import write_safetensors
+from tests.support.data.tiny_vlm_files import (
+    IMAGE_TYPES,
+    VIDEO_TYPES,
+    constant,
+    id_of,
+    shared_settings,
+    text_settings,
+    write_json,
+    write_tokenizer,
+)
 from tests.support.data.tiny_vlm_weights import (
     HEAD_DIM,
-    HEADS,
     HIDDEN,
-    INTERMEDIATE,
-    KV_HEADS,
     LAYERS,
     LLAVA_IMAGE_SIDE,
     LLAVA_TOKENS_PER_IMAGE,
@@ -50,6 +52,7 @@ __all__ = [
     "QWEN_MAX_TOKENS_PER_IMAGE",
     "QWEN_MIN_TOKENS_PER_IMAGE",
     "QWEN_PIXELS_PER_TOKEN_SIDE",
+    "QWEN_VIDEO_TOKEN",
     "VisionFolders",
     "build_llava",
     "build_qwen2_vl",
@@ -66,47 +69,7 @@ QWEN_VISION_START, QWEN_VISION_END, QWEN_IMAGE_TOKEN, QWEN_VIDEO_TOKEN = (
 )
 MROPE_SECTION = (4, 6, 6)
 """How many pairs of dimensions turn with time, height and width; the sum is half of HEAD_DIM."""
-ROPE_THETA = 10_000.0
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-
-TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n# Tools\\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\\n' + (tool | tojson) }}
-    {%- endfor %}
-    {{- '\\n</tools><|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' }}
-    {%- if message.role == 'tool' %}
-        {{- '<tool_response>\\n' }}
-    {%- endif %}
-    {%- if message.content is string %}
-        {{- message.content }}
-    {%- elif message.content %}
-        {%- for part in message.content %}
-            {%- if part.type == 'text' %}
-                {{- part.text }}
-            {%- elif part.type in ('image', 'image_url', 'input_image') %}
-                {{- 'IMAGE' }}
-            {%- endif %}
-        {%- endfor %}
-    {%- endif %}
-    {%- for call in message.tool_calls or [] %}
-        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments | tojson }}
-        {{- '}\\n</tool_call>' }}
-    {%- endfor %}
-    {%- if message.role == 'tool' %}
-        {{- '\\n</tool_response>' }}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 
 class VisionFolders(NamedTuple):
@@ -132,20 +95,25 @@ def build_llava(folder: Path, *, seed: int = SEED) -> Path:
     Returns:
         `folder`, whose files are equal for equal seeds.
     """
-    tokenizer = _write_tokenizer(folder, (LLAVA_IMAGE_TOKEN,), image=LLAVA_IMAGE_TOKEN, processor="LlavaProcessor")
-    _write(
+    tokenizer = write_tokenizer(
+        folder,
+        (LLAVA_IMAGE_TOKEN,),
+        media={IMAGE_TYPES: constant(LLAVA_IMAGE_TOKEN)},
+        processor="LlavaProcessor",
+    )
+    write_json(
         folder / "config.json",
         {
-            **_shared_settings(tokenizer, "LlavaForConditionalGeneration", "llava"),
+            **shared_settings(tokenizer, "LlavaForConditionalGeneration", "llava"),
             "ignore_index": -100,
             "image_seq_length": LLAVA_TOKENS_PER_IMAGE,
-            "image_token_index": _id(tokenizer, LLAVA_IMAGE_TOKEN),
+            "image_token_index": id_of(tokenizer, LLAVA_IMAGE_TOKEN),
             "multimodal_projector_bias": True,
             "projector_hidden_act": "gelu",
             "vision_feature_layer": -2,
             "vision_feature_select_strategy": "default",
             "text_config": {
-                **_text_settings(tokenizer),
+                **text_settings(tokenizer),
                 "architectures": ["LlamaForCausalLM"],
                 "attention_bias": False,
                 "head_dim": HEAD_DIM,
@@ -168,7 +136,7 @@ def build_llava(folder: Path, *, seed: int = SEED) -> Path:
             },
         },
     )
-    _write(
+    write_json(
         folder / "preprocessor_config.json",
         {
             **_normalization(),
@@ -179,7 +147,7 @@ def build_llava(folder: Path, *, seed: int = SEED) -> Path:
             "size": {"shortest_edge": LLAVA_IMAGE_SIDE},
         },
     )
-    _write(
+    write_json(
         folder / "processor_config.json",
         {
             "image_token": LLAVA_IMAGE_TOKEN,
@@ -203,29 +171,34 @@ def build_qwen2_vl(folder: Path, *, seed: int = SEED) -> Path:
 
     An image is resized to multiples of QWEN_PIXELS_PER_TOKEN_SIDE pixels; each square of that side becomes one
     `<|image_pad|>`, QWEN_MIN_TOKENS_PER_IMAGE to QWEN_MAX_TOKENS_PER_IMAGE of them between `<|vision_start|>` and
-    `<|vision_end|>`.
+    `<|vision_end|>`. Each QWEN_FRAMES_PER_PATCH frames of a video become as many `<|video_pad|>` as an image.
 
     Returns:
         `folder`, whose files are equal for equal seeds.
     """
     specials = (QWEN_VISION_START, QWEN_VISION_END, QWEN_IMAGE_TOKEN, QWEN_VIDEO_TOKEN)
-    image = QWEN_VISION_START + QWEN_IMAGE_TOKEN + QWEN_VISION_END
-    tokenizer = _write_tokenizer(folder, specials, image=image, processor="Qwen2VLProcessor")
-    _write(
+    image, video = (QWEN_VISION_START + token + QWEN_VISION_END for token in (QWEN_IMAGE_TOKEN, QWEN_VIDEO_TOKEN))
+    tokenizer = write_tokenizer(
+        folder,
+        specials,
+        media={IMAGE_TYPES: constant(image), VIDEO_TYPES: constant(video)},
+        processor="Qwen2VLProcessor",
+    )
+    write_json(
         folder / "config.json",
         {
-            **_shared_settings(tokenizer, "Qwen2VLForConditionalGeneration", "qwen2_vl"),
-            **_text_settings(tokenizer),
+            **shared_settings(tokenizer, "Qwen2VLForConditionalGeneration", "qwen2_vl"),
+            **text_settings(tokenizer),
             "attention_dropout": 0.0,
-            "image_token_id": _id(tokenizer, QWEN_IMAGE_TOKEN),
+            "image_token_id": id_of(tokenizer, QWEN_IMAGE_TOKEN),
             "max_window_layers": LAYERS,
             "rope_scaling": {"mrope_section": list(MROPE_SECTION), "type": "mrope"},
             "sliding_window": None,
             "use_sliding_window": False,
-            "video_token_id": _id(tokenizer, QWEN_VIDEO_TOKEN),
-            "vision_end_token_id": _id(tokenizer, QWEN_VISION_END),
-            "vision_start_token_id": _id(tokenizer, QWEN_VISION_START),
-            "vision_token_id": _id(tokenizer, QWEN_IMAGE_TOKEN),
+            "video_token_id": id_of(tokenizer, QWEN_VIDEO_TOKEN),
+            "vision_end_token_id": id_of(tokenizer, QWEN_VISION_END),
+            "vision_start_token_id": id_of(tokenizer, QWEN_VISION_START),
+            "vision_token_id": id_of(tokenizer, QWEN_IMAGE_TOKEN),
             "vision_config": {
                 "depth": VISION_LAYERS,
                 "embed_dim": VISION_HIDDEN,
@@ -242,7 +215,7 @@ def build_qwen2_vl(folder: Path, *, seed: int = SEED) -> Path:
             },
         },
     )
-    _write(
+    write_json(
         folder / "preprocessor_config.json",
         {
             **_normalization(),
@@ -262,59 +235,6 @@ def build_qwen2_vl(folder: Path, *, seed: int = SEED) -> Path:
     return folder
 
 
-def _write_tokenizer(folder: Path, specials: Sequence[str], *, image: str, processor: str) -> Tokenizer:
-    """Writes the tiny model's tokenizer with more special tokens and a template whose images are `image`."""
-    build_tiny_model(folder)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write(
-        folder / "tokenizer_config.json",
-        {
-            "bos_token": None,
-            "chat_template": TEMPLATE.replace("IMAGE", image),
-            "eos_token": TURN_END,
-            "model_max_length": CONTEXT_LENGTH,
-            "pad_token": END_OF_TEXT,
-            "processor_class": processor,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-    )
-    return tokenizer
-
-
-def _shared_settings(tokenizer: Tokenizer, architecture: str, model_type: str) -> dict[str, object]:
-    return {
-        "architectures": [architecture],
-        "eos_token_id": _id(tokenizer, TURN_END),
-        "model_type": model_type,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "vocab_size": tokenizer.get_vocab_size(),
-    }
-
-
-def _text_settings(tokenizer: Tokenizer) -> dict[str, object]:
-    return {
-        "bos_token_id": None,
-        "eos_token_id": _id(tokenizer, TURN_END),
-        "hidden_act": "silu",
-        "hidden_size": HIDDEN,
-        "initializer_range": 0.02,
-        "intermediate_size": INTERMEDIATE,
-        "max_position_embeddings": CONTEXT_LENGTH,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "num_key_value_heads": KV_HEADS,
-        "pad_token_id": _id(tokenizer, END_OF_TEXT),
-        "rms_norm_eps": 1e-06,
-        "rope_theta": ROPE_THETA,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "vocab_size": tokenizer.get_vocab_size(),
-    }
-
-
 def _normalization() -> dict[str, object]:
     return {
         "do_convert_rgb": True,
@@ -326,16 +246,6 @@ def _normalization() -> dict[str, object]:
         "resample": 3,
         "rescale_factor": 1 / 255,
     }
-
-
-def _id(tokenizer: Tokenizer, text: str) -> int:
-    number = tokenizer.token_to_id(text)
-    assert number is not None, f"{text} is a special token of the tokenizer"
-    return number
-
-
-def _write(path: Path, content: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2), "utf-8")
 
 
 if __name__ == "__main__":
