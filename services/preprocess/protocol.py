@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from services.common.errors import invalid
+from services.common.media.facts import ImageFacts, MediaFacts
+from services.common.media.spans import MediaKind
 from services.common.packing import pack_u32
 from services.preprocess.generation_defaults import NO_DEFAULTS, GenerationDefaults
 
@@ -69,7 +73,7 @@ class TokenizerFacts:
         template_fingerprint: hex SHA-256 of the chat template; empty for none.
         backend: library that encodes text; empty for the implementation's own.
         prompt_fingerprint: digests of a fixed set of chats, see `probes`; empty until the tokenizer is served.
-        media_fingerprint: the same of chats with a sample image; empty if the tokenizer takes none.
+        media_fingerprint: the same of chats with sample items; empty if the tokenizer takes none.
         defaults: sampling defaults from the model's files.
         cache_refusal: why prompt segments are not cached; empty when they are, or when there is no such cache.
         without_effect: those of HINTS that change no prompt of this model.
@@ -91,24 +95,46 @@ class TokenizerFacts:
     without_effect: frozenset[str] = frozenset()
 
 
-class ImageRule(Protocol):
-    """Which tokens stand for an image of a model.
+class MediaRule(Protocol):
+    """Which tokens stand for an item of one kind of a model.
 
     Attributes:
-        token_id: what stands in place of an image before expansion.
-        blocks: whether `ids` may wait for another process, so that a new size must be looked up off the event loop.
+        token_id: what stands in place of an item before expansion.
+        blocks: whether `ids_of` may wait for another process, so that new facts must be looked up off the event loop.
     """
 
     blocks: ClassVar[bool] = False
     token_id: int
 
-    def ids(self, width: int, height: int) -> array[int]:
+    def ids_of(self, facts: MediaFacts) -> array[int]:
         """Returns the tokens, as array("I").
 
         Raises:
-            ValueError: the model does not take images of this size; the text completes the sentence "The image …".
+            ValueError: the model does not take such items; the text completes the sentence "The image …", or that of
+                another kind.
         """
         ...
+
+
+class ImageRule(MediaRule):
+    """Which tokens stand for an image of a model, by its size."""
+
+    def ids_of(self, facts: MediaFacts) -> array[int]:
+        assert isinstance(facts, ImageFacts)
+        return self.ids(facts.width, facts.height)
+
+    @abstractmethod
+    def ids(self, width: int, height: int) -> array[int]:
+        """Returns the tokens as `ids_of`; raises ValueError for sizes that the model does not take."""
+
+
+MediaRules = Mapping[MediaKind, MediaRule]
+"""The rules of a model by kind."""
+
+
+def kinds_of(tokenizer: TokenizerProtocol) -> Collection[MediaKind]:
+    """Returns the kinds of media items that a tokenizer takes; custom classes may have neither attribute."""
+    return getattr(tokenizer, "media_kinds", ()) or getattr(tokenizer, "media_rules", {}).keys()
 
 
 def packed_chat(tokenizer: TokenizerProtocol, chat: ChatRequest) -> bytes:
@@ -170,13 +196,13 @@ class TokenizerProtocol(Protocol):
 
     Attributes:
         blocks: whether methods wait for more than computation, so that they must stay off the event loop.
-        image_rule: how images become tokens; None if the tokenizer takes none.
+        media_rules: how media items become tokens; a tokenizer that makes the tokens itself has `media_kinds` instead.
         renders_apart: whether the model's own template runs in another process, so that chats start with `begin_chat`.
     """
 
     blocks: ClassVar[bool] = False
     renders_apart: bool = False
-    image_rule: ImageRule | None = None
+    media_rules: MediaRules = MappingProxyType({})
     facts: TokenizerFacts
 
     @property

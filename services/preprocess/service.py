@@ -163,9 +163,9 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             raise not_supported(inputs[0], tokenizer)
         await self._compute(tokenizer, lambda: _chat(chat), size, foreign=False)
         media = await self._media.load(inputs)
-        rule = getattr(tokenizer, "image_rule", None)
-        if rule is not None and rule.blocks:
-            await self._waiters.run(lambda: look_up(rule, media.items), size, True)
+        rules = getattr(tokenizer, "media_rules", {})
+        if any(rule.blocks for rule in rules.values()):
+            await self._waiters.run(lambda: look_up(rules, media.items), size, True)
         return media
 
     async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
@@ -246,7 +246,7 @@ def _tokenize(
         packed = request.tokens.token_ids
         _check_ids(packed, tokenizer)
     elif kind == "chat" and media.items and isinstance(tokenizer, EngineTokenizer):
-        packed, spans = tokenizer.pack_images(_chat(request.chat), media.items, media.files)
+        packed, spans = tokenizer.pack_media(_chat(request.chat), media.items, media.files)
     elif kind == "chat":
         packed = packed_chat(tokenizer, _chat(request.chat))
     else:
@@ -264,9 +264,9 @@ def _response(
     spans: tuple[MediaSpan, ...] = (),
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     """Returns the response and its number of tokens; `spans` are those of ids that the tokenizer has expanded."""
-    rule = getattr(tokenizer, "image_rule", None)
-    if rule is not None and request.HasField("chat"):
-        packed, spans = expand(packed, rule, media.items)
+    rules = getattr(tokenizer, "media_rules", None)
+    if rules and request.HasField("chat"):
+        packed, spans = expand(packed, rules, media.items)
     size = request.block_size
     tokens = len(packed) // 4
     if request.hashes_only and size:

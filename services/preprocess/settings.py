@@ -13,10 +13,11 @@ from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
-from services.preprocess.media.checking import CheckLimits, MediaChecker
+from services.preprocess.media.checking import MediaChecker
+from services.preprocess.media.child import CLIPS
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
-from services.preprocess.media.images import ImageLimits
+from services.preprocess.media.limits import CheckLimits, ClipLimits, ImageLimits
 from services.preprocess.media.loading import MediaLoader
 from services.preprocess.tokenizers.engine import EngineOptions
 
@@ -72,7 +73,7 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     max_message_mb: int = Field(64, ge=1, le=1024, description="maximum size of a gRPC message, MiB")
     media_hosts: CommaList = Field(
         [],
-        description="hosts that images are fetched from over https, each HOST or *.DOMAIN, with :PORT unless 443; "
+        description="hosts that media files are fetched from over https, each HOST or *.DOMAIN, with :PORT unless 443; "
         "* for all; empty: none",
     )
     media_items: int = Field(32, ge=1, le=1024, description="maximum number of media items of a chat")
@@ -86,7 +87,16 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     media_pixels: int = Field(40_000_000, ge=1, le=1 << 30, description="maximum number of pixels of an image")
     media_side: int = Field(16_384, ge=1, le=1 << 20, description="maximum number of pixels of a side of an image")
     media_frames: int = Field(256, ge=1, description="maximum number of frames of an image; only the first is used")
-    media_processes: int = Field(1, ge=1, le=16, description="number of processes that decode media files")
+    media_seconds: int = Field(
+        ClipLimits().seconds, ge=1, le=86_400, description="maximum length of audio and of a video, seconds"
+    )
+    media_video_pixels: int = Field(
+        ClipLimits().pixels, ge=1, le=1 << 26, description="maximum number of pixels of a frame of a video"
+    )
+    media_video_frames: int = Field(ClipLimits().frames, ge=1, description="maximum number of frames of a video")
+    media_processes: int = Field(
+        1, ge=1, le=16, description="number of processes that decode images, and of others for audio and videos"
+    )
     media_memory_mb: int = Field(768, ge=128, description="address space limit of a media process, MiB")
     media_limit_s: float = Field(5.0, gt=0, description="maximum seconds of decoding a media file")
     media_fetch_s: float = Field(
@@ -136,10 +146,12 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
         get = HttpsGet(PublicAddresses(), most, self.media_read_s)
         fetch_limits = FetchLimits(most, self.media_fetch_s, self.media_fetches)
         images = ImageLimits(self.media_pixels, self.media_side, self.media_frames)
-        check_limits = CheckLimits(images, self.media_limit_s, self.media_memory_mb, self.media_processes)
+        clips = ClipLimits(self.media_seconds, self.media_video_pixels, self.media_video_frames)
+        check_limits = CheckLimits(images, clips, self.media_limit_s, self.media_memory_mb, self.media_processes)
         return MediaLoader(
             MediaFetcher(AllowedHosts(self.media_hosts), get, fetch_limits),
             MediaChecker(check_limits),
+            MediaChecker(check_limits, CLIPS),
             MediaLimits(self.media_items, most, self.media_total_mb << 20),
             self.media_fetch_s + self.media_limit_s,
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.common.media.spans import MediaKind
 from services.common.packing import unpack_u32
 from services.preprocess.media.expansion import expand
 from services.preprocess.protocol import ChatRequest
@@ -51,7 +52,7 @@ def build_llava_next(folder: Path) -> Path:
 @pytest.fixture
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "image_rule", lambda *files: None)
+        patch.setattr(hf, "media_rules", lambda files: {})
         yield
 
 
@@ -63,24 +64,26 @@ def test_ids_of_the_processor_equal_those_of_the_built_in_rule(kind: str, enviro
     folder = BUILDERS[kind](tmp_path / kind)
     tokenizer = HfTokenizer(folder, limits(), processors=options(environment))
     try:
-        rule = tokenizer.image_rule
+        rule = tokenizer.media_rules[MediaKind.IMAGE]
         assert rule is not None, tokenizer.no_images
         assert rule.blocks
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hf, "image_rule", IMAGE_RULE)
+            patch.setattr(hf, "media_rules", MEDIA_RULES)
             built_in = HfTokenizer(folder, limits())
-        assert built_in.image_rule is not None
+        assert MediaKind.IMAGE in built_in.media_rules
         for _ in range(PROMPTS):
             each = prompt(random)
             packed = tokenizer.pack_chat(ChatRequest(numbered(each["messages"])))
             counted = items(each["sizes"])
-            assert expand(packed, rule, counted) == expand(packed, built_in.image_rule, counted), each
+            assert expand(packed, {MediaKind.IMAGE: rule}, counted) == expand(packed, built_in.media_rules, counted), (
+                each
+            )
         assert media_fingerprint(tokenizer) == media_fingerprint(built_in)
     finally:
         tokenizer.close()
 
 
-IMAGE_RULE = hf.image_rule
+MEDIA_RULES = hf.media_rules
 
 
 def test_ids_of_llava_next_equal_those_of_its_processor(tmp_path: Path) -> None:
@@ -90,11 +93,11 @@ def test_ids_of_llava_next_equal_those_of_its_processor(tmp_path: Path) -> None:
     theirs = by_processor(folder, request)["ids"]
     tokenizer = HfTokenizer(folder, limits(), processors=options())
     try:
-        assert tokenizer.image_rule is not None, tokenizer.no_images
+        assert MediaKind.IMAGE in tokenizer.media_rules, tokenizer.no_images
         lengths = set()
         for each, ids in zip(request["prompts"], theirs, strict=True):
             packed = tokenizer.pack_chat(ChatRequest(numbered(each["messages"])))
-            expanded, spans = expand(packed, tokenizer.image_rule, items(each["sizes"]))
+            expanded, spans = expand(packed, tokenizer.media_rules, items(each["sizes"]))
             assert unpack_u32(expanded).tolist() == ids, each
             lengths |= {span.length for span in spans}
         assert len(lengths) > 3
@@ -107,10 +110,10 @@ def test_ids_of_llava_next_equal_those_of_its_processor(tmp_path: Path) -> None:
 def test_size_that_the_processor_refuses_completes_the_sentence(tmp_path: Path) -> None:
     tokenizer = HfTokenizer(BUILDERS["qwen2-vl"](tmp_path / "qwen"), limits(), processors=options())
     try:
-        assert tokenizer.image_rule is not None
+        assert MediaKind.IMAGE in tokenizer.media_rules
         for _ in range(2):  # from the process, and from the known sizes
             with pytest.raises(ValueError, match=r"refused by the model's processor: .*ratio"):
-                tokenizer.image_rule.ids(1, 500)
+                tokenizer.media_rules[MediaKind.IMAGE].ids(1, 500)
     finally:
         tokenizer.close()
 
@@ -121,5 +124,5 @@ def test_processor_that_cannot_be_loaded_is_the_reason_for_no_images(tmp_path: P
     changed(folder, "processor_config.json", processor_class="AbacusProcessor")
     changed(folder, "tokenizer_config.json", processor_class="AbacusProcessor")
     tokenizer = HfTokenizer(folder, limits(), processors=options())
-    assert tokenizer.image_rule is None
+    assert not tokenizer.media_rules
     assert tokenizer.no_images.startswith("The model's own processor cannot be used: ")

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.media.spans import content_hash
+from services.common.media.facts import ImageFacts
+from services.common.media.spans import MediaKind, content_hash
 from services.preprocess.media.expansion import CountedItem, expand
-from services.preprocess.media.images import ImageFacts
 from services.preprocess.protocol import ChatRequest, Message
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 from services.preprocess.tokenizers.hf import HfTokenizer
@@ -74,14 +74,14 @@ def as_engine_reads(message: Message, separator: str) -> Message:
 def test_engine_processor_makes_the_ids_and_spans_of_the_rules(both: Both) -> None:
     random = Random(19)
     assert both.engine.takes_images
-    assert both.hf.image_rule is not None
+    assert MediaKind.IMAGE in both.hf.media_rules
     for _ in range(PROMPTS):
         each = prompt(random)
         items, files = zip(*(picture(random, *size) for size in each["sizes"]), strict=True)
         chat = ChatRequest(numbered(each["messages"]))
         read = ChatRequest([as_engine_reads(message, SEPARATORS[both.name]) for message in chat.messages])
-        expected = expand(both.hf.pack_chat(read), both.hf.image_rule, items)
-        assert both.engine.pack_images(chat, items, files) == expected, each
+        expected = expand(both.hf.pack_chat(read), both.hf.media_rules, items)
+        assert both.engine.pack_media(chat, items, files) == expected, each
 
 
 def test_media_fingerprint_of_engine_equals_that_of_the_rules(both: Both) -> None:
@@ -99,7 +99,7 @@ def test_engine_processor_refuses_a_typed_placeholder_beside_an_image(both: Both
         }
         chat = ChatRequest([{"role": "user", "content": [texts[part] for part in parts]}])
         with pytest.raises(SluiceError) as refused:
-            both.engine.pack_images(chat, [item], [data])
+            both.engine.pack_media(chat, [item], [data])
         assert (refused.value.param, refused.value.code) == ("messages", "invalid_media")
 
 
@@ -117,7 +117,7 @@ def test_engine_processor_refuses_images_that_the_template_leaves_out(both: Both
     template = "{% for message in messages %}{{ message.role }}: no picture{% endfor %}"
     chat = ChatRequest([{"role": "user", "content": [{"type": "image", "media": 0}]}], chat_template=template)
     with pytest.raises(SluiceError) as refused:
-        both.engine.pack_images(chat, [item], [data])
+        both.engine.pack_media(chat, [item], [data])
     assert refused.value.kind is ErrorKind.INVALID_ARGUMENT  # vLLM refuses it itself
 
 

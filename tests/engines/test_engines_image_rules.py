@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from services.common.media.facts import ImageFacts
+from services.common.media.spans import MediaKind
 from services.common.packing import unpack_u32
 from services.preprocess.media.expansion import CountedItem, expand
-from services.preprocess.media.images import ImageFacts
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
 from tests.engines.engine_suite import interpreter
@@ -89,7 +90,7 @@ def test_image_rule_ids_equal_those_of_the_models_processor(kind: str, bounds: s
     request = {"sizes": sizes(random), "prompts": [prompt(random) for _ in range(PROMPTS)]}
     theirs = by_processor(folder, request)
     tokenizer = HfTokenizer(folder, limits())
-    rule = tokenizer.image_rule
+    rule = tokenizer.media_rules[MediaKind.IMAGE]
     assert rule is not None
     for size, count in zip(request["sizes"], theirs["counts"], strict=True):
         if count is None:
@@ -99,7 +100,7 @@ def test_image_rule_ids_equal_those_of_the_models_processor(kind: str, bounds: s
             assert len(rule.ids(*size)) == count, size
     for each, ids in zip(request["prompts"], theirs["ids"], strict=True):
         packed = tokenizer.pack_chat(ChatRequest(numbered(each["messages"])))
-        expanded, _ = expand(packed, rule, items(each["sizes"]))
+        expanded, _ = expand(packed, {MediaKind.IMAGE: rule}, items(each["sizes"]))
         assert unpack_u32(expanded).tolist() == ids, each
 
 

@@ -25,7 +25,7 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
 
     Raises:
         SluiceError: INVALID_ARGUMENT naming the first field that no worker supports; UNAVAILABLE for a capability that
-            the gateway requires, and for images if all workers make other tokens of them than preprocess.
+            the gateway requires, and for media items if all workers make other tokens of them than preprocess.
     """
     remaining = list(workers)
     for capability, field in needs:
@@ -33,8 +33,9 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
         remaining = [worker for worker in having if not _gets_no(capability, worker)]
         if having and not remaining:
             raise unavailable(
-                f"{field or capability} cannot be served: every worker of this model makes other tokens of images than "
-                "preprocess does; load the same model folder on both sides (see tokenizer.media_parity of /v1/models).",
+                f"{field or capability} cannot be served: every worker of this model makes other tokens of media items "
+                "than preprocess does; load the same model folder on both sides (see tokenizer.media_parity of "
+                "/v1/models).",
                 code="media_parity",
             )
         if not remaining and not field:
@@ -67,7 +68,7 @@ def _takes(kind: str, worker: WorkerEntry) -> bool:
 
 def _gets_no(capability: str, worker: WorkerEntry) -> bool:
     """Whether a worker with the capability is excluded from it."""
-    return worker.images_differ and capability == MediaKind.IMAGE.capability
+    return worker.media_differ and capability in MEDIA
 
 
 def are_text_only(workers: Sequence[WorkerEntry]) -> bool:

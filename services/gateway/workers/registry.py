@@ -34,7 +34,7 @@ class WorkerEntry:
 
     Attributes:
         labels: classes of a model that classifies.
-        images_differ: whether the worker's model makes other tokens of an image than preprocess: it must get none.
+        media_differ: whether the worker's model makes other tokens of an image than preprocess: it must get none.
     """
 
     worker_id: str
@@ -54,7 +54,7 @@ class WorkerEntry:
     ranks: int = 1  # data-parallel ranks
     labels: tuple[str, ...] = ()
     media_fingerprint: str = ""
-    images_differ: bool = False
+    media_differ: bool = False
 
     @property
     def runs_alone(self) -> bool:
@@ -142,7 +142,7 @@ class WorkerRegistry:
         return any(capability in worker.capabilities for worker in self.of_model(model))
 
     def compare_media(self, fingerprints: Mapping[str, str]) -> None:
-        """Excludes from images the workers whose media fingerprint differs from that of preprocess.
+        """Excludes from media items the workers whose media fingerprint differs from that of preprocess.
 
         Args:
             fingerprints: those of preprocess, by model. Models that it lacks keep the last one known.
@@ -154,12 +154,12 @@ class WorkerRegistry:
     def _compared(self, entry: WorkerEntry) -> WorkerEntry:
         known = self.workers.get(entry.worker_id)
         differ = agreement(self._media_fingerprints.get(entry.model, ""), entry.media_fingerprint) is False
-        if differ and not (known is not None and known.images_differ):
+        if differ and not (known is not None and known.media_differ):
             log.warning(
-                "preprocess and a worker make different tokens of images; the worker gets no images",
+                "preprocess and a worker make different tokens of media items; the worker gets text only",
                 extra={"worker": entry.worker_id, "model": entry.model},
             )
-        return entry if entry.images_differ is differ else replace(entry, images_differ=differ)
+        return entry if entry.media_differ is differ else replace(entry, media_differ=differ)
 
     async def run(self) -> None:
         """Follows the worker list until cancelled."""

@@ -21,7 +21,7 @@ from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from services.common.errors import invalid
 from services.preprocess.engines.sglang_images import ImageProcessor, UnsupportedImages
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
-from services.preprocess.engines.tokenizer import EngineFacts, ImagePrompt, LibraryTokenizer
+from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer, MediaPrompt
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.validation import typed_placeholder
 
@@ -70,7 +70,7 @@ class Tokenizer(LibraryTokenizer):
             context_length=self.manager.model_config.context_len if folder == path or self._by_template else 0,
             chat_template=template if isinstance(template, str) else "",
             has_chat_template=bool(template) or not self._by_template,
-            images=self._images is not None,
+            media=() if self._images is None else ("image",),
             no_images=no_images,
         )
 
@@ -87,9 +87,9 @@ class Tokenizer(LibraryTokenizer):
         ids: list[int] = self._serving._tokenize_chat_request(self._request(chat))
         return [int(token) for token in ids]
 
-    def encode_images(self, chat: ChatRequest) -> ImagePrompt:
+    def encode_media(self, chat: ChatRequest) -> MediaPrompt:
         if self._images is None:
-            return super().encode_images(chat)
+            return super().encode_media(chat)
         request = self._request(chat).to_chat_completion_request()
         handler = self._serving.chat_serving
         if problem := handler._validate_request(request):
@@ -102,9 +102,9 @@ class Tokenizer(LibraryTokenizer):
         if count > len(images):
             raise typed_placeholder()
         if count < len(images):
-            return ImagePrompt(unexpanded, unexpanded, [])
+            return MediaPrompt(unexpanded, unexpanded, [])
         ids, spans = self._images.expand(made.prompt, images)
-        return ImagePrompt(ids, unexpanded, spans)
+        return MediaPrompt(ids, unexpanded, [("image", *span) for span in spans])
 
     def _request(self, chat: ChatRequest) -> TokenizeRequest:
         kwargs = dict(chat.template_kwargs)

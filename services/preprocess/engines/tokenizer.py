@@ -23,8 +23,8 @@ class EngineFacts:
         context_length: as read by the engine from the model's files; 0 for unknown.
         chat_template: the model's own; empty for none.
         has_chat_template: whether chats work without a template in the request.
-        images: whether chats with images work, see `encode_images`.
-        no_images: why they do not, as a sentence; may be empty.
+        media: kinds of media items that chats may have, see `encode_media`.
+        no_images: why they may have no images, as a sentence; may be empty.
     """
 
     version: str
@@ -33,23 +33,23 @@ class EngineFacts:
     context_length: int
     chat_template: str
     has_chat_template: bool
-    images: bool = False
+    media: tuple[str, ...] = ()
     no_images: str = ""
 
 
 @dataclass(frozen=True)
-class ImagePrompt:
-    """The prompt of a chat with images, as the engine makes it.
+class MediaPrompt:
+    """The prompt of a chat with media items, as the engine makes it.
 
     Attributes:
-        ids: with the tokens of each image.
+        ids: with the tokens of each item.
         unexpanded_ids: with the placeholders that the engine would replace by those.
-        spans: offset in `ids` and number of tokens of each image, in their order.
+        spans: kind, offset in `ids` and number of tokens of each item, in their order.
     """
 
     ids: list[int]
     unexpanded_ids: list[int]
-    spans: list[tuple[int, int]]
+    spans: list[tuple[str, int, int]]
 
 
 class EngineTokenizer(Protocol):
@@ -59,8 +59,8 @@ class EngineTokenizer(Protocol):
 
     def encode_chat(self, chat: ChatRequest) -> list[int]: ...
 
-    def encode_images(self, chat: ChatRequest) -> ImagePrompt:
-        """Returns the prompt of a chat whose images are parts of the type `image_url` with data URLs."""
+    def encode_media(self, chat: ChatRequest) -> MediaPrompt:
+        """Returns the prompt of a chat whose items are parts of the types `image_url`, `audio_url` and `video_url`."""
         ...
 
     def render(self, chat: ChatRequest) -> str: ...
@@ -75,8 +75,10 @@ class LibraryTokenizer:
 
     _tokenizer: Any
 
-    def encode_images(self, chat: ChatRequest) -> ImagePrompt:
-        raise invalid("This tokenizer takes no images; leave them out.", param="messages", code="media_not_supported")
+    def encode_media(self, chat: ChatRequest) -> MediaPrompt:
+        raise invalid(
+            "This tokenizer takes no media items; leave them out.", param="messages", code="media_not_supported"
+        )
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         special = add_special_tokens is not False
@@ -91,8 +93,8 @@ def answer(tokenizer: EngineTokenizer, verb: str, argument: dict[str, Any]) -> A
     """Returns the result of one call; `argument` is the JSON form of the method's parameters."""
     if verb == "encode_chat":
         return tokenizer.encode_chat(ChatRequest(**argument))
-    if verb == "encode_images":
-        return asdict(tokenizer.encode_images(ChatRequest(**argument)))
+    if verb == "encode_media":
+        return asdict(tokenizer.encode_media(ChatRequest(**argument)))
     if verb == "render":
         return _clean(tokenizer.render(ChatRequest(**argument)))
     if verb == "encode_text":

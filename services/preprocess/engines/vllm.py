@@ -15,20 +15,22 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 import vllm
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.params import TokenizeParams
 
 from services.common.errors import invalid
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
-from services.preprocess.engines.tokenizer import EngineFacts, ImagePrompt, LibraryTokenizer
+from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer, MediaPrompt
 from services.preprocess.protocol import ChatRequest
 
 VERSION: str = vllm.__version__
-MOST_IMAGES = 256
-"""Images of one prompt; the limits of the service are lower."""
+KINDS = ("image", "audio", "video")
+MOST_ITEMS = 256
+"""Media items of each kind in a prompt; the limits of the service are lower."""
 CACHE_GIB = 0.05
-"""Processed images that vLLM keeps: the ids of repeated ones need no processing."""
+"""Processed media items that vLLM keeps: the ids of repeated ones need no processing."""
 
 
 class _Request(ChatCompletionRequest):  # type: ignore[misc]
@@ -56,7 +58,7 @@ class Tokenizer(LibraryTokenizer):
             tokenizer_mode=mode,
             dtype="float32",
             enforce_eager=True,
-            limit_mm_per_prompt={"image": MOST_IMAGES, "audio": 0, "video": 0},
+            limit_mm_per_prompt=dict.fromkeys(KINDS, MOST_ITEMS),
             mm_processor_cache_gb=CACHE_GIB,
         )
         config = VllmConfig(model_config=model, device_config=DeviceConfig("cpu"))
@@ -83,7 +85,7 @@ class Tokenizer(LibraryTokenizer):
             context_length=model.max_model_len if folder == path or self._by_template else 0,
             chat_template=template or "",
             has_chat_template=bool(template) or not self._by_template,
-            images=self._by_template and folder == path and bool(model.is_multimodal_model),
+            media=_media_kinds(model) if self._by_template and folder == path else (),
         )
 
     def _render_prompt(self, chat: ChatRequest) -> dict[str, Any]:
@@ -115,16 +117,25 @@ class Tokenizer(LibraryTokenizer):
     def encode_chat(self, chat: ChatRequest) -> list[int]:
         return [int(token) for token in self._render_prompt(chat)["prompt_token_ids"]]
 
-    def encode_images(self, chat: ChatRequest) -> ImagePrompt:
+    def encode_media(self, chat: ChatRequest) -> MediaPrompt:
         prompt = self._render_prompt(chat)
-        ranges = (prompt.get("mm_placeholders") or {}).get("image", ())
-        return ImagePrompt(
+        found = (prompt.get("mm_placeholders") or {}).items()
+        spans = [(kind, int(each.offset), int(each.length)) for kind, ranges in found for each in ranges]
+        return MediaPrompt(
             [int(token) for token in prompt["prompt_token_ids"]],
             self.encode_text(prompt["prompt"], add_special_tokens=False),
-            [(int(each.offset), int(each.length)) for each in ranges],
+            sorted(spans, key=lambda span: span[1]),
         )
 
     def render(self, chat: ChatRequest) -> str:
         prompt = self._render_prompt(chat)
         text = prompt.get("prompt")
         return text if isinstance(text, str) else self.decode(prompt["prompt_token_ids"])
+
+
+def _media_kinds(model: Any) -> tuple[str, ...]:
+    """Returns the kinds of media items that vLLM takes with a model."""
+    if not model.is_multimodal_model:
+        return ()
+    limits = MULTIMODAL_REGISTRY.create_processor(model).info.supported_mm_limits
+    return tuple(kind for kind in KINDS if kind in limits)

@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 from time import perf_counter
 
 import orjson
@@ -14,11 +14,12 @@ import orjson
 from services.common.child_rpc.call_queue import Call, CallQueue
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.process import bare_environment, module_command
-from services.common.errors import ErrorKind, SluiceError, overloaded
-from services.common.media.spans import content_hash
+from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
+from services.common.media.facts import MediaFacts, read_facts
+from services.common.media.spans import MediaKind, content_hash
 from services.common.tasks import TaskOwner
-from services.preprocess.media.child import ENDS
-from services.preprocess.media.images import ImageFacts, ImageLimits
+from services.preprocess.media.child import ENDS, IMAGES
+from services.preprocess.media.limits import CheckLimits
 
 START_S = 30.0
 WINDOW = 2
@@ -27,36 +28,17 @@ MOST_KNOWN = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class CheckLimits:
-    """Bounds on checking.
-
-    Attributes:
-        images: bounds on images.
-        limit_s: maximum seconds of one file.
-        memory_mb: address space of a process, MiB.
-        processes: number of processes.
-        waiting: files that wait for one.
-    """
-
-    images: ImageLimits = field(default_factory=ImageLimits)
-    limit_s: float = 5.0
-    memory_mb: int = 768
-    processes: int = 1
-    waiting: int = 512
-
-
-@dataclass(frozen=True, slots=True)
 class MediaVerdict:
     """The result for one file.
 
     Attributes:
         facts: None if the file is refused.
-        reason: completes "The image …" if it is.
+        reason: completes "The image …", or the sentence of another kind, if it is.
         fault: whether the process failed, rather than the file; such a verdict is not kept.
         peak_kb: peak memory of the process, KiB; 0 if unknown.
     """
 
-    facts: ImageFacts | None
+    facts: MediaFacts | None
     reason: str = ""
     fault: bool = False
     peak_kb: int = 0
@@ -81,18 +63,23 @@ class CheckCounts:
 
 
 class MediaChecker:
-    """The processes, started on first use and replaced when they fail; belongs to one event loop."""
+    """The processes, started on first use and replaced when they fail; belongs to one event loop.
 
-    def __init__(self, limits: CheckLimits | None = None) -> None:
+    Args:
+        group: IMAGES, or CLIPS for audio and videos.
+    """
+
+    def __init__(self, limits: CheckLimits | None = None, group: str = IMAGES) -> None:
         self.limits = limits = limits or CheckLimits()
-        images = limits.images
-        arguments = (limits.limit_s, limits.memory_mb, images.pixels, images.side, images.frames)
+        bounds = astuple(limits.images if group == IMAGES else limits.clips)
         self.server = ForkServer(
-            lambda control: module_command("services.preprocess.media.child", control, *arguments),
+            lambda control: module_command(
+                "services.preprocess.media.child", group, control, limits.limit_s, limits.memory_mb, *bounds
+            ),
             MAX_REPLY_BYTES,
             START_S,
             quiet=True,
-            environment=bare_environment(),
+            environment=bare_environment() | {"OPENBLAS_NUM_THREADS": "1"},  # threads do not survive a fork
         )
         self.tasks = TaskOwner()
         self._lanes = [_CheckLane(self) for _ in range(limits.processes)]
@@ -100,25 +87,23 @@ class MediaChecker:
         self._running: dict[bytes, _Check] = {}
         self.counts = CheckCounts()
 
-    async def check(self, data: bytes, part: str, digest: bytes = b"") -> ImageFacts:
+    async def check(self, data: bytes, part: str, digest: bytes = b"", kind: MediaKind = MediaKind.IMAGE) -> MediaFacts:
         """Returns the facts of a file.
 
         Args:
             part: its content part, for errors.
+            kind: of the part.
             digest: its `content_hash` if known.
 
         Raises:
             SluiceError: INVALID_ARGUMENT for a file that is refused; OVERLOADED; INTERNAL if no process starts.
         """
         verdict = await self.verdict(data, digest or content_hash(data))
-        if verdict.facts is None:
-            raise SluiceError(
-                ErrorKind.INVALID_ARGUMENT,
-                f"The image of {part} {verdict.reason}.",
-                param=part,
-                code="invalid_media",
-            )
-        return verdict.facts
+        facts = verdict.facts
+        if facts is None or facts.kind is not kind:
+            reason = verdict.reason if facts is None else f"is a file of the kind {facts.kind.capability}"
+            raise invalid(f"The {kind.capability} of {part} {reason}.", param=part, code="invalid_media")
+        return facts
 
     async def verdict(self, data: bytes, digest: bytes) -> MediaVerdict:
         """Returns the result for one file; raises SluiceError as `check` unless the file is at fault."""
@@ -243,10 +228,6 @@ def _read_reply(reply: bytes) -> MediaVerdict:
         form = orjson.loads(reply)
         if "error" in form:
             return MediaVerdict(None, str(form["error"])[:200])
-        width, height = int(form["width"]), int(form["height"])
-        facts = ImageFacts(width, height, str(form["format"]))
-        if width < 1 or height < 1 or not facts.media_type:
-            return _exhausted()
-        return MediaVerdict(facts, peak_kb=int(form["peak_kb"]))
+        return MediaVerdict(read_facts(form["facts"]), peak_kb=int(form["peak_kb"]))
     except (ValueError, KeyError, TypeError):
         return _exhausted()

@@ -1,6 +1,8 @@
-"""The processes that check media files: ``python -m services.preprocess.media.child FD S MIB PIXELS SIDE FRAMES``.
+"""The processes that check media files.
 
-The fork server loads the image library once and reads no file. Each fork lowers its own limits, has an empty
+``python -m services.preprocess.media.child images FD S MIB PIXELS SIDE FRAMES`` checks images,
+``python -m services.preprocess.media.child clips FD S MIB SECONDS PIXELS FRAMES`` audio and videos.
+The fork server loads the libraries once and reads no file. Each fork lowers its own limits, has an empty
 environment and no descriptors but its connection. A request is a file; a reply is JSON.
 """
 
@@ -11,13 +13,19 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import orjson
 
 from services.common.child_rpc.child import Channel, ForkedService, serve, serve_forks
-from services.preprocess.media.images import BadImage, ImageLimits, check_image
+from services.common.media.facts import BadMedia, MediaFacts, facts_form
 
+Check = Callable[[bytes], MediaFacts]
+"""Returns the facts of a file; raises BadMedia."""
+
+IMAGES, CLIPS = "images", "clips"
 ENDS = b'{"ends":'
 """Beginning of a reply after which the process ends."""
 OUT_OF_MEMORY = ENDS + b"true}"
@@ -27,30 +35,31 @@ NICENESS = 5
 _FILES = 16
 
 
-def answer(limits: ImageLimits, request: bytes) -> bytes:
+def answer(check: Check, request: bytes) -> bytes:
     """Returns the reply to one request."""
     try:
-        facts = check_image(request, limits)
-    except BadImage as error:
+        facts = check(request)
+    except BadMedia as error:
         return orjson.dumps({"error": str(error)})
     except MemoryError:
         return OUT_OF_MEMORY
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return orjson.dumps({"width": facts.width, "height": facts.height, "format": facts.format, "peak_kb": peak_kb})
+    return orjson.dumps({"facts": facts_form(facts), "peak_kb": peak_kb})
 
 
 class MediaCheckService(ForkedService):
     """Checks files.
 
     Args:
+        check: checks one file.
         limit_s: maximum time of a file, seconds.
         memory_mb: address space of a fork, MiB.
     """
 
-    def __init__(self, limit_s: float, memory_mb: int, limits: ImageLimits) -> None:
+    def __init__(self, check: Check, limit_s: float, memory_mb: int) -> None:
+        self._check = check
         self._limit_s = limit_s
         self._memory_mb = memory_mb
-        self._limits = limits
 
     def limit(self) -> None:
         os.nice(NICENESS)
@@ -60,16 +69,25 @@ class MediaCheckService(ForkedService):
         resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))
 
     def serve(self, channel: Channel) -> None:
-        handle = partial(answer, self._limits)
+        handle = partial(answer, self._check)
         serve(channel, handle, self._limit_s + ALARM_S, lambda reply: reply.startswith(ENDS))
 
 
-def main(control_fd: str, limit_s: str, memory_mb: str, pixels: str, side: str, frames: str) -> None:
+def main(group: str, control_fd: str, limit_s: str, memory_mb: str, *numbers: str) -> None:
     """Runs the fork server."""
-    limits = ImageLimits(int(pixels), int(side), int(frames))
+    check = load_check(group, tuple(map(int, numbers)))
     gc.collect()
     gc.freeze()
-    serve_forks(socket.socket(fileno=int(control_fd)), MediaCheckService(float(limit_s), int(memory_mb), limits))
+    serve_forks(socket.socket(fileno=int(control_fd)), MediaCheckService(check, float(limit_s), int(memory_mb)))
+
+
+def load_check(group: str, numbers: tuple[int, ...]) -> Check:
+    """Returns the check of a group of kinds, with its limits; loads only the libraries of this group."""
+    if group == IMAGES:
+        images = import_module("services.preprocess.media.images")
+        return partial(images.check_image, limits=images.ImageLimits(*numbers))
+    clips = import_module("services.preprocess.media.clips")
+    return partial(clips.check_clip, limits=clips.ClipLimits(*numbers))
 
 
 if __name__ == "__main__":

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
 from io import BytesIO
 from struct import error as StructError
 
 from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, WebPImagePlugin
 
+from services.common.media.facts import BadMedia, ImageFacts, formats_of
+from services.common.media.spans import MediaKind
+from services.preprocess.media.limits import ImageLimits
+
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, WebPImagePlugin)
 """All readers that files can reach; loaded before the limits apply."""
-MEDIA_TYPES = {
-    "JPEG": "image/jpeg",
-    "PNG": "image/png",
-    "WEBP": "image/webp",
-    "GIF": "image/gif",
-    "BMP": "image/bmp",
-}
 _MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -37,56 +33,18 @@ _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 
 
-class BadImage(Exception):
-    """The file is not acceptable; the text completes the sentence "The image …"."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImageLimits:
-    """Bounds on images.
-
-    Attributes:
-        pixels: most pixels of a frame.
-        side: most pixels of a side.
-        frames: most frames; only the first one is used.
-    """
-
-    pixels: int = 40_000_000
-    side: int = 16_384
-    frames: int = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ImageFacts:
-    """What a checked file contains.
-
-    Attributes:
-        width, height: of the image as shown, after the rotation that its metadata declares.
-        format: a name in MEDIA_TYPES.
-    """
-
-    width: int
-    height: int
-    format: str
-
-    @property
-    def media_type(self) -> str:
-        """The media type of the format."""
-        return MEDIA_TYPES[self.format]
-
-
 def sniff(data: bytes) -> str:
-    """Returns the format that the first bytes of a file declare; empty for others than those of MEDIA_TYPES."""
+    """Returns the format that the first bytes of a file declare; empty for others than those of images."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
     return next((name for magic, name in _MAGIC if data.startswith(magic)), "")
 
 
 def check_image(data: bytes, limits: ImageLimits) -> ImageFacts:
-    """Decodes the first frame of a file and returns its facts; raises BadImage."""
+    """Decodes the first frame of a file and returns its facts; raises BadMedia."""
     form = sniff(data)
     if not form:
-        raise BadImage(f"is not in one of the formats {', '.join(MEDIA_TYPES)}")
+        raise BadMedia(f"is not in one of the formats {formats_of(MediaKind.IMAGE)}")
     if form == "GIF":
         _check_gif(data, limits.frames)
     if form == "PNG":
@@ -94,7 +52,7 @@ def check_image(data: bytes, limits: ImageLimits) -> ImageFacts:
     if form == "JPEG":
         _check_jpeg(data)
     if form == "WEBP" and int.from_bytes(data[4:8], "little") + 8 > len(data):
-        raise BadImage("is truncated")
+        raise BadMedia("is truncated")
     Image.MAX_IMAGE_PIXELS = None  # checked below, with the same error for all formats
     try:
         with warnings.catch_warnings():
@@ -102,7 +60,7 @@ def check_image(data: bytes, limits: ImageLimits) -> ImageFacts:
             with Image.open(BytesIO(data), formats=(form,)) as image:
                 _check_size(image.size, limits)
                 if getattr(image, "n_frames", 1) > limits.frames and form != "JPEG":
-                    raise BadImage(f"has more than {limits.frames} frames")
+                    raise BadMedia(f"has more than {limits.frames} frames")
                 width, height = image.size
                 if form == "JPEG":  # keeps its declared size; the others' may change when they are read
                     image.draft(None, (max(1, width // _JPEG_REDUCTION), max(1, height // _JPEG_REDUCTION)))
@@ -112,34 +70,34 @@ def check_image(data: bytes, limits: ImageLimits) -> ImageFacts:
                     _check_size(image.size, limits)
                     width, height = image.size
                 sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
-    except (BadImage, MemoryError):
+    except (BadMedia, MemoryError):
         raise
     except (OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, StructError) as error:
-        raise BadImage("is broken or truncated") from error
+        raise BadMedia("is broken or truncated") from error
     return ImageFacts(height, width, form) if sideways else ImageFacts(width, height, form)
 
 
 def _check_size(size: tuple[int, int], limits: ImageLimits) -> None:
     width, height = size
     if width < 1 or height < 1:
-        raise BadImage("has no pixels")
+        raise BadMedia("has no pixels")
     if max(size) > limits.side:
-        raise BadImage(f"has a side of more than {limits.side:,} pixels")
+        raise BadMedia(f"has a side of more than {limits.side:,} pixels")
     if width * height > limits.pixels:
-        raise BadImage(f"has more than {limits.pixels:,} pixels")
+        raise BadMedia(f"has more than {limits.pixels:,} pixels")
 
 
 def _check_png(data: bytes) -> None:
-    """Walks over the chunks of a PNG file to its end; raises BadImage for truncated ones."""
+    """Walks over the chunks of a PNG file to its end; raises BadMedia for truncated ones."""
     at = 8
     while data[at + 4 : at + 8] != b"IEND":
         at += 12 + int.from_bytes(data[at : at + 4], "big")
         if at + 12 > len(data):
-            raise BadImage("is broken or truncated")
+            raise BadMedia("is broken or truncated")
 
 
 def _check_jpeg(data: bytes) -> None:
-    """Walks over the markers of a JPEG file as decoders do; raises BadImage for many scans."""
+    """Walks over the markers of a JPEG file as decoders do; raises BadMedia for many scans."""
     scans = at = 0
     while found := _MARKER.search(data, at):
         at = found.end()
@@ -150,12 +108,12 @@ def _check_jpeg(data: bytes) -> None:
             continue
         scans += marker == _START_OF_SCAN
         if scans > MOST_SCANS:
-            raise BadImage(f"has more than {MOST_SCANS} scans")
+            raise BadMedia(f"has more than {MOST_SCANS} scans")
         at += int.from_bytes(data[at : at + 2], "big")
 
 
 def _check_gif(data: bytes, most: int) -> None:
-    """Walks over the blocks of a GIF file without decoding them; raises BadImage for truncated ones and many frames."""
+    """Walks over the blocks of a GIF file without decoding them; raises BadMedia for truncated ones and many frames."""
     try:
         at = 13 + _table_bytes(data[10])
         frames = 0
@@ -165,17 +123,17 @@ def _check_gif(data: bytes, most: int) -> None:
             elif data[at] == 0x2C:
                 frames += 1
                 if frames > most:
-                    raise BadImage(f"has more than {most} frames")
+                    raise BadMedia(f"has more than {most} frames")
                 at += 11 + _table_bytes(data[at + 9])
             else:
-                raise BadImage("is broken or truncated")
+                raise BadMedia("is broken or truncated")
             while data[at]:
                 at += data[at] + 1
             at += 1
     except IndexError:
-        raise BadImage("is broken or truncated") from None
+        raise BadMedia("is broken or truncated") from None
     if not frames:
-        raise BadImage("has no pixels")
+        raise BadMedia("has no pixels")
 
 
 def _table_bytes(flags: int) -> int:

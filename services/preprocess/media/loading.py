@@ -12,12 +12,23 @@ from services.common.media.spans import MediaFile, MediaKind, content_hash
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.fetching import MediaFetcher
-from services.preprocess.protocol import TokenizerProtocol
+from services.preprocess.protocol import TokenizerProtocol, kinds_of
 
 MOST_FETCHED_BYTES = 512 << 20
 """Most bytes of fetched files in all requests that are being loaded."""
 _INLINE_BYTES = 256 << 10
-_ALIASES = {"image/jpg": "image/jpeg", "image/x-png": "image/png", "image/x-ms-bmp": "image/bmp"}
+_ALIASES = {
+    "image/jpg": "image/jpeg",
+    "image/x-png": "image/png",
+    "image/x-ms-bmp": "image/bmp",
+    "audio/wave": "audio/wav",
+    "audio/x-wav": "audio/wav",
+    "audio/vnd.wave": "audio/wav",
+    "audio/mp3": "audio/mpeg",
+    "audio/x-flac": "audio/flac",
+    "video/quicktime": "video/mp4",
+    "video/x-matroska": "video/webm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +72,23 @@ class MediaLoader:
     """Loads media items.
 
     Args:
+        checker: checks images.
+        clip_checker: checks audio and videos.
         limits: bounds on one request.
         limit_s: maximum seconds of one request, with its wait for others.
     """
 
     def __init__(
-        self, fetcher: MediaFetcher, checker: MediaChecker, limits: MediaLimits, limit_s: float = 13.0
+        self,
+        fetcher: MediaFetcher,
+        checker: MediaChecker,
+        clip_checker: MediaChecker,
+        limits: MediaLimits,
+        limit_s: float = 13.0,
     ) -> None:
         self.fetcher = fetcher
         self.checker = checker
+        self.clip_checker = clip_checker
         self._limits = limits
         self._limit_s = limit_s
         self._fetched_bytes = 0
@@ -119,11 +138,13 @@ class MediaLoader:
         if given.url:
             self._hold(len(data), digest, total)
             total.add(len(data), given.part, digest)
-        facts = await self.checker.check(data, given.part, digest)
+        checker = self.checker if given.kind is MediaKind.IMAGE else self.clip_checker
+        facts = await checker.check(data, given.part, digest, given.kind)
         declared = given.media_type.lower()
         if declared and _ALIASES.get(declared, declared) != facts.media_type:
             raise invalid(
-                f"The image of {given.part} is declared as {given.media_type[:100]}, but is {facts.media_type}.",
+                f"The {given.kind.capability} of {given.part} is declared as {given.media_type[:100]}, but is "
+                f"{facts.media_type}.",
                 param=given.part,
                 code="invalid_media",
             )
@@ -142,14 +163,14 @@ class MediaLoader:
         """Ends fetches and processes."""
         await self.fetcher.close()
         await self.checker.close()
+        await self.clip_checker.close()
 
 
 def check_kinds(inputs: Sequence[MediaInput], tokenizer: TokenizerProtocol) -> None:
     """Raises the SluiceError of `not_supported` for the first item that a model's tokenizer does not take."""
-    # Both are optional for custom classes.
-    takes_images = getattr(tokenizer, "image_rule", None) or getattr(tokenizer, "takes_images", False)
+    kinds = kinds_of(tokenizer)
     for item in inputs:
-        if not takes_images or item.kind is not MediaKind.IMAGE:
+        if item.kind not in kinds:
             raise not_supported(item, tokenizer)
 
 

@@ -14,24 +14,20 @@ from typing import Any
 from services.common.child_rpc.process import engine_command
 from services.common.engine_packages import TESTED_VERSIONS, is_tested
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
-from services.common.media.spans import MediaSpan, content_hash
+from services.common.media.spans import MediaKind, MediaSpan
 from services.common.models import fingerprint, read_json
 from services.preprocess.engines.process import EngineProcess, deadly_prompt
 from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
-from services.preprocess.media.engine_images import read_prompt, with_blanks, with_files
+from services.preprocess.media.engine_media import read_prompt, with_blanks, with_files
 from services.preprocess.media.expansion import CountedItem
-from services.preprocess.media.images import ImageFacts
 from services.preprocess.protocol import ChatRequest, TokenizerFacts, TokenizerProtocol
 from services.preprocess.templates.processes import MODEL_FAULT
-from services.preprocess.tokenizers.probes import sample_png
 
 log = logging.getLogger(__name__)
 
 _HANG_FACTOR = 2.0
 _UNSET = 1 << 31  # larger values in files mean "unset"
-_BLANK_FILE = sample_png(64, 64)
-_BLANK = CountedItem("messages", content_hash(_BLANK_FILE), ImageFacts(64, 64, "PNG"))
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,8 @@ class EngineTokenizer(TokenizerProtocol):
     """A tokenizer implemented by an engine.
 
     Attributes:
-        takes_images: whether `pack_images` works.
-        no_images: why it does not, as a sentence; may be empty.
+        media_kinds: kinds of media items that `pack_media` takes.
+        no_images: why it takes no images, as a sentence; may be empty.
 
     Args:
         engine: a module of `services.preprocess.engines`.
@@ -91,7 +87,7 @@ class EngineTokenizer(TokenizerProtocol):
         except BaseException:
             self.close()
             raise
-        self.takes_images = bool(reported["images"])
+        self.media_kinds = frozenset(kind for kind in MediaKind if kind.capability in reported["media"])
         self.no_images = str(reported["no_images"])
         self.facts = _facts(engine, path, {**reported, **_own_template(chat_template)})
         if not is_tested(engine, reported["version"]):
@@ -113,10 +109,10 @@ class EngineTokenizer(TokenizerProtocol):
         ids: list[int] = self._process_for(chat).call("encode_chat", self._argument(chat))
         return ids
 
-    def pack_images(
+    def pack_media(
         self, chat: ChatRequest, items: Sequence[CountedItem], files: Sequence[bytes]
     ) -> tuple[bytes, tuple[MediaSpan, ...]]:
-        """Returns packed ids of a chat with images, and their spans.
+        """Returns packed ids of a chat with media items, and their spans.
 
         Args:
             items: the checked items that the messages refer to.
@@ -126,11 +122,11 @@ class EngineTokenizer(TokenizerProtocol):
             SluiceError: as `encode_chat`, `with_files` and `read_prompt`.
         """
         argument = self._argument(replace(chat, messages=with_files(chat.messages, items, files)))
-        return read_prompt(self._process_for(chat).call("encode_images", argument), items)
+        return read_prompt(self._process_for(chat).call("encode_media", argument), items)
 
     def render(self, chat: ChatRequest) -> str:
-        """Implements `TokenizerProtocol.render`; images appear as their placeholders, whatever they show."""
-        chat = replace(chat, messages=with_blanks(chat.messages, _BLANK, _BLANK_FILE))
+        """Implements `TokenizerProtocol.render`; media items appear as their placeholders, whatever is in them."""
+        chat = replace(chat, messages=with_blanks(chat.messages))
         text: str = self._process_for(chat).call("render", self._argument(chat))
         return text
 

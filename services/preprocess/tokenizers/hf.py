@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.common.errors import SluiceError, invalid
+from services.common.media.spans import MediaKind
 from services.common.models import fingerprint, read_json
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.encoders.backend import EncoderOptions
@@ -20,11 +21,12 @@ from services.preprocess.encoders.hf import HfEncoder
 from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.limits import Limits
-from services.preprocess.media.expansion import image_rule
+from services.preprocess.media.rules import ModelFiles, media_rules
 from services.preprocess.protocol import (
     HINTS,
     ChatRequest,
-    ImageRule,
+    MediaRule,
+    MediaRules,
     Message,
     PendingPrompt,
     TokenizerFacts,
@@ -119,36 +121,49 @@ class HfTokenizer(TokenizerProtocol):
         )
         # Last, because it may start a process.
         self.no_images = ""
-        self.image_rule = self._own_image_rule(path, model, processors)
+        self.media_rules = self._own_rules(path, processors)
         self._placeholders = self._own_placeholders(file)
+        self.media_rules = {kind: rule for kind, rule in self.media_rules.items() if self._writes(kind, rule)}
 
-    def _own_image_rule(
-        self, path: Path, model: dict[str, Any], processors: ProcessorOptions | None
-    ) -> ImageRule | None:
-        """Returns the rule of the model's files, or else of its processor; None for a model without images."""
-        files = (model, read_json(path, "preprocessor_config.json"), read_json(path, "processor_config.json"))
-        rule = image_rule(*files)
-        if rule is not None or processors is None or not self._templates or not has_processor(*files):
-            return rule
+    def _own_rules(self, path: Path, processors: ProcessorOptions | None) -> MediaRules:
+        """Returns the rules of the model's files, or else that of its processor of images; empty without media."""
+        files = ModelFiles.read(path)
+        rules = media_rules(files)
+        if rules or processors is None or not self._templates or not has_processor(files):
+            return rules
         try:
-            return ProcessorRule(path, self.render, self._tokenizer.token_to_id, processors)
+            return {MediaKind.IMAGE: ProcessorRule(path, self.render, self._tokenizer.token_to_id, processors)}
         except (NoImages, SluiceError) as error:
             self.no_images = str(error)
             log.warning("this model takes no images", extra={"reason": self.no_images})
-            return None
+            return {}
 
     def _own_placeholders(self, file: Path) -> Placeholders | None:
-        """Returns the placeholders of images; without them, the model takes no images."""
-        if self.image_rule is None:
+        """Returns the placeholders of media items; without them, the model takes none."""
+        if not self.media_rules:
             return None
         try:
-            return Placeholders(self.image_rule, file.read_bytes())
+            return Placeholders([rule.token_id for rule in self.media_rules.values()], file.read_bytes())
         except (ValueError, KeyError, TypeError) as error:
-            log.warning("images are not supported by this tokenizer", extra={"reason": str(error)})
-            if isinstance(self.image_rule, ProcessorRule):
-                self.image_rule.close()
-            self.image_rule = None
+            log.warning("media items are not supported by this tokenizer", extra={"reason": str(error)})
+            self._close_rules()
+            self.media_rules = {}
             return None
+
+    def _writes(self, kind: MediaKind, rule: MediaRule) -> bool:
+        """Returns whether the model's template writes the placeholder of a kind; older ones only write images."""
+        if kind is MediaKind.IMAGE or not self._templates:
+            return True
+        part = {"type": kind.capability, "media": 0}
+        try:
+            return self.encode_chat(ChatRequest([{"role": "user", "content": [part]}])).count(rule.token_id) == 1
+        except SluiceError:
+            return False
+
+    def _close_rules(self) -> None:
+        for rule in self.media_rules.values():
+            if isinstance(rule, ProcessorRule):
+                rule.close()
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
@@ -224,8 +239,7 @@ class HfTokenizer(TokenizerProtocol):
     def close(self) -> None:
         """Ends the processes of the model's templates and processor, if any."""
         self._own.close()
-        if isinstance(self.image_rule, ProcessorRule):
-            self.image_rule.close()
+        self._close_rules()
 
     def _variables(self, chat: ChatRequest) -> dict[str, Any]:
         continued = chat.continue_final_message

@@ -23,6 +23,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Tokeniz
 from pydantic import ValidationError
 
 from services.common.errors import first_line, invalid, quoted
+from services.common.media.spans import MediaKind
 from services.common.models import fingerprint, read_json
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.encoders.backend import CACHE_OFF, EncoderOptions
@@ -58,7 +59,8 @@ class MistralTokenizer(TokenizerProtocol):
         self._plain = PlainEncoder.for_tokenizer(self._tokenizer, self._encoder.pack)
         # Only after the fast path was compared with mistral-common, which must not use this encoder then.
         self._encoder.stand_in(self._text)
-        self.image_rule = MistralImages.take_over(self._tokenizer.instruct_tokenizer)
+        images = MistralImages.take_over(self._tokenizer.instruct_tokenizer)
+        self.media_rules = {MediaKind.IMAGE: images} if images is not None else {}
         config = read_json(path, "params.json") | read_json(path, "config.json")
         length = config.get("max_position_embeddings") or config.get("max_seq_len") or 0
         self.facts = TokenizerFacts(
@@ -80,7 +82,7 @@ class MistralTokenizer(TokenizerProtocol):
 
     def pack_chat(self, chat: ChatRequest) -> bytes:
         chat = self._without_hints(chat)
-        if self._plain is not None and not (self.image_rule is not None and _shows_images(chat)):
+        if self._plain is not None and not (self.media_rules and _shows_images(chat)):
             try:
                 ids = self._plain.pack(chat)
             except ValueError as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -11,46 +12,66 @@ import orjson
 from tokenizers import Tokenizer
 
 from services.common.packing import pack_u32
-from services.preprocess.protocol import ChatRequest, ImageRule
+from services.preprocess.protocol import ChatRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Placeholder:
+    """A placeholder of one kind of media items.
+
+    Attributes:
+        text: of the token in the model's tokenizer.
+        typed: stands for the text in a chat that contains it.
+        token: text of the token in the second tokenizer.
+    """
+
+    token_id: int
+    text: str
+    typed: str
+    token: str
 
 
 class Placeholders:
-    """The placeholder of one model.
+    """The placeholders of one model.
 
-    A chat with the placeholder in its text is rendered with a mark in its place; what the template then writes is the
-    model's own. Such prompts are encoded by a second tokenizer, in which the token has another name.
+    A chat with a placeholder in its text is rendered with a mark in its place; what the template then writes is the
+    model's own. Such prompts are encoded by a second tokenizer, in which the tokens have other names.
 
     Args:
+        token_ids: the placeholders.
         content: the tokenizer.json.
 
     Raises:
-        ValueError: the tokenizer does not have the token among its added ones.
+        ValueError: the tokenizer does not have a placeholder among its added tokens.
     """
 
-    def __init__(self, rule: ImageRule, content: bytes) -> None:
+    def __init__(self, token_ids: Collection[int], content: bytes) -> None:
         self._content = orjson.loads(content)
         added = {entry["id"]: entry["content"] for entry in self._content.get("added_tokens") or []}
-        if not added.get(rule.token_id):
-            raise ValueError("the media placeholder is not an added token")
+        if not all(map(added.get, token_ids)):
+            raise ValueError("a media placeholder is not an added token")
         nonce = secrets.token_hex(8)
-        self._text: str = added[rule.token_id]
-        self._typed, self._token = f"\ue000typed-{nonce}\ue001", f"\ue000media-{nonce}\ue001"
-        self._token_id = rule.token_id
+        self._all = [
+            _Placeholder(each, added[each], f"\ue000typed-{each}-{nonce}\ue001", f"\ue000media-{each}-{nonce}\ue001")
+            for each in token_ids
+        ]
         self._lock = Lock()
         self._tokenizer: Tokenizer | None = None
 
     def _renamed(self, content: dict[str, Any]) -> Tokenizer:
+        names = {each.token_id: each.token for each in self._all}
         for entry in content.get("added_tokens") or []:
-            if entry["id"] == self._token_id:
-                entry["content"] = self._token
+            entry["content"] = names.get(entry["id"], entry["content"])
         vocabulary = (content.get("model") or {}).get("vocab")
-        if isinstance(vocabulary, dict) and self._text in vocabulary:
-            vocabulary[self._token] = vocabulary.pop(self._text)
+        for each in self._all:
+            if isinstance(vocabulary, dict) and each.text in vocabulary:
+                vocabulary[each.token] = vocabulary.pop(each.text)
         tokenizer = Tokenizer.from_str(orjson.dumps(content).decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        if tokenizer.token_to_id(self._token) != self._token_id or tokenizer.token_to_id(self._text) is not None:
-            raise ValueError("the media placeholder cannot be renamed")
+        for each in self._all:
+            if tokenizer.token_to_id(each.token) != each.token_id or tokenizer.token_to_id(each.text) is not None:
+                raise ValueError("a media placeholder cannot be renamed")
         return tokenizer
 
     def hidden(self, chat: ChatRequest) -> ChatRequest:
@@ -67,11 +88,15 @@ class Placeholders:
 
     def restored(self, text: str) -> str:
         """Returns a prompt of a chat from `hidden`: typed placeholders as text, those of the template renamed."""
-        return text.replace(self._text, self._token).replace(self._typed, self._text)
+        for each in self._all:
+            text = text.replace(each.text, each.token)
+        return self.shown(text)
 
     def shown(self, text: str) -> str:
         """Returns a rendered prompt with typed placeholders as text."""
-        return text.replace(self._typed, self._text)
+        for each in self._all:
+            text = text.replace(each.typed, each.text)
+        return text
 
     def packed(self, text: str) -> bytes:
         """Returns packed ids of a prompt from `restored`; raises TypeError or ValueError for invalid Unicode.
@@ -87,14 +112,16 @@ class Placeholders:
 
     def _contains(self, value: Any) -> bool:
         if isinstance(value, str):
-            return self._text in value
+            return any(each.text in value for each in self._all)
         if isinstance(value, dict):
-            return any(self._text in key or self._contains(item) for key, item in value.items())
+            return any(self._contains(key) or self._contains(item) for key, item in value.items())
         return isinstance(value, list) and any(map(self._contains, value))
 
     def _replaced(self, value: Any) -> Any:
         if isinstance(value, str):
-            return value.replace(self._text, self._typed)
+            for each in self._all:
+                value = value.replace(each.text, each.typed)
+            return value
         if isinstance(value, dict):
             return {self._replaced(key): self._replaced(item) for key, item in value.items()}
         return [self._replaced(item) for item in value] if isinstance(value, list) else value

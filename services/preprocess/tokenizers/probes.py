@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from services.common.errors import SluiceError
-from services.common.media.spans import png_file
+from services.common.media.facts import AudioFacts, ImageFacts, MediaFacts, VideoFacts
+from services.common.media.spans import content_hash
 from services.common.packing import pack_u32
 from services.preprocess.media.expansion import CountedItem, expand
-from services.preprocess.media.images import ImageFacts
-from services.preprocess.protocol import ChatRequest, ImageRule, Message, TokenizerProtocol
+from services.preprocess.media.samples import FRAME_RATE, SAMPLE_RATE, sample_avi, sample_png, sample_wav
+from services.preprocess.protocol import ChatRequest, Message, TokenizerProtocol, kinds_of
 
 log = logging.getLogger(__name__)
 
@@ -66,50 +67,57 @@ def prompt_fingerprint(tokenizer: TokenizerProtocol) -> str:
 
 SAMPLE_SIZES = ((64, 64), (200, 100), (1024, 768), (33, 601))
 """Width and height of the sample images."""
+SAMPLE_CLIPS = (16_000, 100_001)
+"""Samples of the sample clips of audio."""
+SAMPLE_VIDEOS = ((64, 64, 4), (200, 100, 7))
+"""Width, height and frames of the sample videos."""
 
 
 def media_fingerprint(tokenizer: TokenizerProtocol) -> str:
-    """Returns the same as `prompt_fingerprint` for a chat with each sample image; empty if the tokenizer takes none."""
-    rule = getattr(tokenizer, "image_rule", None)  # optional for custom classes
-    if rule is not None:
-        return ",".join(_media_digest(lambda item: _by_rule(tokenizer, rule, item), *size) for size in SAMPLE_SIZES)
-    if getattr(tokenizer, "takes_images", False):
-        return ",".join(_media_digest(lambda item: _by_engine(tokenizer, item), *size) for size in SAMPLE_SIZES)
-    return ""
+    """Returns the same as `prompt_fingerprint` for a chat with each sample item; empty if the tokenizer takes none.
+
+    The sample images come first, then audio and videos, "-" where the tokenizer takes none of that kind.
+    """
+    kinds = kinds_of(tokenizer)
+    if not kinds:
+        return ""
+    return ",".join(_media_digest(tokenizer, facts) if facts.kind in kinds else REFUSED for facts in _samples())
 
 
-_SAMPLE_CHAT = ChatRequest(
-    [{"role": "user", "content": [{"type": "text", "text": "Describe: "}, {"type": "image", "media": 0}]}]
-)
+def _samples() -> Iterator[MediaFacts]:
+    yield from (ImageFacts(*size, "PNG") for size in SAMPLE_SIZES)
+    yield from (AudioFacts(samples, SAMPLE_RATE, "WAV") for samples in SAMPLE_CLIPS)
+    yield from (VideoFacts(*video, FRAME_RATE, "MP4") for video in SAMPLE_VIDEOS)
 
 
-def _media_digest(packed_with: Callable[[CountedItem], bytes], width: int, height: int) -> str:
-    sample = CountedItem(
-        "messages[0].content[1]", f"{width}x{height}".encode().ljust(16), ImageFacts(width, height, "PNG")
-    )
+def _media_digest(tokenizer: TokenizerProtocol, facts: MediaFacts) -> str:
+    reference = {"type": facts.kind.capability, "media": 0}
+    chat = ChatRequest([{"role": "user", "content": [{"type": "text", "text": "Describe: "}, reference]}])
+    sample = CountedItem("messages[0].content[1]", content_hash(repr(facts).encode()), facts)
     try:
-        packed = packed_with(sample)
+        packed = _packed(tokenizer, chat, sample)
     except SluiceError as error:
-        log.warning("a sample image is refused: %s", error.message)
+        log.warning("a sample media item is refused: %s", error.message)
         return REFUSED
     return hashlib.sha256(packed).hexdigest()[:DIGEST_CHARS]
 
 
-def _by_rule(tokenizer: TokenizerProtocol, rule: ImageRule, sample: CountedItem) -> bytes:
-    """Returns the packed ids of the sample by a rule, to which an image is its size."""
-    return expand(pack_u32(tokenizer.encode_chat(_SAMPLE_CHAT)), rule, [sample])[0]
-
-
-def _by_engine(tokenizer: Any, sample: CountedItem) -> bytes:
-    packed: bytes = tokenizer.pack_images(
-        _SAMPLE_CHAT, [sample], [sample_png(sample.facts.width, sample.facts.height)]
-    )[0]
+def _packed(tokenizer: Any, chat: ChatRequest, sample: CountedItem) -> bytes:
+    """Returns the packed ids of a chat with a sample."""
+    rules = getattr(tokenizer, "media_rules", None)  # optional for custom classes
+    if rules:
+        return expand(pack_u32(tokenizer.encode_chat(chat)), rules, [sample])[0]
+    packed: bytes = tokenizer.pack_media(chat, [sample], [_file(sample.facts)])[0]
     return packed
 
 
-def sample_png(width: int, height: int) -> bytes:
-    """Returns a black PNG file."""
-    return png_file(width, height, bytes(3 * width * height))
+def _file(facts: MediaFacts) -> bytes:
+    if isinstance(facts, AudioFacts):
+        return sample_wav(facts.samples, facts.rate)
+    if isinstance(facts, VideoFacts):
+        return sample_avi(facts.width, facts.height, facts.frames)
+    assert isinstance(facts, ImageFacts)
+    return sample_png(facts.width, facts.height)
 
 
 def _digest(tokenizer: TokenizerProtocol, chat: ChatRequest) -> str:

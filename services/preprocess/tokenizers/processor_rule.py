@@ -16,7 +16,7 @@ from typing import Any
 from services.common.child_rpc.process import engine_command
 from services.common.errors import SluiceError, invalid
 from services.preprocess.engines.process import EngineProcess
-from services.preprocess.media.expansion import MOST_TOKENS
+from services.preprocess.media.rules import MOST_TOKENS, ModelFiles
 from services.preprocess.protocol import ChatRequest, ImageRule, Message
 
 log = logging.getLogger(__name__)
@@ -150,10 +150,12 @@ class ProcessorRule(ImageRule):
         self._scratch.cleanup()
 
 
-def has_processor(model: Mapping[str, Any], preprocessor: Mapping[str, Any], processor: Mapping[str, Any]) -> bool:
-    """Returns whether a model's files declare a processor of images, see `image_rule`."""
-    return bool(preprocessor or processor) and (
-        "image_processor_type" in preprocessor or "image_processor" in processor or "vision_config" in model
+def has_processor(files: ModelFiles) -> bool:
+    """Returns whether a model's files declare a processor of images."""
+    return bool(files.preprocessor or files.processor) and (
+        "image_processor_type" in files.preprocessor
+        or "image_processor" in files.processor
+        or "vision_config" in files.config
     )
 
 

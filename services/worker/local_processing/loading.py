@@ -46,13 +46,13 @@ def template_limits(max_prompt_bytes: int) -> Limits:
 
 
 def load_prompts(
-    spec: ModelSpec, engine: str, limits: Limits, cache_bytes: int, images: bool = False
+    spec: ModelSpec, engine: str, limits: Limits, cache_bytes: int, media: bool = False
 ) -> TokenizerProtocol:
     """Loads a model's tokenizer and adds the fingerprints to its facts; blocks for seconds.
 
     Args:
         engine: the engine, whose own processor makes the prompts where it has one.
-        images: whether the engine takes images, so that the media fingerprint is needed.
+        media: whether the engine takes media items, so that the media fingerprint is needed.
 
     Raises:
         SluiceError: as `load_tokenizer`.
@@ -62,7 +62,7 @@ def load_prompts(
     tokenizer.facts = replace(
         tokenizer.facts,
         prompt_fingerprint=prompt_fingerprint(tokenizer),
-        media_fingerprint=_media_fingerprint(tokenizer, spec, limits) if images else "",
+        media_fingerprint=_media_fingerprint(tokenizer, spec, limits) if media else "",
     )
     return tokenizer
 
@@ -70,7 +70,7 @@ def load_prompts(
 def _media_fingerprint(tokenizer: TokenizerProtocol, spec: ModelSpec, limits: Limits) -> str:
     """Returns the media fingerprint by the worker's tokenizer; empty if there is none.
 
-    Without images in an engine's own processor, the model's files are read again by the processor with rules for them.
+    Without media items in an engine's own processor, the processor with rules for them reads the model's files again.
     """
     own = media_fingerprint(tokenizer)
     if own or tokenizer.facts.processor not in ENGINE_PROCESSORS:

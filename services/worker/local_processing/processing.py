@@ -97,10 +97,10 @@ class Processing:
         options, bounds = self._options, self._options.bounds
         spec = ModelSpec(config.model, config.source, config.processor, config.chat_template)
         limits = loading.template_limits(bounds.max_prompt_bytes)
-        images = Capability.IMAGE in config.capabilities
+        media = not config.capabilities.isdisjoint((Capability.IMAGE, Capability.AUDIO, Capability.VIDEO))
         self._templates = limits.foreign_templates
         self._tokenizer = await loading.off_loop(
-            lambda: loading.load_prompts(spec, config.engine, limits, options.cache_bytes, images)
+            lambda: loading.load_prompts(spec, config.engine, limits, options.cache_bytes, media)
         )
         if getattr(self._tokenizer, "blocks", False):
             bounds = replace(bounds, threads=WAITING_THREADS)

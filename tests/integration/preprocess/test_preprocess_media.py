@@ -23,6 +23,7 @@ from services.common.rpc.media import input_messages, read_spans
 from services.common.rpc.server import GrpcServer
 from services.preprocess.media.addresses import AllowedHosts
 from services.preprocess.media.checking import MediaChecker
+from services.preprocess.media.child import CLIPS
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
 from services.preprocess.media.loading import MediaLoader
@@ -95,7 +96,7 @@ async def fetching(folders: VisionFolders, host: MediaHost) -> AsyncIterator[Stu
     most = 1 << 20
     get = HttpsGet(Loopback(), most, 5.0, host.tls, resolve)
     fetcher = MediaFetcher(AllowedHosts([f"media.test:{host.port}"]), get, FetchLimits(most))
-    loader = MediaLoader(fetcher, MediaChecker(), MediaLimits(4, most, TOTAL_BYTES))
+    loader = MediaLoader(fetcher, MediaChecker(), MediaChecker(group=CLIPS), MediaLimits(4, most, TOTAL_BYTES))
     settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", models(folders)])
     registry = ModelRegistry(settings.served, lambda spec: load_tokenizer(spec, limits()))
     pool = ComputePool(2, max_waiting=8, inline_bytes=8192, limit_s=30)

@@ -21,6 +21,7 @@ from services.common.rpc.media import read_spans
 from services.common.rpc.server import GrpcServer
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import MediaChecker
+from services.preprocess.media.child import CLIPS
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
 from services.preprocess.media.loading import MediaLoader
@@ -67,7 +68,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[Stub]:
     settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", listed])
     most = 1 << 20
     fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), most, 5.0), FetchLimits(most))
-    loader = MediaLoader(fetcher, MediaChecker(), MediaLimits(4, most, most))
+    loader = MediaLoader(fetcher, MediaChecker(), MediaChecker(group=CLIPS), MediaLimits(4, most, most))
     registry = ModelRegistry(
         settings.served, lambda spec: load_tokenizer(spec, limits(), other if spec.name == "other" else engines)
     )

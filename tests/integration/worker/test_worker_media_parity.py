@@ -71,7 +71,7 @@ async def test_worker_with_another_folder_gets_text_only(folders: VisionFolders,
     assert able(registry.of_model("tiny"), ())
     assert modalities(registry.of_model("tiny")) == ["text"]
     assert registry._add(registration)  # as a restarted router sends it
-    assert registry.of_model("tiny")[0].images_differ
+    assert registry.of_model("tiny")[0].media_differ
 
 
 async def test_worker_that_makes_no_prompts_is_not_judged(folders: VisionFolders, other: Path) -> None:

@@ -160,15 +160,15 @@ async def test_worker_whose_media_fingerprint_differs_is_marked_at_its_registrat
     followed.router.send(KINDS.KIND_UP, "d", media="x,y")
     await followed.until("a", "b", "c", "d")
     followed.registry.compare_media({})  # a replica that has not loaded the model yet
-    assert [name for name, entry in followed.registry.workers.items() if entry.images_differ] == ["c"]
+    assert [name for name, entry in followed.registry.workers.items() if entry.media_differ] == ["c"]
     assert caplog.text.count("the worker gets no images") == 1
 
 
 async def test_mark_of_differing_images_follows_the_fingerprint_of_preprocess(followed: Followed) -> None:
     followed.router.send(KINDS.KIND_UP, "c", media="x,z")
     await followed.until("a", "b", "c")
-    assert not followed.registry.workers["c"].images_differ
+    assert not followed.registry.workers["c"].media_differ
     followed.registry.compare_media({"m": "x,y"})
-    assert followed.registry.workers["c"].images_differ
+    assert followed.registry.workers["c"].media_differ
     followed.registry.compare_media({"m": "x,z"})
-    assert not followed.registry.workers["c"].images_differ
+    assert not followed.registry.workers["c"].media_differ

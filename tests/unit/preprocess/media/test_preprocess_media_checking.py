@@ -12,15 +12,17 @@ import pytest
 from PIL import Image
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.media.facts import BadMedia, ImageFacts
 from services.common.media.parts import MediaInput, MediaLimits
 from services.common.media.spans import MediaKind, content_hash
 from services.preprocess.media import loading
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
-from services.preprocess.media.checking import CheckLimits, MediaChecker
-from services.preprocess.media.child import NICENESS
+from services.preprocess.media.checking import MediaChecker
+from services.preprocess.media.child import CLIPS, NICENESS
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
-from services.preprocess.media.images import MOST_SCANS, BadImage, ImageFacts, ImageLimits, check_image
+from services.preprocess.media.images import MOST_SCANS, check_image
+from services.preprocess.media.limits import CheckLimits, ImageLimits
 from services.preprocess.media.loading import MediaLoader
 from tests.support.data.images import gif_of_frames, image_file, jpeg_of_scans, png_bomb, png_declaring
 from tests.support.waiting import until
@@ -61,13 +63,13 @@ def test_check_image_rotated_by_metadata_returns_the_size_as_shown(orientation: 
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.9])
 def test_check_image_truncated_raises(form: str, kept: float) -> None:
     whole = image_file(64, 64, form)
-    with pytest.raises(BadImage):
+    with pytest.raises(BadMedia):
         check_image(whole[: int(len(whole) * kept)], LIMITS.images)
 
 
 def test_check_image_of_a_jpeg_with_many_scans_raises() -> None:
     assert check_image(jpeg_of_scans(64, 64, MOST_SCANS), LIMITS.images) == ImageFacts(64, 64, "JPEG")
-    with pytest.raises(BadImage, match="scans"):
+    with pytest.raises(BadMedia, match="scans"):
         check_image(jpeg_of_scans(64, 64, MOST_SCANS + 1), LIMITS.images)
 
 
@@ -209,7 +211,7 @@ async def test_loader_file_that_waits_for_others_too_long_is_overload() -> None:
     checker = MediaChecker()
     checker.server.fork = asyncio.Event().wait  # type: ignore[method-assign, assignment]
     fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), 1000, 5.0), FetchLimits())
-    loader = MediaLoader(fetcher, checker, MediaLimits(), limit_s=0.2)
+    loader = MediaLoader(fetcher, checker, MediaChecker(group=CLIPS), MediaLimits(), limit_s=0.2)
     try:
         with pytest.raises(SluiceError) as caught:
             await loader.load([MediaInput(PART, MediaKind.IMAGE, image_file(8, 8))])
@@ -237,7 +239,7 @@ async def test_loader_of_many_fetched_bytes_refuses_more_until_others_are_loaded
     checker.server.fork = late_fork  # type: ignore[method-assign, assignment]
     fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), 1000, 5.0), FetchLimits())
     fetcher.fetch = fetch  # type: ignore[method-assign]
-    loader = MediaLoader(fetcher, checker, MediaLimits())
+    loader = MediaLoader(fetcher, checker, MediaChecker(group=CLIPS), MediaLimits())
     given = MediaInput(PART, MediaKind.IMAGE, url="https://a.test/1")
     try:
         first = [asyncio.ensure_future(loader.load([given] * 3)) for _ in range(2)]  # each file counts once a request

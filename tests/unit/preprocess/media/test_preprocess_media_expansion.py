@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from services.common.errors import SluiceError
+from services.common.media.facts import ImageFacts
 from services.common.media.parts import MediaInput
 from services.common.media.spans import MediaKind
 from services.common.packing import pack_u32, unpack_u32
-from services.preprocess.media.expansion import CountedItem, PatchGrid, ResizedGrid, expand, image_rule
-from services.preprocess.media.images import ImageFacts
+from services.preprocess.media.expansion import CountedItem, expand
+from services.preprocess.media.rules import ModelFiles, PatchGrid, ResizedGrid, image_rule
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
@@ -59,9 +60,9 @@ def image(index: int) -> dict[str, Any]:
 
 
 def test_image_rule_of_models_without_images_is_none() -> None:
-    assert tiny_hf().image_rule is None
+    assert not tiny_hf().media_rules
     assert media_fingerprint(tiny_hf()) == ""
-    assert image_rule({"image_token_id": 5}, {"processor_class": "OtherProcessor"}, {}) is None
+    assert image_rule(ModelFiles({"image_token_id": 5}, {"processor_class": "OtherProcessor"}, {})) is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_image_rule_of_models_without_images_is_none() -> None:
 )
 def test_image_rule_with_a_malformed_token_is_none(broken: dict[str, Any]) -> None:
     preprocessor = {"processor_class": "LlavaProcessor", "crop_size": 56, "patch_size": 14}
-    assert image_rule(broken, preprocessor, {"patch_size": 14}) is None
+    assert image_rule(ModelFiles(broken, preprocessor, {"patch_size": 14})) is None
 
 
 @pytest.mark.parametrize(
@@ -87,12 +88,12 @@ def test_image_rule_with_a_malformed_token_is_none(broken: dict[str, Any]) -> No
 )
 def test_image_rule_of_llava_counts_patches(processor: dict[str, Any], tokens: int) -> None:
     preprocessor = {"processor_class": "LlavaProcessor", "crop_size": {"height": 336, "width": 336}}
-    assert image_rule({"image_token_index": 5}, preprocessor, processor) == PatchGrid(5, tokens)
+    assert image_rule(ModelFiles({"image_token_index": 5}, preprocessor, processor)) == PatchGrid(5, tokens)
 
 
 def test_image_rule_of_llava_without_a_fixed_size_is_none() -> None:
     preprocessor = {"processor_class": "LlavaProcessor", "size": {"shortest_edge": 336}, "do_center_crop": False}
-    assert image_rule({"image_token_index": 5}, preprocessor, {"patch_size": 14}) is None
+    assert image_rule(ModelFiles({"image_token_index": 5}, preprocessor, {"patch_size": 14})) is None
 
 
 @pytest.mark.parametrize(
@@ -101,28 +102,28 @@ def test_image_rule_of_llava_without_a_fixed_size_is_none() -> None:
 )
 def test_image_rule_of_qwen2_vl_reads_bounds_in_every_form(bounds: dict[str, Any]) -> None:
     preprocessor = {"processor_class": "Qwen2VLProcessor", "patch_size": 14, "merge_size": 2, **bounds}
-    assert image_rule({"image_token_id": 5}, preprocessor, {}) == ResizedGrid(5, 28, 3136, 1_003_520)
+    assert image_rule(ModelFiles({"image_token_id": 5}, preprocessor, {})) == ResizedGrid(5, 28, 3136, 1_003_520)
 
 
 @pytest.mark.parametrize("values", [{"patch_size": 0}, {"min_pixels": 9_999_999}, {"max_pixels": 1 << 50}])
 def test_image_rule_of_qwen2_vl_with_impossible_numbers_is_none(values: dict[str, Any]) -> None:
-    assert image_rule({"image_token_id": 5}, {"processor_class": "Qwen2VLProcessor", **values}, {}) is None
+    assert image_rule(ModelFiles({"image_token_id": 5}, {"processor_class": "Qwen2VLProcessor", **values}, {})) is None
 
 
 @pytest.mark.parametrize("size", [(1, 201), (5000, 20)])
 def test_resized_grid_extreme_shape_is_refused_by_name(size: tuple[int, int], qwen: HfTokenizer) -> None:
-    assert qwen.image_rule is not None
+    assert MediaKind.IMAGE in qwen.media_rules
     packed = qwen.pack_chat(user(image(0)))
     with raises_error(param="messages[0].content[0]"):
-        expand(packed, qwen.image_rule, items(size))
+        expand(packed, qwen.media_rules, items(size))
 
 
 def test_expand_inserts_each_item_at_its_placeholder_in_order(qwen: HfTokenizer) -> None:
-    rule = qwen.image_rule
+    rule = qwen.media_rules[MediaKind.IMAGE]
     assert isinstance(rule, ResizedGrid)
     sizes = [(100, 80), (90, 160), (56, 56)]
     packed = qwen.pack_chat(user("a", image(0), "b", image(1), image(2), "c"))
-    expanded, spans = expand(packed, rule, items(*sizes))
+    expanded, spans = expand(packed, {MediaKind.IMAGE: rule}, items(*sizes))
     ids, before = unpack_u32(expanded).tolist(), unpack_u32(packed).tolist()
     assert [span.length for span in spans] == [12, 18, 4]
     assert [span.hash[0] for span in spans] == [0, 1, 2]
@@ -137,10 +138,10 @@ def test_expand_inserts_each_item_at_its_placeholder_in_order(qwen: HfTokenizer)
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_expand_another_number_of_placeholders_is_refused(count: int, llava: HfTokenizer) -> None:
-    assert llava.image_rule is not None
+    assert MediaKind.IMAGE in llava.media_rules
     packed = llava.pack_chat(user(image(0), "b", image(1)))
     with pytest.raises(SluiceError, match="writes 2 placeholders") as caught:
-        expand(packed, llava.image_rule, items(*[(9, 9)] * count))
+        expand(packed, llava.media_rules, items(*[(9, 9)] * count))
     assert caught.value.code == "invalid_media"
 
 
@@ -148,7 +149,7 @@ def test_expand_another_number_of_placeholders_is_refused(count: int, llava: HfT
 @pytest.mark.parametrize("where", ["user text", "system", "tool result", "tools", "name"])
 def test_pack_chat_typed_placeholders_stay_text(name: str, where: str, request: pytest.FixtureRequest) -> None:
     tokenizer: HfTokenizer = request.getfixturevalue(name)
-    rule = tokenizer.image_rule
+    rule = tokenizer.media_rules[MediaKind.IMAGE]
     assert rule is not None
     typed = tokenizer.decode([rule.token_id])
     chat = ChatRequest([{"role": "user", "content": [LOOK, image(0)]}])
@@ -168,7 +169,7 @@ def test_pack_chat_typed_placeholders_stay_text(name: str, where: str, request: 
     packed = tokenizer.pack_chat(chat)
     ids = unpack_u32(packed).tolist()
     assert ids.count(rule.token_id) == 1
-    expand(packed, rule, items((64, 64)))
+    expand(packed, {MediaKind.IMAGE: rule}, items((64, 64)))
     assert tokenizer.decode(ids) == tokenizer.render(chat)
     assert tokenizer.decode(ids).count(typed) >= 2
     text_only = replace(chat, messages=[{"role": "user", "content": typed}], tools=None)
@@ -190,7 +191,7 @@ async def test_template_of_the_request_runs_apart_and_keeps_typed_placeholders(l
     assert pending.pack is not None
     assert pending.shown is not None
     text = await pending.text()
-    rule = llava.image_rule
+    rule = llava.media_rules[MediaKind.IMAGE]
     assert rule is not None
     packed = pending.pack(text)
     assert unpack_u32(packed).tolist().count(rule.token_id) == 1
@@ -213,7 +214,7 @@ def test_media_fingerprint_differs_with_the_rule_and_not_with_the_load(
 ) -> None:
     again = HfTokenizer(folders.qwen2_vl, limits())
     assert media_fingerprint(again) == media_fingerprint(qwen)
-    assert len(set(media_fingerprint(qwen).split(","))) == 4
+    assert len(set(media_fingerprint(qwen).split(","))) == 7
     other = tmp_path / "other"
     other.mkdir()
     for file in folders.qwen2_vl.iterdir():
@@ -225,9 +226,11 @@ def test_media_fingerprint_differs_with_the_rule_and_not_with_the_load(
 
 
 def test_llava_image_has_the_tokens_of_the_folder(llava: HfTokenizer) -> None:
-    assert llava.image_rule is not None
-    assert len(llava.image_rule.ids(9, 9)) == LLAVA_TOKENS_PER_IMAGE
-    assert pack_u32(llava.image_rule.ids(2000, 10)) == pack_u32([llava.image_rule.token_id] * LLAVA_TOKENS_PER_IMAGE)
+    assert MediaKind.IMAGE in llava.media_rules
+    assert len(llava.media_rules[MediaKind.IMAGE].ids(9, 9)) == LLAVA_TOKENS_PER_IMAGE
+    assert pack_u32(llava.media_rules[MediaKind.IMAGE].ids(2000, 10)) == pack_u32(
+        [llava.media_rules[MediaKind.IMAGE].token_id] * LLAVA_TOKENS_PER_IMAGE
+    )
 
 
 def given(*kinds: MediaKind) -> list[MediaInput]:

@@ -11,6 +11,7 @@ from services.common.media.parts import MediaInput, MediaLimits
 from services.common.media.spans import MediaKind
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import MediaChecker
+from services.preprocess.media.child import CLIPS
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
 from services.preprocess.media.loading import MediaLoader
@@ -20,7 +21,12 @@ from tests.support.data.images import image_file
 @pytest.fixture
 async def loader() -> AsyncIterator[MediaLoader]:
     get = HttpsGet(PublicAddresses(), 1000, 5.0)
-    loader = MediaLoader(MediaFetcher(AllowedHosts(["a.test"]), get, FetchLimits()), MediaChecker(), MediaLimits())
+    loader = MediaLoader(
+        MediaFetcher(AllowedHosts(["a.test"]), get, FetchLimits()),
+        MediaChecker(),
+        MediaChecker(group=CLIPS),
+        MediaLimits(),
+    )
     yield loader
     await loader.close()
 

@@ -12,10 +12,11 @@ from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers import image as mistral_image
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Reference
 
+from services.common.media.facts import ImageFacts
+from services.common.media.spans import MediaKind
 from services.common.models import DEFAULT_SOURCE, resolve
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.media.expansion import CountedItem, expand
-from services.preprocess.media.images import ImageFacts
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.mistral import MistralTokenizer
 from tests.support.data.images import image_file
@@ -41,8 +42,8 @@ def test_mistral_images_ids_equal_those_of_mistral_common(
     reference = Reference.from_file(str(resolve(DEFAULT_SOURCE)))
     expected = reference.encode_chat_completion(ChatCompletionRequest.from_openai(messages=theirs)).tokens
     items = [CountedItem("messages[0]", bytes(16), ImageFacts(*each, "PNG")) for each in sizes]
-    assert tokenizer.image_rule is not None
-    packed, spans = expand(tokenizer.pack_chat(ChatRequest(ours)), tokenizer.image_rule, items)
+    assert MediaKind.IMAGE in tokenizer.media_rules
+    packed, spans = expand(tokenizer.pack_chat(ChatRequest(ours)), tokenizer.media_rules, items)
     ids = unpack_u32(packed).tolist()
     assert ids == expected
     assert [ids[span.end - 1] for span in spans] == [13] * len(sizes)  # [IMG_END]
@@ -55,13 +56,13 @@ def test_mistral_conversations_with_images_ids_equal_those_of_mistral_common(
     """200 conversations of one to five turns with 1 to 4 images in any place and of any size."""
     monkeypatch.setattr(mistral_image, "transform_image", lambda image, size: np.zeros((3, *size)))
     reference, random = Reference.from_file(str(resolve(DEFAULT_SOURCE))), Random(18)
-    rule, seen = tokenizer.image_rule, set()
+    rule, seen = tokenizer.media_rules[MediaKind.IMAGE], set()
     assert rule is not None
     for _ in range(200):
         ours, theirs, sizes = conversation(random)
         expected = reference.encode_chat_completion(ChatCompletionRequest.from_openai(messages=theirs)).tokens
         items = [CountedItem("messages[0]", bytes(16), ImageFacts(*size, "PNG")) for size in sizes]
-        packed, spans = expand(tokenizer.pack_chat(ChatRequest(ours)), rule, items)
+        packed, spans = expand(tokenizer.pack_chat(ChatRequest(ours)), {MediaKind.IMAGE: rule}, items)
         assert unpack_u32(packed).tolist() == expected
         assert len(spans) == len(sizes)
         seen.add(tuple(expected))

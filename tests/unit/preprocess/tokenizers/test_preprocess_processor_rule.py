@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.media.spans import MediaKind
 from services.common.models import ModelSpec
 from services.preprocess.tokenizers.engine import EngineOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
@@ -38,14 +39,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_without_transformers_the_reason_names_what_to_install(folder: Path) -> None:
     tokenizer = load(folder, "")
-    assert tokenizer.image_rule is None
+    assert not tokenizer.media_rules
     assert tokenizer.no_images == INSTALL
 
 
 def test_answers_of_the_processor_are_kept_by_size(folder: Path, tmp_path: Path) -> None:
     tokenizer = load(folder, write_image_processor(tmp_path / "python"))
     try:
-        rule = tokenizer.image_rule
+        rule = tokenizer.media_rules[MediaKind.IMAGE]
         assert rule is not None, tokenizer.no_images
         assert rule.blocks
         first = rule.ids(30, 40)
@@ -61,7 +62,7 @@ def test_answers_of_the_processor_are_kept_by_size(folder: Path, tmp_path: Path)
 
 def test_processor_whose_tokens_depend_on_more_than_the_size_is_not_used(folder: Path, tmp_path: Path) -> None:
     tokenizer = load(folder, write_image_processor(tmp_path / "python", "the tokens depend on the moon"))
-    assert tokenizer.image_rule is None
+    assert not tokenizer.media_rules
     assert tokenizer.no_images == "The model's own processor cannot be used: the tokens depend on the moon."
 
 
@@ -69,5 +70,5 @@ def test_processor_whose_placeholder_the_template_does_not_write_is_not_used(fol
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("<pic>", "<other>"))
     tokenizer = load(folder, write_image_processor(tmp_path / "python"))
-    assert tokenizer.image_rule is None
+    assert not tokenizer.media_rules
     assert "writes no placeholder" in tokenizer.no_images

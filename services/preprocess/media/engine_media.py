@@ -1,4 +1,4 @@
-"""Chats with images for the tokenizers of engines: files go in as data URLs, spans come back."""
+"""Chats with media items for the tokenizers of engines: files go in as data URLs, spans come back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.media.spans import MediaKind, MediaSpan
 from services.common.packing import pack_u32
 from services.preprocess.media.expansion import CountedItem
+from services.preprocess.media.samples import blank
 from services.preprocess.protocol import Message
 from services.preprocess.validation import typed_placeholder
 
+_KINDS = {kind.capability: kind for kind in MediaKind}
 MOST_BYTES = 128 << 20
 """Bytes of the files of one chat: they are written as base64 into one message to the engine's process."""
 
@@ -29,39 +31,40 @@ def with_files(messages: Sequence[Message], items: Sequence[CountedItem], files:
     if sum(map(len, files)) > MOST_BYTES:
         raise SluiceError(
             ErrorKind.TOO_LARGE,
-            f"The images of the chat have more than {MOST_BYTES >> 20} MiB together; send fewer or smaller ones.",
+            f"The media items of the chat have more than {MOST_BYTES >> 20} MiB together; send fewer or smaller ones.",
             param=items[0].part,
             code="media_too_large",
         )
     return [_with_files(message, items, files) for message in messages]
 
 
-def with_blanks(messages: Sequence[Message], blank: CountedItem, file: bytes) -> list[Message]:
-    """Returns `with_files` with the same picture for every item, for what does not depend on the pictures."""
+def with_blanks(messages: Sequence[Message]) -> list[Message]:
+    """Returns `with_files` with the same file for every item of a kind, for what does not depend on the files."""
     contents = [content for message in messages if isinstance(content := message.get("content"), list)]
-    count = sum(part.get("type") == "image" for content in contents for part in content)
-    return with_files(messages, [blank] * count, [file] * count) if count else list(messages)
+    kinds = [_KINDS[part["type"]] for content in contents for part in content if part.get("type") in _KINDS]
+    return with_files(messages, *zip(*map(blank, kinds), strict=True)) if kinds else list(messages)
 
 
 def _with_files(message: Message, items: Sequence[CountedItem], files: Sequence[bytes]) -> Message:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    parts = [_file_part(part, items, files) if part.get("type") == "image" else part for part in content]
+    parts = [_file_part(part, items, files) if part.get("type") in _KINDS else part for part in content]
     return {**message, "content": parts}
 
 
 def _file_part(part: Mapping[str, Any], items: Sequence[CountedItem], files: Sequence[bytes]) -> dict[str, Any]:
     item, data = items[part["media"]], files[part["media"]]
     url = f"data:{item.facts.media_type};base64,{base64.b64encode(data).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}, "uuid": item.hash.hex()}
+    name = f"{item.kind.capability}_url"
+    return {"type": name, name: {"url": url}, "uuid": item.hash.hex()}
 
 
 def read_prompt(prompt: Mapping[str, Any], items: Sequence[CountedItem]) -> tuple[bytes, tuple[MediaSpan, ...]]:
-    """Returns packed ids and the spans of the items; `prompt` is the form of an `ImagePrompt`.
+    """Returns packed ids and the spans of the items; `prompt` is the form of a `MediaPrompt`.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT if the images do not each replace one placeholder of the prompt's text.
+        SluiceError: INVALID_ARGUMENT if the items do not each replace one placeholder of the prompt's text.
     """
     ids, unexpanded = list(prompt["ids"]), list(prompt["unexpanded_ids"])
     offsets = prompt["spans"]
@@ -69,14 +72,14 @@ def read_prompt(prompt: Mapping[str, Any], items: Sequence[CountedItem]) -> tupl
     collapsed: list[int] = []
     placeholders: set[int] = set()
     end = 0
-    for item, (offset, length) in zip(items, offsets, strict=False):
+    for item, (kind, offset, length) in zip(items, offsets, strict=False):
         collapsed += ids[end:offset]
-        if offset < end or len(collapsed) >= len(unexpanded):
+        if kind != item.kind.capability or offset < end or len(collapsed) >= len(unexpanded):
             raise _not_expressible(item)
         placeholder = unexpanded[len(collapsed)]
         placeholders.add(placeholder)
         collapsed.append(placeholder)
-        spans.append(MediaSpan(MediaKind.IMAGE, item.hash, offset, length, pack_u32([placeholder]), length))
+        spans.append(MediaSpan(item.kind, item.hash, offset, length, pack_u32([placeholder]), length))
         end = offset + length
     collapsed += ids[end:]
     if len(offsets) != len(items) or collapsed != unexpanded:
@@ -88,7 +91,7 @@ def read_prompt(prompt: Mapping[str, Any], items: Sequence[CountedItem]) -> tupl
 
 def _not_expressible(item: CountedItem) -> SluiceError:
     return invalid(
-        f"The engine's prompt of {item.part} does not have one placeholder for each image; send images only in "
+        f"The engine's prompt of {item.part} does not have one placeholder for each media item; send them only in "
         "messages whose role may have them, or serve the model with the processor hf.",
         param=item.part,
         code="invalid_media",

@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.media.facts import ImageFacts
 from services.common.media.spans import MediaKind, MediaSpan
 from services.common.packing import pack_u32
-from services.preprocess.media import engine_images
-from services.preprocess.media.engine_images import read_prompt, with_files
+from services.preprocess.media import engine_media
+from services.preprocess.media.engine_media import read_prompt, with_files
 from services.preprocess.media.expansion import CountedItem
-from services.preprocess.media.images import ImageFacts
 from services.preprocess.tokenizers.probes import sample_png
 
 ITEMS = [CountedItem(f"messages[0].content[{n}]", bytes([n]) * 16, ImageFacts(2, 2, "PNG")) for n in (0, 1)]
@@ -21,8 +21,8 @@ FILES = [b"a", b"bc"]
 PAD = 9
 
 
-def form(ids: list[int], unexpanded: list[int], *spans: list[int]) -> dict[str, Any]:
-    return {"ids": ids, "unexpanded_ids": unexpanded, "spans": list(spans)}
+def form(ids: list[int], unexpanded: list[int], *spans: list[int], kind: str = "image") -> dict[str, Any]:
+    return {"ids": ids, "unexpanded_ids": unexpanded, "spans": [[kind, *span] for span in spans]}
 
 
 def test_files_take_the_place_of_references_and_other_content_stays() -> None:
@@ -44,7 +44,7 @@ def test_files_take_the_place_of_references_and_other_content_stays() -> None:
 
 
 def test_files_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_images, "MOST_BYTES", 2)
+    monkeypatch.setattr(engine_media, "MOST_BYTES", 2)
     with pytest.raises(SluiceError) as refused:
         with_files([{"role": "user", "content": []}], ITEMS, FILES)
     assert refused.value.kind is ErrorKind.TOO_LARGE
@@ -68,10 +68,11 @@ def test_spans_are_read_with_the_placeholder_that_the_engine_replaced() -> None:
         form([1, PAD, PAD, 2], [1, PAD, PAD, 3], [1, 1], [2, 1]),  # other text
         form([1, PAD, PAD, 2], [1, PAD, PAD, 2], [2, 1], [1, 1]),  # out of order
         form([1, PAD, PAD], [], [1, 1], [2, 1]),
+        form([PAD, 4, PAD, 5], [PAD, 4, PAD, 5], [0, 1], [2, 1], kind="video"),
     ],
 )
 def test_prompt_without_one_placeholder_for_each_image_is_refused(prompt: dict[str, Any]) -> None:
-    with pytest.raises(SluiceError, match="one placeholder for each image") as refused:
+    with pytest.raises(SluiceError, match="one placeholder for each media item") as refused:
         read_prompt(prompt, ITEMS)
     assert refused.value.code == "invalid_media"
 

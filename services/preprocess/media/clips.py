@@ -1,0 +1,126 @@
+"""Checks files of audio and videos; runs in a process with limits, because files may be made to exhaust their readers.
+
+Audio is decoded completely, by libsndfile. Of a video, all packets are read and the first frame is decoded, by FFmpeg:
+an engine only looks at a few of the others.
+"""
+
+from __future__ import annotations
+
+from io import BytesIO
+from typing import Any
+
+import av
+import soundfile
+
+from services.common.media.facts import AudioFacts, BadMedia, MediaFacts, VideoFacts, formats_of
+from services.common.media.spans import MediaKind
+from services.preprocess.media.limits import ClipLimits
+
+READ_SAMPLES = 1 << 16
+MOST_CHANNELS = 8
+RATES = range(1_000, 384_001)
+_READERS = {"WAV": ("WAV", "WAVEX"), "MP3": ("MP3",), "FLAC": ("FLAC",), "OGG": ("OGG",)}
+"""Names of the formats in libsndfile."""
+_DEMUXERS = {"MP4": "mp4", "WEBM": "webm"}
+_CODECS = frozenset(("h264", "hevc", "mpeg4", "vp8", "vp9", "av1"))
+_MOST_DECODED = 256
+"""Packets that are decoded to find the first frame; encoders write up to a few dozen frames in another order."""
+_MP3_SYNC = 0xFFE0
+
+
+def sniff(data: bytes) -> str:
+    """Returns the format that the first bytes of a file declare; empty for others than those of audio and video."""
+    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
+        return "WAV"
+    if data.startswith(b"fLaC"):
+        return "FLAC"
+    if data.startswith(b"OggS"):
+        return "OGG"
+    if data[4:8] == b"ftyp":
+        return "MP4"
+    if data.startswith(b"\x1a\x45\xdf\xa3"):
+        return "WEBM"
+    if data.startswith(b"ID3") or int.from_bytes(data[:2], "big") & _MP3_SYNC == _MP3_SYNC:
+        return "MP3"
+    return ""
+
+
+def check_clip(data: bytes, limits: ClipLimits) -> MediaFacts:
+    """Returns the facts of a file of audio or of a video; raises BadMedia."""
+    form = sniff(data)
+    if not form:
+        raise BadMedia(f"is not in one of the formats {formats_of(MediaKind.AUDIO)}, {formats_of(MediaKind.VIDEO)}")
+    return check_video(data, form, limits) if form in _DEMUXERS else check_audio(data, form, limits)
+
+
+def check_audio(data: bytes, form: str, limits: ClipLimits) -> AudioFacts:
+    """Decodes a file of audio and returns its facts; raises BadMedia."""
+    if form == "WAV" and data[:4] == b"RIFF" and 0xFFFFFFFF > int.from_bytes(data[4:8], "little") > len(data) - 8:
+        raise BadMedia("is truncated")
+    try:
+        with soundfile.SoundFile(BytesIO(data)) as file:
+            if file.format not in _READERS[form]:
+                raise BadMedia(f"is not in one of the formats {formats_of(MediaKind.AUDIO)}")
+            if file.channels > MOST_CHANNELS:
+                raise BadMedia(f"has more than {MOST_CHANNELS} channels")
+            if file.samplerate not in RATES:
+                raise BadMedia(f"has not between {RATES[0]:,} and {RATES[-1]:,} samples a second")
+            samples = 0
+            while read := len(file.buffer_read(READ_SAMPLES, "float32")) // (4 * file.channels):
+                samples += read
+                if samples > limits.seconds * file.samplerate:
+                    raise BadMedia(f"has more than {limits.seconds:,} seconds")
+            if form == "FLAC" and samples < file.frames:
+                raise BadMedia("is truncated")
+            rate = file.samplerate
+    except (soundfile.SoundFileError, ValueError, TypeError, OSError) as error:
+        raise BadMedia("is broken or truncated") from error
+    if not samples:
+        raise BadMedia("has no samples")
+    return AudioFacts(samples, rate, form)
+
+
+def check_video(data: bytes, form: str, limits: ClipLimits) -> VideoFacts:
+    """Reads the packets of a video, decodes its first frame and returns its facts; raises BadMedia."""
+    try:
+        with av.open(BytesIO(data), format=_DEMUXERS[form], options={"protocol_whitelist": ""}) as container:
+            if not container.streams.video:
+                raise BadMedia("has no pictures")
+            stream = container.streams.video[0]
+            if stream.codec_context.name.removeprefix("lib") not in _CODECS:
+                raise BadMedia(f"is not encoded by one of {', '.join(sorted(_CODECS))}")
+            stream.codec_context.thread_count = 1
+            _check_size(stream.codec_context.width, stream.codec_context.height, limits)
+            return _read_packets(container, stream, form, limits)
+    except (av.FFmpegError, ValueError, TypeError, OSError) as error:
+        raise BadMedia("is broken or truncated") from error
+
+
+def _read_packets(container: Any, stream: Any, form: str, limits: ClipLimits) -> VideoFacts:
+    frames, size = 0, (0, 0)
+    for packet in container.demux(stream):
+        frames += packet.size > 0
+        if frames > limits.frames:
+            raise BadMedia(f"has more than {limits.frames:,} frames")
+        if not size[0] and frames <= _MOST_DECODED:
+            for frame in packet.decode():
+                size = (frame.width, frame.height)
+                break
+    _check_size(*size, limits)
+    if stream.frames > frames:
+        raise BadMedia("is truncated")
+    rate = float(stream.guessed_rate or 0)
+    if rate <= 0:
+        raise BadMedia("has no rate of pictures")
+    seconds = (container.duration or 0) / av.time_base
+    if max(frames / rate, seconds) > limits.seconds:
+        raise BadMedia(f"has more than {limits.seconds:,} seconds")
+    declared = stream.frames or int(seconds * rate + 0.5)  # as OpenCV estimates it
+    return VideoFacts(*size, declared or frames, rate, form)
+
+
+def _check_size(width: int, height: int, limits: ClipLimits) -> None:
+    if width < 1 or height < 1:
+        raise BadMedia("has no picture that can be decoded")
+    if width * height > limits.pixels:
+        raise BadMedia(f"has frames of more than {limits.pixels:,} pixels")

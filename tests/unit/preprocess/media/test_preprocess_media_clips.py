@@ -1,0 +1,188 @@
+"""Files of audio and videos, good and bad, by the functions and by the real limited process."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import AsyncIterator
+from io import BytesIO
+
+import av
+import pytest
+import soundfile
+
+from services.common.errors import ErrorKind, SluiceError
+from services.common.media.facts import AudioFacts, BadMedia, ImageFacts, VideoFacts, facts_form, read_facts
+from services.common.media.spans import MediaKind, content_hash
+from services.preprocess.media.checking import MediaChecker
+from services.preprocess.media.child import CLIPS
+from services.preprocess.media.clips import check_clip
+from services.preprocess.media.limits import CheckLimits, ClipLimits
+from services.preprocess.media.samples import sample_avi, sample_wav
+from tests.support.data.clips import audio_file, video_file
+from tests.support.data.images import image_file
+
+PART = "messages[2].content[1]"
+LIMITS = CheckLimits(clips=ClipLimits(seconds=60, pixels=640 * 480, frames=300), limit_s=20.0, memory_mb=768)
+AUDIO = ["WAV", "FLAC", "OGG", "MP3"]
+VIDEO = ["MP4", "WEBM"]
+
+
+@pytest.fixture
+async def checker() -> AsyncIterator[MediaChecker]:
+    checker = MediaChecker(LIMITS, CLIPS)
+    yield checker
+    await checker.close()
+
+
+def wav_declaring(channels: int, rate: int, data: bytes = bytes(64)) -> bytes:
+    """Returns a WAV file with any header."""
+    head = struct.pack("<HHIIHH", 1, channels, rate, 2 * channels * rate, 2 * channels, 16)
+    body = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def flac_of_silence(seconds: int) -> bytes:
+    """Returns a FLAC file of a few bytes a second."""
+    file = BytesIO()
+    with soundfile.SoundFile(file, "w", 48_000, 2, format="FLAC") as written:
+        for _ in range(seconds):
+            written.buffer_write(bytes(4 * 48_000), "int16")
+    return file.getvalue()
+
+
+def video_without_pictures() -> bytes:
+    """Returns an MP4 file with a track of audio only."""
+    file = BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        frame = av.AudioFrame("fltp", "mono", 1024)
+        frame.planes[0].update(bytes(4096))
+        frame.rate, frame.pts = 16_000, 0
+        container.mux(stream.encode(frame))  # type: ignore[attr-defined]
+        container.mux(stream.encode(None))  # type: ignore[attr-defined]
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("form", AUDIO)
+@pytest.mark.parametrize(("rate", "channels"), [(8_000, 1), (16_000, 2), (44_100, 2), (48_000, 1)])
+def test_check_clip_of_audio_returns_its_samples(form: str, rate: int, channels: int) -> None:
+    facts = check_clip(audio_file(1.25, form, rate, channels), LIMITS.clips)
+    assert facts == AudioFacts(round(1.25 * rate), rate, form)
+    assert facts.media_type == {"MP3": "audio/mpeg"}.get(form, f"audio/{form.lower()}")
+
+
+@pytest.mark.parametrize("form", VIDEO)
+@pytest.mark.parametrize(("width", "height", "frames", "rate"), [(64, 48, 1, 10), (48, 64, 7, 25), (320, 240, 40, 30)])
+def test_check_clip_of_a_video_returns_size_and_frames(
+    form: str, width: int, height: int, frames: int, rate: int
+) -> None:
+    facts = check_clip(video_file(width, height, frames, form, rate), LIMITS.clips)
+    assert facts == VideoFacts(width, height, frames, rate, form)
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "MP4"])
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.9])
+def test_check_clip_truncated_raises(form: str, kept: float) -> None:
+    whole = video_file(64, 48, 30) if form == "MP4" else audio_file(1.0, form)
+    with pytest.raises(BadMedia):
+        check_clip(whole[: int(len(whole) * kept)], LIMITS.clips)
+
+
+@pytest.mark.parametrize("form", [*AUDIO, *VIDEO])
+def test_check_clip_of_the_first_bytes_alone_raises(form: str) -> None:
+    whole = video_file(64, 48, 9, form) if form in VIDEO else audio_file(1.0, form)
+    for kept in (4, 12, 40):
+        with pytest.raises(BadMedia):
+            check_clip(whole[:kept], LIMITS.clips)
+
+
+BAD_FILES = {
+    "text": (b"not a clip at all", "formats"),
+    "an image": (image_file(8, 8), "formats"),
+    "playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "formats"),
+    "concatenation": (b"ffconcat version 1.0\nfile '/etc/passwd'\n", "formats"),
+    "avi": (sample_avi(64, 48, 4), "formats"),
+    "no samples": (sample_wav(0), "no samples"),
+    "no rate": (wav_declaring(1, 0), "samples a second|broken"),
+    "high rate": (wav_declaring(1, 3_000_000_000 // 2), "samples a second|broken"),
+    "channels": (wav_declaring(64, 16_000), "channels"),
+    "long silence": (flac_of_silence(90), "60 seconds"),
+    "header of an mp3": (b"ID3" + bytes(100), "broken|no samples"),
+    "long video": (video_file(64, 48, 65, rate=1), "60 seconds"),
+    "frames": (video_file(64, 48, 301, rate=60), "300 frames"),
+    "pixels": (video_file(642, 480, 2), "307,200 pixels"),
+    "no pictures": (video_without_pictures(), "no pictures"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+async def test_checker_bad_clip_is_refused_by_name_within_bounded_memory(checker: MediaChecker, name: str) -> None:
+    file, reason = BAD_FILES[name]
+    kind = MediaKind.VIDEO if "ideo" in reason or name == "frames" else MediaKind.AUDIO
+    with pytest.raises(SluiceError, match=reason) as caught:
+        await checker.check(file, PART, kind=kind)
+    assert (caught.value.kind, caught.value.param, caught.value.code) == (
+        ErrorKind.INVALID_ARGUMENT,
+        PART,
+        "invalid_media",
+    )
+    assert caught.value.message.startswith(f"The {kind.capability} of {PART} ")
+    good = audio_file(2.0, "OGG")
+    verdict = await checker.verdict(good, content_hash(good))
+    assert verdict.facts == AudioFacts(32_000, 16_000, "OGG")
+    assert 0 < verdict.peak_kb < 200 << 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "found"),
+    [
+        (MediaKind.AUDIO, video_file(64, 48, 4), "video"),
+        (MediaKind.VIDEO, audio_file(0.5), "audio"),
+    ],
+)
+async def test_checker_file_of_another_kind_is_refused(
+    checker: MediaChecker, kind: MediaKind, file: bytes, found: str
+) -> None:
+    with pytest.raises(SluiceError, match=f"is a file of the kind {found}"):
+        await checker.check(file, PART, kind=kind)
+
+
+async def test_checker_damaged_clips_are_refused_or_read_but_end_no_service(checker: MediaChecker) -> None:
+    chance = random.Random(7)
+    wholes = [audio_file(0.4, form) for form in AUDIO] + [video_file(64, 48, 8, form) for form in VIDEO]
+    for whole in wholes:
+        for _ in range(12):
+            damaged = bytearray(whole)
+            for _ in range(chance.randint(1, 30)):
+                damaged[chance.randrange(4, len(damaged))] = chance.randrange(256)
+            verdict = await checker.verdict(bytes(damaged), content_hash(bytes(damaged)))
+            assert verdict.facts is not None or verdict.reason
+            assert verdict.peak_kb < 400 << 10
+    assert await checker.check(audio_file(0.3), PART, kind=MediaKind.AUDIO) == AudioFacts(4_800, 16_000, "WAV")
+
+
+@pytest.mark.parametrize(
+    "facts", [ImageFacts(3, 4, "PNG"), AudioFacts(5, 16_000, "OGG"), VideoFacts(3, 4, 9, 29.97, "MP4")]
+)
+def test_facts_survive_their_form(facts: ImageFacts | AudioFacts | VideoFacts) -> None:
+    assert read_facts(facts_form(facts)) == facts
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"kind": "image", "width": 0, "height": 4, "format": "PNG"},
+        {"kind": "image", "width": True, "height": 4, "format": "PNG"},
+        {"kind": "image", "width": 3, "height": 4, "format": "MP4"},
+        {"kind": "image", "width": 3, "height": 4, "format": "SVG"},
+        {"kind": "image", "width": 3, "format": "PNG"},
+        {"kind": "audio", "samples": 1.5, "rate": 16_000, "format": "WAV"},
+        {"kind": "video", "width": 3, "height": 4, "frames": 2, "rate": float("nan"), "format": "MP4"},
+        {"kind": "text"},
+        {},
+    ],
+)
+def test_facts_of_a_lying_process_raise(form: dict[str, object]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        read_facts(form)
