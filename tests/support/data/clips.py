@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from fractions import Fraction
 from io import BytesIO
 
 import av
@@ -23,7 +24,12 @@ def audio_file(seconds: float, form: str = "WAV", rate: int = 16_000, channels: 
 
 
 def video_file(
-    width: int, height: int, frames: int, form: str = "MP4", rate: int = 10, color: tuple[int, int, int] = (200, 30, 60)
+    width: int,
+    height: int,
+    frames: int,
+    form: str = "MP4",
+    rate: int | Fraction = 10,
+    color: tuple[int, int, int] = (200, 30, 60),
 ) -> bytes:
     """Returns an encoded video of one color, whose frames become darker."""
     file = BytesIO()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -87,6 +88,9 @@ def build_qwen2_audio(folder: Path, *, seed: int = SEED) -> Path:
             "sampling_rate": SAMPLE_RATE,
         },
     )
+    template = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))["chat_template"]
+    # Without this file the processor of transformers has a template of its own, which begins with a system message.
+    (folder / "chat_template.jinja").write_text(template, "utf-8")
     weights = RandomWeights(seed)
     add_language_model(weights, tokenizer.get_vocab_size(), prefix="language_model.", bias=True)
     add_audio_tower(weights, "audio_tower")

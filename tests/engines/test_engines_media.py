@@ -1,0 +1,160 @@
+"""Audio and videos in the vllm engine: its expansion, its cache by content hash, and what it refuses."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from services.common.media.spans import MediaKind
+from services.common.packing import unpack_u32
+from services.preprocess.media.clips import check_clip
+from services.preprocess.media.expansion import expand
+from services.preprocess.media.limits import ClipLimits
+from services.preprocess.tokenizers.hf import HfTokenizer
+from tests.engines.engine_suite import ROOT, interpreter
+from tests.engines.media_chats import media_chats
+from tests.support.data.clips import audio_file, video_file
+from tests.support.data.loaded_tokenizers import limits
+from tests.support.data.tiny_audio import AUDIO_TOKEN, build_qwen2_audio
+from tests.support.data.tiny_vlm import QWEN_IMAGE_TOKEN, QWEN_VIDEO_TOKEN, build_qwen2_vl
+
+pytestmark = pytest.mark.engines
+
+CLIPS = 50
+BLOCK = 32
+BUILDERS = {MediaKind.AUDIO: build_qwen2_audio, MediaKind.VIDEO: build_qwen2_vl}
+TOKENS = {MediaKind.AUDIO: AUDIO_TOKEN, MediaKind.VIDEO: QWEN_VIDEO_TOKEN}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def inside(script: str, question: dict[str, Any]) -> Any:
+    """What a script in vLLM's environment answers."""
+    done = subprocess.run(
+        [interpreter("vllm-cpu"), "-P", str(Path(__file__).with_name(script))],
+        input=json.dumps(question),
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", BUILDERS, ids=lambda kind: kind.capability)
+def test_clips_of_worker_server_and_preprocess_have_equal_ids_spans_and_features(
+    kind: MediaKind, tmp_path: Path
+) -> None:
+    folder = BUILDERS[kind](tmp_path / "model")
+    tokenizer = HfTokenizer(folder, limits())
+    chats = media_chats(kind, CLIPS, 71)
+    answers = inside("inside_media_prompts.py", {"model": str(folder), "chats": [chat.messages for chat in chats]})
+    lengths = []
+    for chat, answer in zip(chats, answers, strict=True):
+        packed, spans = expand(tokenizer.pack_chat(chat.request), tokenizer.media_rules, chat.items)
+        assert unpack_u32(packed).tolist() == answer["ids"], chat.items
+        found = [[span.kind.capability, span.offset, span.length, number] for number, span in enumerate(spans)]
+        assert (answer["spans"], answer["worker"], answer["differs"]) == (found, found, []), chat.items
+        lengths += [span.length for span in spans]
+    assert len(lengths) == CLIPS
+    assert len(set(lengths)) > CLIPS // 4
+
+
+@dataclass
+class Prompts:
+    """Prompts whose text before, between and after the items is always the same."""
+
+    folder: Path
+    kind: MediaKind
+
+    def __post_init__(self) -> None:
+        self._tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        self._rule = HfTokenizer(self.folder, limits()).media_rules[self.kind]
+        self.words = self._tokenizer.encode("Describe the clips, one after the other.").ids[:6]
+
+    def clip(self, number: int) -> bytes:
+        """One of several clips of the same length."""
+        if self.kind is MediaKind.AUDIO:
+            return audio_file(1.5, "FLAC", 22_050, pitch=200.0 * number)
+        return video_file(100, 80, 25, "WEBM", 10, (60 * number, 250 - 60 * number, 90))
+
+    def id_of(self, token: str) -> int:
+        """The id of a token."""
+        return int(self._tokenizer.token_to_id(token))
+
+    def question(self, *clips: bytes, tail: tuple[int, ...] = ()) -> dict[str, Any]:
+        """A prompt of some clips, and other ids after the text."""
+        ids, spans = list(self.words), []
+        for clip in clips:
+            tokens = self._rule.ids_of(check_clip(clip, ClipLimits())).tolist()
+            spans.append([len(ids), len(tokens), tokens[:1]])
+            ids += tokens + self.words
+        return {
+            "ids": ids + self.words * 12 + list(tail),
+            "spans": spans,
+            "kinds": [self.kind.capability] * len(clips),
+            "files": [base64.b64encode(clip).decode() for clip in clips],
+            "max_tokens": 8,
+        }
+
+
+def served(folder: Path, questions: list[dict[str, Any]], *flags: str) -> Any:
+    """The engine's capabilities and answers."""
+    argv = ["--engine", "vllm", "--model", f"tiny={folder}", "--block-size", str(BLOCK), "--"]
+    argv += ["--max-model-len", "1024", "--dtype", "float32", "--enforce-eager", *flags]
+    return inside("inside_media.py", {"argv": argv, "requests": questions})
+
+
+@pytest.mark.parametrize("kind", BUILDERS, ids=lambda kind: kind.capability)
+def test_vllm_with_clips_caches_and_reports_by_content_and_refuses_a_wrong_expansion(
+    kind: MediaKind, tmp_path: Path
+) -> None:
+    prompts = Prompts(BUILDERS[kind](tmp_path / "model"), kind)
+    one, two, three = map(prompts.clip, (1, 2, 3))
+    good = prompts.question(one, two)
+    longer = {**good, "spans": [good["spans"][0], [good["spans"][1][0] - 1, good["spans"][1][1] + 1, [9]]]}
+    refused = [
+        {**good, "spans": good["spans"][:1], "files": good["files"][:1]},
+        {**good, "spans": [*good["spans"], [len(good["ids"]) - 1, 1, []]], "files": [*good["files"], good["files"][0]]},
+        {**good, "files": [good["files"][0], base64.b64encode(b"no clip").decode()]},
+        {**good, "files": [good["files"][0], base64.b64encode(one[: len(one) // 50]).decode()]},
+        prompts.question(one, two, tail=(prompts.id_of(TOKENS[kind]),)),
+        longer,
+    ]
+    if kind is MediaKind.VIDEO:
+        refused.append(prompts.question(one, two, tail=(prompts.id_of(QWEN_IMAGE_TOKEN),)))
+        refused.append({**prompts.question(one), "files": [base64.b64encode(video_file(100, 80, 1)).decode()]})
+    else:
+        refused.append({**prompts.question(one), "files": [base64.b64encode(audio_file(0.01)).decode()]})
+    for question in refused:
+        question["kinds"] = [kind.capability] * len(question["files"])
+    swapped, other = prompts.question(two, one), prompts.question(one, three)
+    found = served(prompts.folder, [good, good, swapped, other, *refused, good])
+    assert kind.capability in found["capabilities"]
+    first, again, after_swap, second_differs, *rejected, last = found["answers"]
+    for answer in (first, again, after_swap, second_differs, last):
+        assert (answer["error"], answer["prompt"], len(answer["tokens"])) == ("", len(good["ids"]), 8)
+        assert answer["stored"] == len(good["ids"]) // BLOCK
+    assert first["tokens"] == again["tokens"] == last["tokens"]
+    whole_blocks = (len(good["ids"]) - 1) // BLOCK * BLOCK
+    assert (first["cached"], again["cached"], last["cached"]) == (0, whole_blocks, whole_blocks)
+    assert after_swap["cached"] == 0
+    assert second_differs["cached"] <= good["spans"][1][0]
+    for question, answer in zip(refused, rejected, strict=True):
+        assert answer["error"], question["spans"]
+        assert not answer["tokens"]
