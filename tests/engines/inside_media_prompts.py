@@ -1,8 +1,9 @@
 """Makes prompts with media items twice, as vLLM's server does and as the worker does: JSON in and out.
 
-In: {"model", "chats": [messages in OpenAI's form, with data URLs]}. Out, of each chat: {"ids", "spans": of each item
-its kind, offset and length, "worker": the same of the worker, "differs": what the worker reads otherwise than the
-server, empty if nothing}.
+In: {"model", "chats": [messages in OpenAI's form, with data URLs], "missing": packages that cannot be imported}. Out:
+{"kinds": that the worker takes, "log": its warnings, "answers": of each chat {"ids", "spans": of each item its kind,
+offset, length and number in its kind, "worker": the same of the worker, "differs": what the worker reads otherwise than
+the server}}.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import sys
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from vllm.config import DeviceConfig, ModelConfig, VllmConfig
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.renderers import renderer_from_config
-from vllm.renderers.online_renderer import OnlineRenderer
+QUESTION: dict[str, Any] = json.load(sys.stdin)
+sys.modules.update(dict.fromkeys(QUESTION["missing"]))  # type: ignore[arg-type]  # None makes an import fail
 
-from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
-from services.worker.contract.generation import MediaItem
-from services.worker.engines.vllm.media import MediaPrompts
+import torch  # noqa: E402
+from vllm.config import DeviceConfig, ModelConfig, VllmConfig  # noqa: E402
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: E402
+from vllm.renderers import renderer_from_config  # noqa: E402
+from vllm.renderers.online_renderer import OnlineRenderer  # noqa: E402
+
+from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash  # noqa: E402
+from services.worker.contract.generation import MediaItem  # noqa: E402
+from services.worker.engines.vllm import media  # noqa: E402
 
 PARTS = {"image_url": MediaKind.IMAGE, "input_audio": MediaKind.AUDIO, "video_url": MediaKind.VIDEO}
 
@@ -79,9 +84,34 @@ def equal(left: Any, right: Any) -> bool:
     return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and torch.equal(left, right)
 
 
-async def run(question: dict[str, Any]) -> list[dict[str, Any]]:
+class Kept(logging.Handler):
+    """The texts of the records of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+async def both(server: OnlineRenderer, worker: media.MediaPrompts, chat: list[dict[str, Any]]) -> dict[str, Any]:
+    """One chat's prompt by server and worker."""
+    rendered = await server.render_chat(ChatCompletionRequest(model="m", messages=chat, max_tokens=1))
+    assert isinstance(rendered, tuple), rendered
+    _, (theirs,) = rendered
+    ids, spans = [int(token) for token in theirs["prompt_token_ids"]], spans_of(theirs)
+    items = items_of(ids, spans, files_of(chat))
+    mine = await worker.prompt(array("I", ids), items, "", 0)
+    named = [mine["mm_hashes"][kind][number] for kind, _, _, number in spans]
+    assert named == [item.span.hash.hex() for item in items], "an item's identifier is not its content hash"
+    return {"ids": ids, "spans": spans, "worker": spans_of(mine), "differs": differing(theirs, mine)}
+
+
+async def run() -> dict[str, Any]:
     """Every chat in order."""
-    folder = question["model"]
+    folder, log = QUESTION["model"], Kept()
+    media.log.addHandler(log)
     # Without a cache, every prompt contains its features.
     model = ModelConfig(model=folder, tokenizer=folder, dtype="float32", enforce_eager=True, mm_processor_cache_gb=0)
     renderer = renderer_from_config(VllmConfig(model_config=model, device_config=DeviceConfig("cpu")))
@@ -92,21 +122,10 @@ async def run(question: dict[str, Any]) -> list[dict[str, Any]]:
         chat_template=None,
         chat_template_content_format="auto",
     )
-    worker = MediaPrompts(SimpleNamespace(renderer=renderer, model_config=model))
-    answers = []
-    for chat in question["chats"]:
-        request = ChatCompletionRequest(model="m", messages=chat, max_tokens=1)
-        rendered = await server.render_chat(request)
-        assert isinstance(rendered, tuple), rendered
-        _, (theirs,) = rendered
-        ids, spans = [int(token) for token in theirs["prompt_token_ids"]], spans_of(theirs)
-        items = items_of(ids, spans, files_of(chat))
-        mine = await worker.prompt(array("I", ids), items, "", 0)
-        named = [mine["mm_hashes"][kind][number] for kind, _, _, number in spans]
-        assert named == [item.span.hash.hex() for item in items], "an item's identifier is not its content hash"
-        answers.append({"ids": ids, "spans": spans, "worker": spans_of(mine), "differs": differing(theirs, mine)})
-    return answers
+    worker = media.MediaPrompts(SimpleNamespace(renderer=renderer, model_config=model))
+    answers = [await both(server, worker, chat) for chat in QUESTION["chats"]]
+    return {"kinds": sorted(kind.capability for kind in worker.kinds), "log": log.texts, "answers": answers}
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(json.load(sys.stdin)))))
+    print(json.dumps(asyncio.run(run())))

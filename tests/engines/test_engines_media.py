@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer
 
 from services.common.media.spans import MediaKind
@@ -63,7 +66,8 @@ def test_clips_of_worker_server_and_preprocess_have_equal_ids_spans_and_features
     folder = BUILDERS[kind](tmp_path / "model")
     tokenizer = HfTokenizer(folder, limits())
     chats = media_chats(kind, CLIPS, 71)
-    answers = inside("inside_media_prompts.py", {"model": str(folder), "chats": [chat.messages for chat in chats]})
+    question = {"model": str(folder), "chats": [chat.messages for chat in chats], "missing": []}
+    answers = inside("inside_media_prompts.py", question)["answers"]
     lengths = []
     for chat, answer in zip(chats, answers, strict=True):
         packed, spans = expand(tokenizer.pack_chat(chat.request), tokenizer.media_rules, chat.items)
@@ -97,7 +101,7 @@ class Prompts:
         """The id of a token."""
         return int(self._tokenizer.token_to_id(token))
 
-    def question(self, *clips: bytes, tail: tuple[int, ...] = ()) -> dict[str, Any]:
+    def question(self, *clips: bytes, tail: Sequence[int] = ()) -> dict[str, Any]:
         """A prompt of some clips, and other ids after the text."""
         ids, spans = list(self.words), []
         for clip in clips:
@@ -158,3 +162,58 @@ def test_vllm_with_clips_caches_and_reports_by_content_and_refuses_a_wrong_expan
     for question, answer in zip(refused, rejected, strict=True):
         assert answer["error"], question["spans"]
         assert not answer["tokens"]
+
+
+def test_vllm_with_pictures_and_videos_in_a_prompt_keeps_their_order_and_tells_the_kinds_of_a_file_apart(
+    tmp_path: Path,
+) -> None:
+    prompts = Prompts(build_qwen2_vl(tmp_path / "model"), MediaKind.VIDEO)
+    frames = [Image.new("RGB", (100, 80), color) for color in ("red", "blue", "green", "tan")]
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=500)
+    gif = base64.b64encode(file.getvalue()).decode()
+    clip = base64.b64encode(prompts.clip(1)).decode()
+    picture, video = ("image", 12, prompts.id_of(QWEN_IMAGE_TOKEN)), ("video", 24, prompts.id_of(QWEN_VIDEO_TOKEN))
+    clip_tokens = prompts.question(prompts.clip(1))["spans"][0][1]
+
+    def question(*items: tuple[tuple[str, int, int], str]) -> dict[str, Any]:
+        ids, spans = list(prompts.words), []
+        for (_, length, token), _ in items:
+            spans.append([len(ids), length, [token]])
+            ids += [token] * length + prompts.words
+        kinds, files = [kind for (kind, *_), _ in items], [data for _, data in items]
+        return {"ids": ids + prompts.words * 12, "spans": spans, "kinds": kinds, "files": files, "max_tokens": 8}
+
+    mixed = question((("video", clip_tokens, video[2]), clip), (picture, gif), (video, gif))
+    asked = [mixed, mixed, question((video, gif)), question((picture, gif)), question((video, gif))]
+    first, again, as_video, as_picture, last = served(prompts.folder, asked)["answers"]
+    for answer in (first, again, as_video, as_picture, last):
+        assert (answer["error"], len(answer["tokens"])) == ("", 8)
+    assert first["tokens"] == again["tokens"]
+    assert as_video["tokens"] == last["tokens"] != as_picture["tokens"]
+    assert again["cached"] == (len(mixed["ids"]) - 1) // BLOCK * BLOCK
+    assert last["cached"] == (len(asked[-1]["ids"]) - 1) // BLOCK * BLOCK
+    assert as_picture["stored"] == len(asked[-2]["ids"]) // BLOCK
+    # Of a file's second kind, other services cannot compute the identifier.
+    assert as_video["stored"] < len(asked[2]["ids"]) // BLOCK
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "kinds"),
+    [
+        (MediaKind.AUDIO, ["soundfile"], []),
+        (MediaKind.AUDIO, ["torchaudio"], []),
+        (MediaKind.AUDIO, [], ["audio"]),
+        (MediaKind.VIDEO, ["cv2"], ["image"]),
+        (MediaKind.VIDEO, ["soundfile"], ["image", "video"]),
+    ],
+)
+def test_kind_whose_packages_are_missing_is_not_offered_and_the_reason_is_logged(
+    kind: MediaKind, missing: list[str], kinds: list[str], tmp_path: Path
+) -> None:
+    folder = BUILDERS[kind](tmp_path / "model")
+    found = inside("inside_media_prompts.py", {"model": str(folder), "chats": [], "missing": missing})
+    assert found["kinds"] == kinds
+    assert len(found["log"]) == int(kind.capability not in kinds)
+    for line in found["log"]:
+        assert f"takes {kind.capability}, which is not offered: install {missing[0]} " in line
