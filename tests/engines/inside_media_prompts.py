@@ -28,7 +28,8 @@ from vllm.renderers.online_renderer import OnlineRenderer  # noqa: E402
 
 from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash  # noqa: E402
 from services.worker.contract.generation import MediaItem  # noqa: E402
-from services.worker.engines.vllm import media  # noqa: E402
+from services.worker.engines.vllm import media_files  # noqa: E402
+from services.worker.engines.vllm.media import MediaPrompts  # noqa: E402
 
 PARTS = {"image_url": MediaKind.IMAGE, "input_audio": MediaKind.AUDIO, "video_url": MediaKind.VIDEO}
 
@@ -95,7 +96,7 @@ class Kept(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-async def both(server: OnlineRenderer, worker: media.MediaPrompts, chat: list[dict[str, Any]]) -> dict[str, Any]:
+async def both(server: OnlineRenderer, worker: MediaPrompts, chat: list[dict[str, Any]]) -> dict[str, Any]:
     """One chat's prompt by server and worker."""
     rendered = await server.render_chat(ChatCompletionRequest(model="m", messages=chat, max_tokens=1))
     assert isinstance(rendered, tuple), rendered
@@ -111,7 +112,7 @@ async def both(server: OnlineRenderer, worker: media.MediaPrompts, chat: list[di
 async def run() -> dict[str, Any]:
     """Every chat in order."""
     folder, log = QUESTION["model"], Kept()
-    media.log.addHandler(log)
+    media_files.log.addHandler(log)
     # Without a cache, every prompt contains its features.
     model = ModelConfig(model=folder, tokenizer=folder, dtype="float32", enforce_eager=True, mm_processor_cache_gb=0)
     renderer = renderer_from_config(VllmConfig(model_config=model, device_config=DeviceConfig("cpu")))
@@ -122,7 +123,7 @@ async def run() -> dict[str, Any]:
         chat_template=None,
         chat_template_content_format="auto",
     )
-    worker = media.MediaPrompts(SimpleNamespace(renderer=renderer, model_config=model))
+    worker = MediaPrompts(SimpleNamespace(renderer=renderer, model_config=model))
     answers = [await both(server, worker, chat) for chat in QUESTION["chats"]]
     return {"kinds": sorted(kind.capability for kind in worker.kinds), "log": log.texts, "answers": answers}
 

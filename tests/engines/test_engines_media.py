@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES": "20000000",
     "VLLM_NO_USAGE_STATS": "1",
 }
 
@@ -143,6 +144,7 @@ def test_vllm_with_clips_caches_and_reports_by_content_and_refuses_a_wrong_expan
     if kind is MediaKind.VIDEO:
         refused.append(prompts.question(one, two, tail=(prompts.id_of(QWEN_IMAGE_TOKEN),)))
         refused.append({**prompts.question(one), "files": [base64.b64encode(video_file(100, 80, 1)).decode()]})
+        refused.append(prompts.question(one, video_file(1_200, 1_000, 45)))  # 8 frames of 3.6 MB
     else:
         refused.append({**prompts.question(one), "files": [base64.b64encode(audio_file(0.01)).decode()]})
     for question in refused:

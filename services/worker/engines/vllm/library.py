@@ -39,6 +39,7 @@ _PRIVATE = (
     "vllm.multimodal.media.image:ImageMediaIO.load_bytes",
     "vllm.multimodal.media.video:VideoMediaIO.load_bytes",
     "vllm.multimodal.processing:BaseProcessingInfo.allowed_mm_limits",
+    "vllm.multimodal.video:VideoLoader.read_frames",
     "vllm.multimodal.video:get_video_loader_backend_for_processor",
     "vllm.renderers.base:BaseRenderer.render_cmpl_async",
     "vllm.renderers.inputs.preprocess:parse_model_prompt",

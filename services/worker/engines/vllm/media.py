@@ -6,30 +6,20 @@ As in `library`, vLLM is imported when it is used.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from services.common.errors import invalid
+from services.common.errors import SluiceError, invalid
 from services.common.media.spans import MediaKind, content_hash
 from services.worker.contract.generation import MediaItem
 from services.worker.engines.shared.media_prompts import check_expansion, unexpanded
 from services.worker.engines.vllm import library
-
-log = logging.getLogger(__name__)
-
-Load = Callable[[bytes], Any]
-"""Decodes a file as vLLM's server does; slow."""
+from services.worker.engines.vllm.media_files import Budget, Load, loads_of
 
 KNOWN_FILES = 1 << 18
 """Files whose kind is remembered; more than vLLM's caches hold."""
-
-_AUDIO_PACKAGES = {"auto": ("av", "soundfile"), "pyav": ("av",)}
-_VIDEO_PACKAGES = {"opencv": ("cv2",)}
-"""Packages of vLLM's backends; others are named as their package."""
 
 
 class MediaPrompts:
@@ -47,7 +37,7 @@ class MediaPrompts:
         self._first_kind: OrderedDict[bytes, MediaKind] = OrderedDict()
         processor = llm.renderer.mm_processor
         if processor is not None:
-            self._loads = _loads(llm.model_config, processor.info)
+            self._loads = loads_of(llm.model_config, processor.info)
             self._placeholders = _placeholders(llm.model_config.hf_config, processor.info.get_hf_processor())
         self.kinds = frozenset(self._loads)
 
@@ -84,7 +74,7 @@ class MediaPrompts:
         return prompt
 
     def _decoded(self, media: Sequence[MediaItem]) -> dict[str, list[Any]]:
-        found = []
+        budget, found = Budget.full(), []
         for index, item in enumerate(media):
             kind = item.span.kind
             if kind not in self._loads:
@@ -93,11 +83,14 @@ class MediaPrompts:
                     param="media",
                 )
             try:
-                found.append(self._loads[kind](item.file.data))
+                found.append(self._loads[kind](item.file.data, budget))
+            except SluiceError:
+                raise
             except Exception as error:  # decoders raise many types for broken files
-                reason = library.first_line(error)
+                reason = library.first_line(error).rstrip(".")
                 raise invalid(
-                    f"vLLM cannot read media[{index}] as {kind.capability}: {reason}", param="media"
+                    f"vLLM cannot read media[{index}] as {kind.capability}: {reason}; send a complete file.",
+                    param="media",
                 ) from error
         return _by_kind(media, found)
 
@@ -122,84 +115,8 @@ def _by_kind(media: Sequence[MediaItem], values: Iterable[Any]) -> dict[str, lis
     return found
 
 
-def _loads(model_config: Any, info: Any) -> dict[MediaKind, Load]:
-    """Returns how files of each kind are read: as by `vllm serve` with the same options."""
-    options = model_config.multimodal_config.media_io_kwargs
-    found: dict[MediaKind, Load] = {}
-    for kind in MediaKind:
-        if info.allowed_mm_limits.get(kind.capability, 0) <= 0:
-            continue
-        needed, load = _READERS[kind](model_config, info, options)
-        if problem := _problem(needed):
-            log.warning("vLLM's model takes %s, which is not offered: %s", kind.capability, problem)
-        else:
-            found[kind] = load
-    return found
-
-
-def _images(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
-    return (), _image_io(options).load_bytes
-
-
-def _image_io(options: Mapping[str, Any]) -> Any:
-    from vllm.multimodal.media.image import ImageMediaIO
-
-    return ImageMediaIO(**{"image_mode": "RGB", **options.get("image", {})})
-
-
-def _audio(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
-    from vllm.multimodal.media.audio import AudioMediaIO
-
-    chosen = options.get("audio", {})
-    backend = chosen.get("audio_backend") or "auto"
-    resampler = {"pyav": "av"}.get(info.data_parser.audio_resampler.method, info.data_parser.audio_resampler.method)
-    logging.getLogger(AudioMediaIO.__module__).addFilter(_Once("torchcodec unavailable"))
-    return {*_AUDIO_PACKAGES.get(backend, (backend,)), resampler}, AudioMediaIO(**chosen).load_bytes
-
-
-def _videos(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
-    from vllm.multimodal.media.video import VideoMediaIO
-    from vllm.multimodal.video import get_video_loader_backend_for_processor
-    from vllm.transformers_utils.processor import get_video_processor_cls_name
-
-    chosen = dict(options.get("video", {}))
-    backend = get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
-    if backend and "video_backend" not in chosen:
-        chosen["video_backend"] = backend
-    decoder = chosen.get("backend", "opencv")
-    return _VIDEO_PACKAGES.get(decoder, (decoder,)), VideoMediaIO(_image_io(options), **chosen).load_bytes
-
-
-_READERS = {MediaKind.IMAGE: _images, MediaKind.AUDIO: _audio, MediaKind.VIDEO: _videos}
-
-
-def _problem(packages: Collection[str]) -> str:
-    """Returns why a package of several cannot be imported; empty if all can."""
-    for package in sorted(packages):
-        try:
-            importlib.import_module(package)
-        except Exception as error:  # also what a library of another machine raises
-            return f"install {package} in the worker's environment ({library.first_line(error)})"
-    return ""
-
-
 def _placeholders(*sources: Any) -> frozenset[int]:
     """Returns the placeholder tokens of every kind, by the names that models' configs and processors have for them."""
     names = [f"{kind.capability}_token_{end}" for kind in MediaKind for end in ("id", "index")]
     found = (getattr(source, name, None) for source in sources for name in names)
     return frozenset(token for token in found if isinstance(token, int))
-
-
-class _Once(logging.Filter):
-    """Lets the first record pass whose text begins as given: vLLM logs it for every clip."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-        self._passed = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith(self._text):
-            return True
-        passed, self._passed = self._passed, True
-        return not passed

@@ -1,0 +1,171 @@
+"""How vLLM reads files of media items: by its own loaders, with the options of its server, within a bound.
+
+As in `library`, vLLM is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from services.common.errors import invalid
+from services.common.media.spans import MediaKind
+from services.worker.engines.vllm import library
+
+log = logging.getLogger(__name__)
+
+DECODED_BYTES = "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES"
+"""Environment variable by which vLLM 0.33 and newer bound the decoded items of a prompt; here all but images."""
+MOST_DECODED_BYTES = 715_827_880
+"""Its default; 0 is no bound."""
+
+
+@dataclass
+class Budget:
+    """What the decoded audio and videos of a prompt may still occupy, in bytes."""
+
+    most: int
+    left: int
+
+    def check(self, size: float) -> None:
+        """Raises SluiceError(INVALID_ARGUMENT) if it is less than `size`."""
+        if size > self.left:
+            raise invalid(
+                f"The decoded audio and videos of a prompt occupy more than {self.most} bytes; send fewer, smaller or "
+                f"shorter ones, or set {DECODED_BYTES} in the worker's environment.",
+                param="media",
+            )
+
+    @classmethod
+    def full(cls) -> Self:
+        """A budget of which nothing is taken."""
+        most = int(os.environ.get(DECODED_BYTES) or MOST_DECODED_BYTES) or sys.maxsize
+        return cls(most, most)
+
+    def take(self, size: int) -> None:
+        """Reduces it by `size`; raises as `check`."""
+        self.check(size)
+        self.left -= size
+
+
+Load = Callable[[bytes, Budget], Any]
+"""Decodes a file as vLLM's server does; slow."""
+
+_AUDIO_PACKAGES = {"auto": ("av", "soundfile"), "pyav": ("av",)}
+_VIDEO_PACKAGES = {"opencv": ("cv2",)}
+"""Packages of vLLM's backends; others are named as their package."""
+_FRAME_WIDTH, _FRAME_HEIGHT = 3, 4
+"""Properties of OpenCV's captures."""
+
+
+def loads_of(model_config: Any, info: Any) -> dict[MediaKind, Load]:
+    """Returns how files of each kind are read: as by `vllm serve` with the same options."""
+    options = model_config.multimodal_config.media_io_kwargs
+    found: dict[MediaKind, Load] = {}
+    for kind in MediaKind:
+        if info.allowed_mm_limits.get(kind.capability, 0) <= 0:
+            continue
+        needed, load = _READERS[kind](model_config, info, options)
+        if problem := _problem(needed):
+            log.warning("vLLM's model takes %s, which is not offered: %s", kind.capability, problem)
+        else:
+            found[kind] = load
+    return found
+
+
+def _images(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
+    image_io = _image_io(options)
+    return (), lambda data, budget: image_io.load_bytes(data)
+
+
+def _image_io(options: Mapping[str, Any]) -> Any:
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    return ImageMediaIO(**{"image_mode": "RGB", **options.get("image", {})})
+
+
+def _audio(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
+    from vllm.multimodal.media.audio import AudioMediaIO
+
+    chosen = options.get("audio", {})
+    backend = chosen.get("audio_backend") or "auto"
+    resampler = {"pyav": "av"}.get(info.data_parser.audio_resampler.method, info.data_parser.audio_resampler.method)
+    logging.getLogger(AudioMediaIO.__module__).addFilter(_Once("torchcodec unavailable"))
+    audio_io = AudioMediaIO(**chosen)
+
+    def load(data: bytes, budget: Budget) -> Any:
+        samples, rate = audio_io.load_bytes(data)
+        budget.take(samples.nbytes)
+        return samples, rate
+
+    return {*_AUDIO_PACKAGES.get(backend, (backend,)), resampler}, load
+
+
+def _videos(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
+    from vllm.multimodal.media.video import VideoMediaIO
+    from vllm.multimodal.video import get_video_loader_backend_for_processor
+    from vllm.transformers_utils.processor import get_video_processor_cls_name
+
+    chosen = dict(options.get("video", {}))
+    backend = get_video_loader_backend_for_processor(get_video_processor_cls_name(model_config))
+    if backend and "video_backend" not in chosen:
+        chosen["video_backend"] = backend
+    decoder = chosen.get("backend", "opencv")
+    image_io = _image_io(options)
+
+    def load(data: bytes, budget: Budget) -> Any:
+        video_io = VideoMediaIO(image_io, **chosen)
+        video_io.video_loader = _bounded(video_io.video_loader, budget)
+        video = video_io.load_bytes(data)
+        frames, _ = video.media
+        budget.take(frames.nbytes)
+        return video
+
+    return _VIDEO_PACKAGES.get(decoder, (decoder,)), load
+
+
+def _bounded(loader: Any, budget: Budget) -> Any:
+    """Returns vLLM's loader of videos with a check of the size of the frames that it has chosen to decode."""
+    base: Any = type(loader)
+
+    class Bounded(base):  # type: ignore[misc]
+        @classmethod
+        def read_frames(cls, cap: Any, frame_idx: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+            width, height = cap.get(_FRAME_WIDTH), cap.get(_FRAME_HEIGHT)
+            budget.check(3 * width * height * len(set(frame_idx)))
+            return super().read_frames(cap, frame_idx, *args, **kwargs)
+
+    return Bounded()
+
+
+_READERS = {MediaKind.IMAGE: _images, MediaKind.AUDIO: _audio, MediaKind.VIDEO: _videos}
+
+
+def _problem(packages: Collection[str]) -> str:
+    """Returns why a package of several cannot be imported; empty if all can."""
+    for package in sorted(packages):
+        try:
+            importlib.import_module(package)
+        except Exception as error:  # also what a library of another machine raises
+            return f"install {package} in the worker's environment ({library.first_line(error)})"
+    return ""
+
+
+class _Once(logging.Filter):
+    """Lets the first record pass whose text begins as given: vLLM logs it for every clip."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+        self._passed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(self._text):
+            return True
+        passed, self._passed = self._passed, True
+        return not passed
