@@ -16,7 +16,7 @@ from services.common.media.spans import MediaKind, content_hash
 from services.worker.contract.generation import MediaItem
 from services.worker.engines.shared.media_prompts import check_expansion, unexpanded
 from services.worker.engines.vllm import library
-from services.worker.engines.vllm.media_files import Budget, Load, loads_of
+from services.worker.engines.vllm.media_files import DecodedBudget, Load, loads_of
 
 KNOWN_FILES = 1 << 18
 """Files whose kind is remembered; more than vLLM's caches hold."""
@@ -74,7 +74,7 @@ class MediaPrompts:
         return prompt
 
     def _decoded(self, media: Sequence[MediaItem]) -> dict[str, list[Any]]:
-        budget, found = Budget.full(), []
+        budget, found = DecodedBudget.full(), []
         for index, item in enumerate(media):
             kind = item.span.kind
             if kind not in self._loads:

@@ -26,7 +26,7 @@ MOST_DECODED_BYTES = 715_827_880
 
 
 @dataclass
-class Budget:
+class DecodedBudget:
     """What the decoded audio and videos of a prompt may still occupy, in bytes."""
 
     most: int
@@ -53,7 +53,7 @@ class Budget:
         self.left -= size
 
 
-Load = Callable[[bytes, Budget], Any]
+Load = Callable[[bytes, DecodedBudget], Any]
 """Decodes a file as vLLM's server does; slow."""
 
 _AUDIO_PACKAGES = {"auto": ("av", "soundfile"), "pyav": ("av",)}
@@ -98,7 +98,7 @@ def _audio(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Co
     logging.getLogger(AudioMediaIO.__module__).addFilter(_Once("torchcodec unavailable"))
     audio_io = AudioMediaIO(**chosen)
 
-    def load(data: bytes, budget: Budget) -> Any:
+    def load(data: bytes, budget: DecodedBudget) -> Any:
         samples, rate = audio_io.load_bytes(data)
         budget.take(samples.nbytes)
         return samples, rate
@@ -118,7 +118,7 @@ def _videos(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[C
     decoder = chosen.get("backend", "opencv")
     image_io = _image_io(options)
 
-    def load(data: bytes, budget: Budget) -> Any:
+    def load(data: bytes, budget: DecodedBudget) -> Any:
         video_io = VideoMediaIO(image_io, **chosen)
         video_io.video_loader = _bounded(video_io.video_loader, budget)
         video = video_io.load_bytes(data)
@@ -129,7 +129,7 @@ def _videos(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[C
     return _VIDEO_PACKAGES.get(decoder, (decoder,)), load
 
 
-def _bounded(loader: Any, budget: Budget) -> Any:
+def _bounded(loader: Any, budget: DecodedBudget) -> Any:
     """Returns vLLM's loader of videos with a check of the size of the frames that it has chosen to decode."""
     base: Any = type(loader)
 

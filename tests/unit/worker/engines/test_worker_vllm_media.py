@@ -17,7 +17,7 @@ from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import MediaItem
 from services.worker.engines.vllm import card, media
 from services.worker.engines.vllm.media import MediaPrompts
-from services.worker.engines.vllm.media_files import DECODED_BYTES, Budget, _bounded
+from services.worker.engines.vllm.media_files import DECODED_BYTES, DecodedBudget, _bounded
 from tests.support.oracles.errors import raises_error
 
 PICTURE, SOUND, FILM = 7, 8, 9
@@ -58,7 +58,7 @@ def renderer(monkeypatch: pytest.MonkeyPatch) -> FakeRenderer:
 
 
 def prompts_of(renderer: FakeRenderer, monkeypatch: pytest.MonkeyPatch) -> MediaPrompts:
-    def load(data: bytes, budget: Budget) -> str:
+    def load(data: bytes, budget: DecodedBudget) -> str:
         budget.take(len(data))
         if data == b"broken":
             raise OSError("no header.")
@@ -166,7 +166,7 @@ def test_frames_of_a_video_are_checked_before_they_are_decoded() -> None:
 
     cap = MagicMock()
     cap.get = {3: 10.0, 4: 20.0}.get
-    budget = Budget(1_800, 1_800)
+    budget = DecodedBudget(1_800, 1_800)
     assert _bounded(Loader(), budget).read_frames(cap, [0, 4, 8, 8], 9, frame_recovery=False) == 4
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="media"):
         _bounded(Loader(), budget).read_frames(cap, [0, 2, 4, 8], 9, frame_recovery=False)
