@@ -73,7 +73,7 @@ def _takes(kind: str, worker: WorkerEntry) -> bool:
 
 def _gets_no(capability: str, worker: WorkerEntry) -> bool:
     """Whether a worker with the capability is excluded from it."""
-    return worker.media_differ and capability in MEDIA
+    return capability in worker.media_differ
 
 
 def are_text_only(workers: Sequence[WorkerEntry]) -> bool:
