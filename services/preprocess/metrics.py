@@ -134,11 +134,17 @@ class Instruments:
 
 def watch_media(loader: MediaLoader) -> None:
     """Creates the instruments of media files; call it after telemetry is configured."""
-    fetches, checks = loader.fetcher.counts, loader.checker.counts
+    fetches = loader.fetcher.counts
+    checks = (loader.checker.counts, loader.clip_checker.counts)
+
+    def checked() -> Observed:
+        yield sum(each.known for each in checks), {"result": "hit"}
+        yield sum(each.checked for each in checks), {"result": "miss"}
+
     watch(MEDIA_FETCHES, lambda: [(count, {"result": result}) for result, count in fetches.results.items()])
     watch(MEDIA_FETCHED_BYTES, lambda: [(fetches.bytes, {})])
-    watch(MEDIA_CHECKS, lambda: [(checks.known, {"result": "hit"}), (checks.checked, {"result": "miss"})])
-    watch(MEDIA_CHECK_SECONDS, lambda: [(checks.seconds, {})])
+    watch(MEDIA_CHECKS, checked)
+    watch(MEDIA_CHECK_SECONDS, lambda: [(sum(each.seconds for each in checks), {})])
 
 
 def watch_tokenizers(registry: ModelRegistry) -> None:

@@ -25,6 +25,7 @@ from services.preprocess.protocol import (
     ChatRequest,
     PendingPrompt,
     TokenizerProtocol,
+    kinds_of,
     packed_chat,
     packed_pair,
     packed_text,
@@ -372,6 +373,7 @@ def _spec(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> common_pb2.To
 def _info(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> preprocess_pb2.TokenizerInfo:
     info = preprocess_pb2.TokenizerInfo(model=spec.name, tokenizer=_spec(spec, tokenizer), loaded=tokenizer is not None)
     if tokenizer is not None:
+        info.media.extend(int(kind) for kind in sorted(kinds_of(tokenizer)))  # type: ignore[misc]
         info.vocab_size = tokenizer.facts.vocab_size
         info.context_length = tokenizer.facts.context_length
         info.has_chat_template = tokenizer.facts.has_chat_template

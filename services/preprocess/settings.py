@@ -76,7 +76,7 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
         description="hosts that media files are fetched from over https, each HOST or *.DOMAIN, with :PORT unless 443; "
         "* for all; empty: none",
     )
-    media_items: int = Field(32, ge=1, le=1024, description="maximum number of media items of a chat")
+    media_items: int = Field(MediaLimits().items, ge=1, le=1024, description="maximum number of media items of a chat")
     media_mb: float = Field(20.0, gt=0, le=512, description="maximum size of a media file, MiB")
     media_total_mb: int = Field(
         MediaLimits().total_bytes >> 20,

@@ -696,7 +696,7 @@ class TokenizerSpec(_message.Message):
     u32), or "-" if it is rejected. Shows whether two implementations build the same prompts. Empty: unknown.
     """
     media_fingerprint: _builtins.str
-    """The same for fixed chats with a sample image. Empty: unknown, or the tokenizer takes no images."""
+    """The same for fixed chats with a sample item: images, then audio and videos. Empty: unknown, or it takes none of them."""
     def __init__(
         self,
         *,

@@ -595,6 +595,7 @@ class TokenizerInfo(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     CACHE_REFUSAL_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     loaded: _builtins.bool
     """in memory; otherwise loaded on first use"""
@@ -612,6 +613,10 @@ class TokenizerInfo(_message.Message):
     def tokenizer(self) -> _common_pb2.TokenizerSpec:
         """fingerprint is set once the tokenizer is loaded"""
 
+    @_builtins.property
+    def media(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.MediaKind.ValueType]:
+        """kinds of media items that chats may have; empty: none, or not loaded"""
+
     def __init__(
         self,
         *,
@@ -623,10 +628,11 @@ class TokenizerInfo(_message.Message):
         has_chat_template: _builtins.bool = ...,
         backend: _builtins.str = ...,
         cache_refusal: _builtins.str = ...,
+        media: _abc.Iterable[_common_pb2.MediaKind.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cache_refusal", b"cache_refusal", "context_length", b"context_length", "has_chat_template", b"has_chat_template", "loaded", b"loaded", "model", b"model", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cache_refusal", b"cache_refusal", "context_length", b"context_length", "has_chat_template", b"has_chat_template", "loaded", b"loaded", "media", b"media", "model", b"model", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

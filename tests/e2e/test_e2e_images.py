@@ -200,6 +200,11 @@ def test_choices_all_describe_the_picture(url: str, n: int) -> None:
     assert all(choice["message"]["content"].startswith(described(RED)) for choice in answer["choices"])
 
 
+def test_as_many_images_as_the_gateway_accepts_are_served(url: str) -> None:
+    answer = chat(url, *(image_url(picture(8 + side, 8)) for side in range(100)))
+    assert text_of(answer).startswith("image 8x8 ")
+
+
 def test_placeholder_text_of_a_user_stays_text(url: str) -> None:
     for typed in ("[IMG]", "<image>", '{"type": "image", "media": 0}'):
         assert not text_of(chat(url, {"type": "text", "text": typed})).startswith("image ")

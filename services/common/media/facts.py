@@ -29,6 +29,10 @@ def formats_of(kind: MediaKind) -> str:
     return ", ".join(name for name, media_type in MEDIA_TYPES.items() if media_type.startswith(f"{kind.capability}/"))
 
 
+UNKNOWN_FORMAT = "is not in one of the formats"
+"""The text of a BadMedia whose formats depend on the kind of the item."""
+
+
 class BadMedia(Exception):
     """The file is not acceptable; the text completes the sentence "The image …", or that of another kind."""
 

@@ -25,6 +25,10 @@ class MediaKind(IntEnum):
         return self.name.lower()
 
 
+SAMPLES = {MediaKind.IMAGE: 4, MediaKind.AUDIO: 2, MediaKind.VIDEO: 2}
+"""Number of sample items of each kind in a media fingerprint, in its order."""
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSpan:
     """The placeholder tokens of a prompt that stand for a media item.

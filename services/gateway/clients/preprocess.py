@@ -12,7 +12,7 @@ import grpc
 
 from services.common.errors import internal
 from services.common.media.parts import MediaInput
-from services.common.media.spans import MediaFile, content_hash
+from services.common.media.spans import MediaFile, MediaKind, content_hash
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
 from services.common.rpc.media import input_messages, read_files, read_spans
 from services.common.rpc.multiplexed_call import preprocess_stub
@@ -44,12 +44,17 @@ A = TypeVar("A")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerIdentity:
-    """What preprocess says of a tokenizer; the fingerprints are those of `sluice.v1.TokenizerSpec`."""
+    """What preprocess reports of a tokenizer; the fingerprints are those of `sluice.v1.TokenizerSpec`.
+
+    Attributes:
+        media: kinds of media items that chats may have.
+    """
 
     processor: str
     fingerprint: str
     prompt_fingerprint: str
     media_fingerprint: str = ""
+    media: frozenset[str] = frozenset()
 
 
 class PreprocessClient:
@@ -158,6 +163,7 @@ class PreprocessClient:
                 info.tokenizer.fingerprint,
                 info.tokenizer.prompt_fingerprint,
                 info.tokenizer.media_fingerprint,
+                frozenset(kind.capability for kind in MediaKind if int(kind) in info.media),
             )
             for info in response.models
             if info.loaded

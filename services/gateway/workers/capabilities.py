@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from services.common.errors import invalid, not_found, quoted, unavailable
 from services.common.media.spans import MediaKind
@@ -56,10 +56,15 @@ def able(workers: Sequence[WorkerEntry], needs: Sequence[tuple[str, str]]) -> li
     return remaining
 
 
-def modalities(workers: Iterable[WorkerEntry]) -> list[str]:
-    """Returns the kinds of input that some worker of a model takes: text, and kinds of media items."""
+def modalities(workers: Iterable[WorkerEntry], counted: Collection[str] | None = None) -> list[str]:
+    """Returns the kinds of input that some worker of a model takes: text, and kinds of media items.
+
+    Args:
+        counted: kinds of media items that preprocess takes for the model; None if that is unknown.
+    """
     every = list(workers)
-    return ["text", *(kind for kind in MEDIA if any(_takes(kind, worker) for worker in every))]
+    kinds = [kind for kind in MEDIA if counted is None or kind in counted]
+    return ["text", *(kind for kind in kinds if any(_takes(kind, worker) for worker in every))]
 
 
 def _takes(kind: str, worker: WorkerEntry) -> bool:
@@ -68,7 +73,7 @@ def _takes(kind: str, worker: WorkerEntry) -> bool:
 
 def _gets_no(capability: str, worker: WorkerEntry) -> bool:
     """Whether a worker with the capability is excluded from it."""
-    return worker.media_differ and capability in MEDIA
+    return capability in worker.media_differ
 
 
 def are_text_only(workers: Sequence[WorkerEntry]) -> bool:

@@ -12,6 +12,7 @@ import grpc
 
 from services.common.discovery.worker_checks import check_worker
 from services.common.errors import LONGEST_NAME, SluiceError, not_found, quoted, unavailable
+from services.common.media.spans import SAMPLES
 from services.common.rpc.replicas import ReplicaSet
 from services.common.tasks import asked_to_end
 from services.gateway import context
@@ -34,7 +35,8 @@ class WorkerEntry:
 
     Attributes:
         labels: classes of a model that classifies.
-        media_differ: whether the worker's model makes other tokens of an image than preprocess: it must get none.
+        media_differ: kinds of media items of which the worker's model makes other tokens than preprocess: it must get
+            none of them.
     """
 
     worker_id: str
@@ -54,7 +56,7 @@ class WorkerEntry:
     ranks: int = 1  # data-parallel ranks
     labels: tuple[str, ...] = ()
     media_fingerprint: str = ""
-    media_differ: bool = False
+    media_differ: frozenset[str] = frozenset()
 
     @property
     def runs_alone(self) -> bool:
@@ -153,13 +155,13 @@ class WorkerRegistry:
 
     def _compared(self, entry: WorkerEntry) -> WorkerEntry:
         known = self.workers.get(entry.worker_id)
-        differ = agreement(self._media_fingerprints.get(entry.model, ""), entry.media_fingerprint) is False
-        if differ and not (known is not None and known.media_differ):
+        differ = differing_kinds(self._media_fingerprints.get(entry.model, ""), entry.media_fingerprint)
+        if differ and (known is None or known.media_differ != differ):
             log.warning(
-                "preprocess and a worker make different tokens of media items; the worker gets text only",
-                extra={"worker": entry.worker_id, "model": entry.model},
+                "preprocess and a worker make different tokens of media items; the worker gets none of these kinds",
+                extra={"worker": entry.worker_id, "model": entry.model, "kinds": ",".join(sorted(differ))},
             )
-        return entry if entry.media_differ is differ else replace(entry, media_differ=differ)
+        return entry if entry.media_differ == differ else replace(entry, media_differ=differ)
 
     async def run(self) -> None:
         """Follows the worker list until cancelled."""
@@ -241,6 +243,18 @@ def agreement(ours: str, theirs: str) -> bool | None:
     pairs = zip(ours.split(","), theirs.split(","), strict=False) if ours and theirs else ()
     comparable = [one == other for one, other in pairs if "-" not in (one, other)]
     return all(comparable) if comparable else None
+
+
+def differing_kinds(ours: str, theirs: str) -> frozenset[str]:
+    """Returns the kinds of media items for which two media fingerprints do not agree."""
+    found, start = set(), 0
+    sides = [fingerprint.split(",") if fingerprint else [] for fingerprint in (ours, theirs)]
+    for kind, samples in SAMPLES.items():
+        one, other = (",".join(side[start : start + samples]) for side in sides)
+        if agreement(one, other) is False:
+            found.add(kind.capability)
+        start += samples
+    return frozenset(found)
 
 
 def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:

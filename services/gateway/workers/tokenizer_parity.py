@@ -116,6 +116,13 @@ class TokenizerParity:
         """Returns the worst state among the model's workers."""
         return self._worst(model, compare)
 
+    def media(self, model: str) -> frozenset[str] | None:
+        """Returns the kinds of media items that preprocess takes for a model; None if that is unknown."""
+        ours = self._ours.get(model)
+        if ours is None or (ours.media_fingerprint and not ours.media):  # a replica of an older version
+            return None
+        return ours.media
+
     def _worst(self, model: str, compare: Callable[[TokenizerIdentity | None, Worker], str]) -> str:
         states = {compare(self._ours.get(model), worker) for worker in self._workers(model)}
         return next((state for state in (DIFFERS, UNKNOWN, SAME_FILES, PROVEN) if state in states), UNKNOWN)

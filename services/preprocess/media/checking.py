@@ -15,7 +15,7 @@ from services.common.child_rpc.call_queue import Call, CallQueue
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.process import bare_environment, module_command
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
-from services.common.media.facts import MediaFacts, read_facts
+from services.common.media.facts import UNKNOWN_FORMAT, MediaFacts, formats_of, read_facts
 from services.common.media.spans import MediaKind, content_hash
 from services.common.tasks import TaskOwner
 from services.preprocess.media.child import ENDS, IMAGES
@@ -102,6 +102,8 @@ class MediaChecker:
         facts = verdict.facts
         if facts is None or facts.kind is not kind:
             reason = verdict.reason if facts is None else f"is a file of the kind {facts.kind.capability}"
+            if reason == UNKNOWN_FORMAT:
+                reason += f" {formats_of(kind)}"
             raise invalid(f"The {kind.capability} of {part} {reason}.", param=part, code="invalid_media")
         return facts
 

@@ -12,8 +12,7 @@ from typing import Any
 import av
 import soundfile
 
-from services.common.media.facts import AudioFacts, BadMedia, MediaFacts, VideoFacts, formats_of
-from services.common.media.spans import MediaKind
+from services.common.media.facts import UNKNOWN_FORMAT, AudioFacts, BadMedia, MediaFacts, VideoFacts
 from services.preprocess.media.limits import ClipLimits
 
 READ_SAMPLES = 1 << 16
@@ -49,7 +48,7 @@ def check_clip(data: bytes, limits: ClipLimits) -> MediaFacts:
     """Returns the facts of a file of audio or of a video; raises BadMedia."""
     form = sniff(data)
     if not form:
-        raise BadMedia(f"is not in one of the formats {formats_of(MediaKind.AUDIO)}, {formats_of(MediaKind.VIDEO)}")
+        raise BadMedia(UNKNOWN_FORMAT)
     return check_video(data, form, limits) if form in _DEMUXERS else check_audio(data, form, limits)
 
 
@@ -60,7 +59,7 @@ def check_audio(data: bytes, form: str, limits: ClipLimits) -> AudioFacts:
     try:
         with soundfile.SoundFile(BytesIO(data)) as file:
             if file.format not in _READERS[form]:
-                raise BadMedia(f"is not in one of the formats {formats_of(MediaKind.AUDIO)}")
+                raise BadMedia(UNKNOWN_FORMAT)
             if file.channels > MOST_CHANNELS:
                 raise BadMedia(f"has more than {MOST_CHANNELS} channels")
             if file.samplerate not in RATES:

@@ -9,8 +9,7 @@ from struct import error as StructError
 
 from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from services.common.media.facts import BadMedia, ImageFacts, formats_of
-from services.common.media.spans import MediaKind
+from services.common.media.facts import UNKNOWN_FORMAT, BadMedia, ImageFacts
 from services.preprocess.media.limits import ImageLimits
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, JpegImagePlugin, MpoImagePlugin, PngImagePlugin, WebPImagePlugin)
@@ -44,7 +43,7 @@ def check_image(data: bytes, limits: ImageLimits) -> ImageFacts:
     """Decodes the first frame of a file and returns its facts; raises BadMedia."""
     form = sniff(data)
     if not form:
-        raise BadMedia(f"is not in one of the formats {formats_of(MediaKind.IMAGE)}")
+        raise BadMedia(UNKNOWN_FORMAT)
     if form == "GIF":
         _check_gif(data, limits.frames)
     if form == "PNG":

@@ -69,7 +69,7 @@ SAMPLE_SIZES = ((64, 64), (200, 100), (1024, 768), (33, 601))
 """Width and height of the sample images."""
 SAMPLE_CLIPS = (16_000, 100_001)
 """Samples of the sample clips of audio."""
-SAMPLE_VIDEOS = ((64, 64, 4), (200, 100, 7))
+SAMPLE_VIDEOS = ((64, 64, 4), (400, 300, 7))
 """Width, height and frames of the sample videos."""
 
 

@@ -59,7 +59,8 @@ async def test_worker_with_the_same_folder_gets_images(folders: VisionFolders, f
     assert registration.card.tokenizer.media_fingerprint == of_preprocess(folder)["tiny"] != ""
     registry.compare_media(of_preprocess(folder))
     assert able(registry.of_model("tiny"), NEEDS)
-    assert modalities(registry.of_model("tiny")) == ["text", "image"]
+    videos = ["video"] if family == "qwen2_vl" else []
+    assert modalities(registry.of_model("tiny")) == ["text", "image", *videos]
 
 
 async def test_worker_with_another_folder_gets_text_only(folders: VisionFolders, other: Path) -> None:
@@ -71,7 +72,7 @@ async def test_worker_with_another_folder_gets_text_only(folders: VisionFolders,
     assert able(registry.of_model("tiny"), ())
     assert modalities(registry.of_model("tiny")) == ["text"]
     assert registry._add(registration)  # as a restarted router sends it
-    assert registry.of_model("tiny")[0].media_differ
+    assert registry.of_model("tiny")[0].media_differ == {"image", "video"}
 
 
 async def test_worker_that_makes_no_prompts_is_not_judged(folders: VisionFolders, other: Path) -> None:

@@ -32,7 +32,7 @@ serve(channel, reply)
 
 _ENGINE = """
 from services.preprocess.engines import host
-from services.preprocess.engines.tokenizer import EngineFacts, ImagePrompt
+from services.preprocess.engines.tokenizer import EngineFacts, MediaPrompt
 
 MARK = "\\x01"
 
@@ -42,7 +42,7 @@ def url(part):
     return base64.b64decode(data)
 
 class Tokenizer:
-    facts = EngineFacts("1", 256, (2,), 0, "template", True, IMAGES, REASON)
+    facts = EngineFacts("1", 256, (2,), 0, "template", True, MEDIA, REASON)
 
     def render(self, chat):
         parts = [
@@ -56,15 +56,15 @@ class Tokenizer:
     def encode_chat(self, chat):
         return list(self.render(chat).encode())
 
-    def encode_images(self, chat):
+    def encode_media(self, chat):
         files = [url(part) for message in chat.messages for part in message["content"] if part["type"] == "image_url"]
         widths = iter([struct.unpack(">I", data[16:20])[0] // 10 for data in files])
         ids, spans, unexpanded = [], [], self.encode_chat(chat)
         for token in unexpanded:
             width = next(widths, 0) if token == 1 else 0  # surplus placeholders stay, as with vLLM
-            spans += [(len(ids), width)] * (width > 0)
+            spans += [("image", len(ids), width)] * (width > 0)
             ids += [token] * max(1, width)
-        return ImagePrompt(ids, unexpanded, spans)
+        return MediaPrompt(ids, unexpanded, spans)
 
     def encode_text(self, text, add_special_tokens=None):
         return list(text.encode())
@@ -102,7 +102,7 @@ def write_image_engine(file: Path, reason: str = "") -> str:
     Returns:
         The file's name.
     """
-    return _write(file, _ENGINE.replace("IMAGES", repr(not reason)).replace("REASON", repr(reason)))
+    return _write(file, _ENGINE.replace("MEDIA", repr(() if reason else ("image",))).replace("REASON", repr(reason)))
 
 
 def _write(file: Path, content: str) -> str:

@@ -134,7 +134,7 @@ class OpenAIEndpoints:
             "tokenizer": self._parity.of_model(entry.model),
             "root": entry.model,
             "parent": None if name == entry.model else entry.model,
-            "modalities": modalities(self._pipelines.registry.of_model(entry.model)),
+            "modalities": modalities(self._pipelines.registry.of_model(entry.model), self._parity.media(entry.model)),
         }
 
     async def respond(

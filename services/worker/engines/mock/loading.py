@@ -47,7 +47,8 @@ def load(settings: WorkerSettings) -> Loaded:
 def declared_media(path: Path) -> frozenset[str]:
     """Returns the kinds of media items that the model's config.json declares an encoder for."""
     config = models.read_json(path, "config.json")
-    return frozenset({"image"}) if "vision_config" in config else frozenset()
+    declared = {"image": "vision_config", "audio": "audio_config", "video": "video_token_id"}
+    return frozenset(kind for kind, name in declared.items() if name in config)
 
 
 def check_memory(total_blocks: int) -> None:

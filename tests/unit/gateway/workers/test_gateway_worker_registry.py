@@ -161,7 +161,7 @@ async def test_worker_whose_media_fingerprint_differs_is_marked_at_its_registrat
     await followed.until("a", "b", "c", "d")
     followed.registry.compare_media({})  # a replica that has not loaded the model yet
     assert [name for name, entry in followed.registry.workers.items() if entry.media_differ] == ["c"]
-    assert caplog.text.count("the worker gets no images") == 1
+    assert caplog.text.count("the worker gets none of these kinds") == 1
 
 
 async def test_mark_of_differing_images_follows_the_fingerprint_of_preprocess(followed: Followed) -> None:

@@ -3480,7 +3480,7 @@ class TokenizerSpec(betterproto2.Message):
 
     media_fingerprint: "str" = betterproto2.field(5, betterproto2.TYPE_STRING)
     """
-    The same for fixed chats with a sample image. Empty: unknown, or the tokenizer takes no images.
+    The same for fixed chats with a sample item: images, then audio and videos. Empty: unknown, or it takes none of them.
     """
 
 
