@@ -73,7 +73,7 @@ def as_engine_reads(message: Message, separator: str) -> Message:
 
 def test_engine_processor_makes_the_ids_and_spans_of_the_rules(both: Both) -> None:
     random = Random(19)
-    assert both.engine.takes_images
+    assert MediaKind.IMAGE in both.engine.media_kinds
     assert MediaKind.IMAGE in both.hf.media_rules
     for _ in range(PROMPTS):
         each = prompt(random)
@@ -124,7 +124,7 @@ def test_engine_processor_refuses_images_that_the_template_leaves_out(both: Both
 def test_sglang_processor_names_the_models_that_take_images(tmp_path: Path) -> None:
     engine = EngineTokenizer("sglang", BUILDERS["llava"](tmp_path / "llava"), options("sglang"))
     try:
-        assert not engine.takes_images
+        assert not engine.media_kinds
         assert "only Qwen2VLForConditionalGeneration takes images" in engine.no_images
         assert media_fingerprint(engine) == ""
     finally:

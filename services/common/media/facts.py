@@ -89,8 +89,9 @@ class VideoFacts(MediaFacts):
 
     Attributes:
         width, height: of a frame, in pixels.
-        frames: number of frames.
+        frames: number of frames, as engines count them.
         rate: frames a second.
+        lost: those frames that the container declares and does not have.
     """
 
     kind = MediaKind.VIDEO
@@ -99,8 +100,11 @@ class VideoFacts(MediaFacts):
     frames: int
     rate: float
     format: str
+    lost: int = 0
 
 
+_LEAST = 1e-9
+"""Below every number of a good file."""
 _CLASSES: dict[str, type[MediaFacts]] = {each.kind.capability: each for each in (ImageFacts, AudioFacts, VideoFacts)}
 
 
@@ -123,6 +127,9 @@ def read_facts(form: Mapping[str, Any]) -> MediaFacts:
         if name == "format":
             continue
         wanted: Any = (int, float) if name == "rate" else int
-        if not isinstance(number, wanted) or isinstance(number, bool) or not isfinite(number) or number <= 0:
+        least = 0 if name == "lost" else _LEAST
+        if not isinstance(number, wanted) or isinstance(number, bool) or not isfinite(number) or number < least:
             raise ValueError(f"{name} is not a positive number")
+    if isinstance(facts, VideoFacts) and facts.lost >= facts.frames:
+        raise ValueError("the video has no frames")
     return facts

@@ -15,7 +15,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 import vllm
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.renderers import renderer_from_config
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.params import TokenizeParams
@@ -137,5 +136,7 @@ def _media_kinds(model: Any) -> tuple[str, ...]:
     """Returns the kinds of media items that vLLM takes with a model."""
     if not model.is_multimodal_model:
         return ()
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
     limits = MULTIMODAL_REGISTRY.create_processor(model).info.supported_mm_limits
     return tuple(kind for kind in KINDS if kind in limits)

@@ -13,6 +13,8 @@ import av
 import soundfile
 
 from services.common.media.facts import UNKNOWN_FORMAT, AudioFacts, BadMedia, MediaFacts, VideoFacts
+from services.preprocess.media.containers import ends_early
+from services.preprocess.media.frame_counts import count_frames
 from services.preprocess.media.limits import ClipLimits
 
 READ_SAMPLES = 1 << 16
@@ -21,15 +23,18 @@ RATES = range(1_000, 384_001)
 _READERS = {"WAV": ("WAV", "WAVEX"), "MP3": ("MP3",), "FLAC": ("FLAC",), "OGG": ("OGG",)}
 """Names of the formats in libsndfile."""
 _DEMUXERS = {"MP4": "mp4", "WEBM": "webm"}
-_CODECS = frozenset(("h264", "hevc", "mpeg4", "vp8", "vp9", "av1"))
+_CODECS = frozenset(("h264", "hevc", "mpeg4", "vp8", "vp9"))
+MOST_STREAMS = 64
 _MOST_DECODED = 256
 """Packets that are decoded to find the first frame; encoders write up to a few dozen frames in another order."""
+_SIDEWAYS = 90
+"""Degrees; videos of phones are recorded so."""
 _MP3_SYNC = 0xFFE0
 
 
 def sniff(data: bytes) -> str:
     """Returns the format that the first bytes of a file declare; empty for others than those of audio and video."""
-    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
+    if data.startswith(b"RIFF") and data[8:12] == b"WAVE":
         return "WAV"
     if data.startswith(b"fLaC"):
         return "FLAC"
@@ -54,24 +59,14 @@ def check_clip(data: bytes, limits: ClipLimits) -> MediaFacts:
 
 def check_audio(data: bytes, form: str, limits: ClipLimits) -> AudioFacts:
     """Decodes a file of audio and returns its facts; raises BadMedia."""
-    if form == "WAV" and data[:4] == b"RIFF" and 0xFFFFFFFF > int.from_bytes(data[4:8], "little") > len(data) - 8:
+    if form == "WAV" and 0xFFFFFFFF > int.from_bytes(data[4:8], "little") > len(data) - 8:
         raise BadMedia("is truncated")
     try:
         with soundfile.SoundFile(BytesIO(data)) as file:
-            if file.format not in _READERS[form]:
-                raise BadMedia(UNKNOWN_FORMAT)
-            if file.channels > MOST_CHANNELS:
-                raise BadMedia(f"has more than {MOST_CHANNELS} channels")
-            if file.samplerate not in RATES:
-                raise BadMedia(f"has not between {RATES[0]:,} and {RATES[-1]:,} samples a second")
-            samples = 0
-            while read := len(file.buffer_read(READ_SAMPLES, "float32")) // (4 * file.channels):
-                samples += read
-                if samples > limits.seconds * file.samplerate:
-                    raise BadMedia(f"has more than {limits.seconds:,} seconds")
+            _check_header(file, form, limits)
+            samples, rate = _count_samples(file, limits), file.samplerate
             if form == "FLAC" and samples < file.frames:
                 raise BadMedia("is truncated")
-            rate = file.samplerate
     except (soundfile.SoundFileError, ValueError, TypeError, OSError) as error:
         raise BadMedia("is broken or truncated") from error
     if not samples:
@@ -79,10 +74,39 @@ def check_audio(data: bytes, form: str, limits: ClipLimits) -> AudioFacts:
     return AudioFacts(samples, rate, form)
 
 
+def _check_header(file: Any, form: str, limits: ClipLimits) -> None:
+    if file.format not in _READERS[form]:
+        raise BadMedia(UNKNOWN_FORMAT)
+    if file.channels > MOST_CHANNELS:
+        raise BadMedia(f"has more than {MOST_CHANNELS} channels")
+    if file.samplerate not in RATES:
+        raise BadMedia(f"has not between {RATES[0]:,} and {RATES[-1]:,} samples a second")
+    if not file.seekable():
+        raise BadMedia(f"has the encoding {file.subtype}, which engines do not read")
+    if file.frames > limits.seconds * file.samplerate:
+        raise BadMedia(f"declares more than {limits.seconds:,} seconds, or no length")
+
+
+def _count_samples(file: Any, limits: ClipLimits) -> int:
+    """Returns the number of samples that are really there; headers may declare more."""
+    samples = 0
+    buffer = bytearray(4 * file.channels * READ_SAMPLES)
+    while read := file.buffer_read_into(buffer, "float32"):
+        samples += read
+        if samples > limits.seconds * file.samplerate:
+            raise BadMedia(f"has more than {limits.seconds:,} seconds")
+    return samples
+
+
 def check_video(data: bytes, form: str, limits: ClipLimits) -> VideoFacts:
     """Reads the packets of a video, decodes its first frame and returns its facts; raises BadMedia."""
+    if ends_early(data, form):
+        raise BadMedia("is truncated")
+    options = {"protocol_whitelist": "", "max_streams": str(MOST_STREAMS + 1)}
     try:
-        with av.open(BytesIO(data), format=_DEMUXERS[form], options={"protocol_whitelist": ""}) as container:
+        with av.open(BytesIO(data), format=_DEMUXERS[form], options=options) as container:
+            if len(container.streams) > MOST_STREAMS:
+                raise BadMedia(f"has more than {MOST_STREAMS} tracks")
             if not container.streams.video:
                 raise BadMedia("has no pictures")
             stream = container.streams.video[0]
@@ -96,26 +120,33 @@ def check_video(data: bytes, form: str, limits: ClipLimits) -> VideoFacts:
 
 
 def _read_packets(container: Any, stream: Any, form: str, limits: ClipLimits) -> VideoFacts:
-    frames, size = 0, (0, 0)
+    frames, shown, size = 0, 0, (0, 0)
     for packet in container.demux(stream):
-        frames += packet.size > 0
+        frames += packet.size > 0  # the last one is empty, and makes the decoder return what it holds
+        shown += packet.size > 0 and not packet.is_discard  # an edit list hides the others
         if frames > limits.frames:
             raise BadMedia(f"has more than {limits.frames:,} frames")
         if not size[0] and frames <= _MOST_DECODED:
-            for frame in packet.decode():
-                size = (frame.width, frame.height)
-                break
+            size = _first_size(packet)
     _check_size(*size, limits)
-    if stream.frames > frames:
-        raise BadMedia("is truncated")
-    rate = float(stream.guessed_rate or 0)
+    rate = float(stream.average_rate or stream.guessed_rate or 0)
     if rate <= 0:
         raise BadMedia("has no rate of pictures")
     seconds = (container.duration or 0) / av.time_base
     if max(frames / rate, seconds) > limits.seconds:
         raise BadMedia(f"has more than {limits.seconds:,} seconds")
-    declared = stream.frames or int(seconds * rate + 0.5)  # as OpenCV estimates it
-    return VideoFacts(*size, declared or frames, rate, form)
+    count = count_frames(container, stream, rate, shown)
+    if count.frames < 1:
+        raise BadMedia("does not declare its length, which engines need; remux it")
+    return VideoFacts(*size, count.frames, rate, form, count.lost)
+
+
+def _first_size(packet: Any) -> tuple[int, int]:
+    """Returns the size of the first frame of a packet as it is shown; zeros without one."""
+    for frame in packet.decode():
+        sideways = frame.rotation % 180 == _SIDEWAYS
+        return (frame.height, frame.width) if sideways else (frame.width, frame.height)
+    return 0, 0
 
 
 def _check_size(width: int, height: int, limits: ClipLimits) -> None:

@@ -97,7 +97,7 @@ class SampledFrames(MediaRule):
             raise ValueError(f"has sides whose ratio is over {_MOST_RATIO}")
         if facts.frames < 2:
             raise ValueError("has a single frame; send it as an image")
-        groups = -(-sampled_frames(facts.frames, facts.rate) // self.together)
+        groups = -(-sampled_frames(facts.frames, facts.rate, facts.lost) // self.together)
         return _repeated(self.token_id, groups * _scaled_squares(facts.width, facts.height, *self.bounds))
 
     @property
@@ -106,11 +106,17 @@ class SampledFrames(MediaRule):
         return self.side, self.least, self.most
 
 
-def sampled_frames(frames: int, rate: float) -> int:
-    """Returns the number of frames that engines take out of a video of the Qwen2-VL family."""
+def sampled_frames(frames: int, rate: float, lost: int = 0) -> int:
+    """Returns the number of frames that engines take out of a video of the Qwen2-VL family.
+
+    Args:
+        lost: how many of the last frames cannot be read, so that they are left out.
+    """
     least, most = _SAMPLED_FRAMES
     wanted = min(max(frames / rate * _SAMPLES_A_SECOND, least), min(most, frames) // 2 * 2, frames)
-    return math.ceil(frames / (frames / (int(wanted) // 2 * 2)))
+    step = frames / (int(wanted) // 2 * 2)
+    count = math.ceil(frames / step)
+    return sum(min(int(step * index), frames - 1) < frames - lost for index in range(count)) if lost else count
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,8 @@ def sample_avi(width: int, height: int, frames: int, rate: int = FRAME_RATE) -> 
     stream = struct.pack(
         "<4s4sIHHIIIIIIIIHHHH", b"vids", b"DIB ", *[0] * 4, 1, rate, 0, frames, size, 0, 0, 0, 0, width, height
     )
-    bitmap = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 24, 0, size, 0, 0, 0, 0)
+    # OpenCV fails on rows from the bottom up, which a positive height would declare.
+    bitmap = struct.pack("<IiiHHIIiiII", 40, width, -height, 1, 24, 0, size, 0, 0, 0, 0)
     lists = _chunk(b"avih", main) + _list(b"strl", _chunk(b"strh", stream) + _chunk(b"strf", bitmap))
     movie = _list(b"movi", _chunk(b"00db", bytes(size)) * frames)
     entry = 8 + size + size % 2

@@ -51,6 +51,30 @@ def flac_of_silence(seconds: int) -> bytes:
     return file.getvalue()
 
 
+def flac_without_length() -> bytes:
+    """Returns a FLAC file that leaves out the number of its samples, as encoders of streams do."""
+    file = bytearray(audio_file(0.5, "FLAC"))
+    file[21] &= 0xF0
+    file[22:26] = bytes(4)
+    return bytes(file)
+
+
+def wav_of_gsm() -> bytes:
+    """Returns a WAV file in an encoding of telephones."""
+    file = BytesIO()
+    with soundfile.SoundFile(file, "w", 8_000, 1, format="WAV", subtype="GSM610") as written:
+        written.buffer_write(bytes(16_000), "int16")
+    return file.getvalue()
+
+
+def mp3_declaring(frames: int) -> bytes:
+    """Returns an MP3 file with any number of frames in its first one."""
+    file = bytearray(audio_file(1.0, "MP3"))
+    at = max(file.find(b"Info"), file.find(b"Xing")) + 8
+    file[at : at + 4] = struct.pack(">I", frames)
+    return bytes(file)
+
+
 def video_without_pictures() -> bytes:
     """Returns an MP4 file with a track of audio only."""
     file = BytesIO()
@@ -97,6 +121,13 @@ def test_check_clip_of_the_first_bytes_alone_raises(form: str) -> None:
             check_clip(whole[:kept], LIMITS.clips)
 
 
+def test_check_clip_of_an_mp3_cut_short_returns_the_samples_that_are_there() -> None:
+    whole = audio_file(3.0, "MP3", 44_100)
+    facts = check_clip(whole[: len(whole) // 2], LIMITS.clips)
+    assert isinstance(facts, AudioFacts)
+    assert 44_100 < facts.samples < 2 * 44_100
+
+
 BAD_FILES = {
     "text": (b"not a clip at all", "formats"),
     "an image": (image_file(8, 8), "formats"),
@@ -107,6 +138,10 @@ BAD_FILES = {
     "no rate": (wav_declaring(1, 0), "samples a second|broken"),
     "high rate": (wav_declaring(1, 3_000_000_000 // 2), "samples a second|broken"),
     "channels": (wav_declaring(64, 16_000), "channels"),
+    "rf64": (b"RF64" + wav_declaring(1, 16_000)[4:], "formats"),
+    "gsm": (wav_of_gsm(), "the encoding GSM610, which engines do not read"),
+    "no length": (flac_without_length(), "60 seconds, or no length"),
+    "length of an mp3": (mp3_declaring(0x7FFF_FFFF), "60 seconds, or no length"),
     "long silence": (flac_of_silence(90), "60 seconds"),
     "header of an mp3": (b"ID3" + bytes(100), "broken|no samples"),
     "long video": (video_file(64, 48, 65, rate=1), "60 seconds"),
@@ -163,7 +198,7 @@ async def test_checker_damaged_clips_are_refused_or_read_but_end_no_service(chec
 
 
 @pytest.mark.parametrize(
-    "facts", [ImageFacts(3, 4, "PNG"), AudioFacts(5, 16_000, "OGG"), VideoFacts(3, 4, 9, 29.97, "MP4")]
+    "facts", [ImageFacts(3, 4, "PNG"), AudioFacts(5, 16_000, "OGG"), VideoFacts(3, 4, 9, 29.97, "MP4", 2)]
 )
 def test_facts_survive_their_form(facts: ImageFacts | AudioFacts | VideoFacts) -> None:
     assert read_facts(facts_form(facts)) == facts
@@ -179,6 +214,9 @@ def test_facts_survive_their_form(facts: ImageFacts | AudioFacts | VideoFacts) -
         {"kind": "image", "width": 3, "format": "PNG"},
         {"kind": "audio", "samples": 1.5, "rate": 16_000, "format": "WAV"},
         {"kind": "video", "width": 3, "height": 4, "frames": 2, "rate": float("nan"), "format": "MP4"},
+        {"kind": "video", "width": 3, "height": 4, "frames": 2, "rate": 0.0, "format": "MP4"},
+        {"kind": "video", "width": 3, "height": 4, "frames": 2, "rate": 1.0, "format": "MP4", "lost": -1},
+        {"kind": "video", "width": 3, "height": 4, "frames": 2, "rate": 1.0, "format": "MP4", "lost": 2},
         {"kind": "text"},
         {},
     ],
