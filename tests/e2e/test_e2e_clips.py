@@ -195,7 +195,7 @@ def test_bad_audio_is_a_400_that_names_the_part(audio_url: str, part: dict[str, 
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        (video_url(RED[: len(RED) // 2]), "is broken or truncated."),
+        (video_url(RED[: len(RED) // 2]), "is truncated."),
         (video_url(video_file(64, 64, 1)), "has a single frame; send it as an image."),
         (video_url(HIGH), "is a file of the kind audio."),
         (video_url(RED, "video/webm"), "is declared as video/webm, but is video/mp4."),

@@ -1,7 +1,7 @@
 """Counts the frames of a video as engines do, which sample it by this number.
 
-vLLM asks OpenCV, and OpenCV believes what the container declares or estimates it by the length; vLLM corrects the number
-by a seek to the end, after which OpenCV reports a position. The seek is repeated here with the packets alone.
+vLLM takes OpenCV's number, which is what the container declares or an estimate by the length, and corrects it by a seek
+to the end, after which OpenCV reports a position. The seek is repeated here with the packets alone.
 """
 
 from __future__ import annotations
