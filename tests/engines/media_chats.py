@@ -31,6 +31,7 @@ class MediaChat:
     messages: list[dict[str, Any]] = field(default_factory=list)
     numbered: list[dict[str, Any]] = field(default_factory=list)
     items: list[CountedItem] = field(default_factory=list)
+    files: list[bytes] = field(default_factory=list)
 
     @property
     def request(self) -> ChatRequest:
@@ -49,6 +50,7 @@ class MediaChat:
             theirs.append(media_part(item, part))
             ours.append({"type": item.kind.capability, "media": len(self.items)})
             self.items.append(item)
+            self.files.append(part)
         self.messages.append({"role": role, "content": theirs})
         self.numbered.append({"role": role, "content": ours})
 
