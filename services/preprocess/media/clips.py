@@ -25,6 +25,8 @@ _READERS = {"WAV": ("WAV", "WAVEX"), "MP3": ("MP3",), "FLAC": ("FLAC",), "OGG": 
 _DEMUXERS = {"MP4": "mp4", "WEBM": "webm"}
 _CODECS = frozenset(("h264", "hevc", "mpeg4", "vp8", "vp9"))
 MOST_STREAMS = 64
+_MOST_READ_STREAMS = 256
+"""Streams at which FFmpeg ends with an error, since each takes memory; below, the file is refused by name."""
 _MOST_DECODED = 256
 """Packets that are decoded to find the first frame; encoders write up to a few dozen frames in another order."""
 _SIDEWAYS = 90
@@ -102,7 +104,7 @@ def check_video(data: bytes, form: str, limits: ClipLimits) -> VideoFacts:
     """Reads the packets of a video, decodes its first frame and returns its facts; raises BadMedia."""
     if ends_early(data, form):
         raise BadMedia("is truncated")
-    options = {"protocol_whitelist": "", "max_streams": str(MOST_STREAMS + 1)}
+    options = {"protocol_whitelist": "", "max_streams": str(_MOST_READ_STREAMS)}
     try:
         with av.open(BytesIO(data), format=_DEMUXERS[form], options=options) as container:
             if len(container.streams) > MOST_STREAMS:

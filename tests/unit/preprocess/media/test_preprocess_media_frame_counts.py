@@ -5,6 +5,7 @@ The expected numbers are those of vLLM 0.32's own loader of the Qwen2-VL family,
 
 from __future__ import annotations
 
+from fractions import Fraction
 from io import BytesIO
 from typing import Any
 
@@ -12,7 +13,7 @@ import av
 import pytest
 
 from services.common.media.facts import BadMedia, VideoFacts
-from services.preprocess.media.clips import MOST_STREAMS, check_video
+from services.preprocess.media.clips import check_video
 from services.preprocess.media.containers import ends_early
 from services.preprocess.media.limits import ClipLimits
 from services.preprocess.media.rules import sampled_frames
@@ -95,18 +96,21 @@ def test_check_video_of_another_codec_raises() -> None:
         checked(timed_video(EVEN, codec="mjpeg"))
 
 
-def test_check_video_with_many_tracks_raises() -> None:
+@pytest.mark.parametrize(("form", "codec"), [("WEBM", "libvpx"), ("MP4", "mpeg4")])
+@pytest.mark.parametrize(("tracks", "reason"), [(100, "has more than 64 tracks"), (300, "more than 64 tracks|broken")])
+def test_check_video_with_many_tracks_raises(form: str, codec: str, tracks: int, reason: str) -> None:
     file = BytesIO()
-    with av.open(file, "w", format="webm") as container:
-        video: Any = container.add_stream("libvpx-vp9", rate=10)
-        video.width, video.height, video.pix_fmt = 64, 48, "yuv420p"
-        for _ in range(MOST_STREAMS):
-            container.add_stream("libopus", rate=48_000)
-        for _ in range(4):
-            container.mux(video.encode(av.VideoFrame(64, 48, "yuv420p")))
-        container.mux(video.encode(None))
-    with pytest.raises(BadMedia, match="more than 64 tracks"):
-        checked(file.getvalue(), "WEBM")
+    with av.open(file, "w", format=form.lower()) as container:
+        streams: list[Any] = [container.add_stream(codec, rate=10) for _ in range(tracks)]
+        for stream in streams:
+            stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv420p"
+        for stream in streams:
+            frame = av.VideoFrame(16, 16, "yuv420p")
+            frame.pts, frame.time_base = 0, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+            container.mux(stream.encode(None))
+    with pytest.raises(BadMedia, match=reason):
+        checked(file.getvalue(), form)
 
 
 @pytest.mark.parametrize("form", ["MP4", "WEBM"])
