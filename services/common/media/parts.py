@@ -18,7 +18,7 @@ from services.common.media.spans import MediaKind
 MOST_URL = 8_192
 """Most characters of an https URL."""
 DETAILS = ("auto", "low", "high")
-_AUDIO_TYPES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg"}
+AUDIO_TYPES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ def _read_audio(part: Mapping[str, Any], where: str, limits: MediaLimits) -> Med
     if not isinstance(value, dict) or not isinstance(value.get("data"), str):
         raise invalid(f"{where}.input_audio must be an object with data and format.", param=f"{where}.input_audio")
     form = value.get("format")
-    if not isinstance(form, str) or form not in _AUDIO_TYPES:
+    if not isinstance(form, str) or form not in AUDIO_TYPES:
         raise invalid(
-            f"{where}.input_audio.format must be one of {', '.join(_AUDIO_TYPES)}.", param=f"{where}.input_audio.format"
+            f"{where}.input_audio.format must be one of {', '.join(AUDIO_TYPES)}.", param=f"{where}.input_audio.format"
         )
-    return media_of_base64(value["data"], MediaKind.AUDIO, where, limits, _AUDIO_TYPES[form])
+    return media_of_base64(value["data"], MediaKind.AUDIO, where, limits, AUDIO_TYPES[form])
 
 
 def media_too_large(where: str, limit: int) -> SluiceError:

@@ -1,7 +1,8 @@
 """Reads the prompt from bodies of the Responses, Messages and embeddings APIs, as the chat that engines make of them.
 
 The translation decides which cached prefix a prompt is expected to have, never what an engine generates: where it
-differs from the engine's own, fewer blocks match. Parts other than texts and images are left out for the same reason.
+differs from the engine's own, fewer blocks match. Parts other than texts, images and audio are left out for the same
+reason.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from enum import Enum
 from itertools import chain
 from typing import Any
 
-from services.common.media.parts import DETAILS
+from services.common.media.parts import AUDIO_TYPES, DETAILS
 from services.router.scheduling.openai_body import Body, read_chat, read_completion, wrong_body
 
 _SAID = ("text", "image")  # blocks of a message that are neither calls nor their results
@@ -168,23 +169,25 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
 
 
 def _content(content: Any) -> str | list[dict[str, Any]]:
-    """Returns the text of content, or the parts of a chat if it has images."""
-    images = [_image(part) for part in content] if isinstance(content, list) else []
-    if not any(images):
+    """Returns the text of content, or the parts of a chat if it has media items."""
+    items = [_media(part) for part in content] if isinstance(content, list) else []
+    if not any(items):
         return _text(content)
     parts: list[dict[str, Any]] = []
-    for part, image in zip(content, images, strict=True):
-        if image is not None:
-            parts.append(image)
+    for part, item in zip(content, items, strict=True):
+        if item is not None:
+            parts.append(item)
         elif text := _text([part]):
             parts.append({"type": "text", "text": text})
     return parts
 
 
-def _image(part: Any) -> dict[str, Any] | None:
-    """Returns the part of a chat for an image; None for other parts and for images without a file or URL."""
+def _media(part: Any) -> dict[str, Any] | None:
+    """Returns the part of a chat for an image or audio; None for other parts, such as images known by a file id."""
     if not isinstance(part, Mapping):
         return None
+    if part.get("type") == "input_audio":
+        return _audio(part.get("input_audio"))
     url, source = part.get("image_url"), part.get("source")
     if part.get("type") == "image" and isinstance(source, Mapping):
         url = source.get("url")
@@ -194,6 +197,12 @@ def _image(part: Any) -> dict[str, Any] | None:
         return None
     detail = {"detail": part["detail"]} if part.get("detail") in DETAILS else {}
     return {"type": "image_url", "image_url": {"url": url, **detail}} if isinstance(url, str) else None
+
+
+def _audio(sound: Any) -> dict[str, Any] | None:
+    """Returns the part of a chat for audio; None in formats that only some engines read."""
+    form = sound.get("format") if isinstance(sound, Mapping) else None
+    return {"type": "input_audio", "input_audio": sound} if isinstance(form, str) and form in AUDIO_TYPES else None
 
 
 def _text(content: Any, depth: int = 0) -> str:

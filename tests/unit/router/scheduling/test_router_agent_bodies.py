@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.media.spans import MediaKind
 from services.common.packing import pack_u32
 from services.router.scheduling.agent_bodies import Api, api_of, read_prompt
 from services.router.scheduling.openai_body import Body, ChatBody, TextBody, TokenBody
@@ -139,6 +140,22 @@ def test_images_of_responses_become_media_items_in_order() -> None:
         {"role": "tool", "tool_call_id": "c", "content": [part_of(1)]},
     ]
     assert [(item.data, item.detail) for item in body.media] == [(b"ABC", "low"), (b"DEF", "")]
+
+
+def test_audio_of_responses_becomes_a_media_item() -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}}
+    body = read_prompt({"input": [{"role": "user", "content": [sound]}]}, Api.RESPONSES)
+    assert isinstance(body, ChatBody)
+    assert json.loads(body.messages_json) == [{"role": "user", "content": [{"type": "audio", "media": 0}]}]
+    assert [(item.kind, item.data, item.media_type) for item in body.media] == [(MediaKind.AUDIO, b"ABC", "audio/wav")]
+
+
+@pytest.mark.parametrize("sound", [None, "QUJD", {}, {"data": "QUJD", "format": "aac"}, {"data": "QUJD", "format": []}])
+def test_audio_of_responses_in_another_format_is_left_out(sound: Any) -> None:
+    parts = [{"type": "input_audio", "input_audio": sound}, {"type": "input_text", "text": "What?"}]
+    body = read_prompt({"input": [{"role": "user", "content": parts}]}, Api.RESPONSES)
+    assert isinstance(body, ChatBody)
+    assert (json.loads(body.messages_json), body.media) == ([{"role": "user", "content": "What?"}], ())
 
 
 @pytest.mark.parametrize("api", [Api.MESSAGES, Api.RESPONSES])
