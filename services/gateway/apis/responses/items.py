@@ -37,6 +37,7 @@ _HOSTED_CALLS = re.compile(
 """Items about tools that OpenAI runs itself, from a conversation that it began."""
 
 MEDIA_PARTS = ("input_image", "input_audio")
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 _RESPONSE = "resp_"
 _OUTPUT_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{48})[0-9a-f]{4,8}")
 _STATUS = ("in_progress", "completed", "incomplete")
@@ -184,11 +185,11 @@ def _part(reader: FieldReader, kind: str) -> dict[str, Any]:
     part_type = reader.value.get("type") if isinstance(reader.value, dict) else None
     if part_type == "input_file":
         raise reader.under("type").unsupported("send the text of the file, or its pages as images")
-    if part_type in ("input_image", "input_audio"):
+    if part_type in MEDIA_PARTS:
         if kind != "input_text":
             raise reader.under("type").invalid(f"is {part_type!r}, which is not allowed in assistant messages")
         return _image(reader) if part_type == "input_image" else _audio(reader)
-    part_type = reader.kind("input_text", "output_text", "text", "refusal")
+    part_type = reader.kind(*_TEXT_PARTS, *(MEDIA_PARTS if kind == "input_text" else ()))
     reader.fields("type", "text", "refusal", "annotations", "logprobs", "parsed", "prompt_cache_breakpoint")
     if part_type == "refusal":
         return {"type": "refusal", "refusal": reader.under("refusal").text()}

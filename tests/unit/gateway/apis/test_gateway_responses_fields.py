@@ -75,6 +75,18 @@ def test_items_that_are_wrong(item: Any, param: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("role", "accepted"),
+    [
+        ("user", "input_text, output_text, text, refusal, input_image, input_audio."),
+        ("assistant", "input_text, output_text, text, refusal."),
+    ],
+)
+def test_part_of_another_type_names_those_that_are_accepted(role: str, accepted: str) -> None:
+    error = refused(input=[MESSAGE, {"role": role, "content": [{"type": "input_video"}]}])
+    assert error.message.endswith(f"choose from {accepted}")
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"tools": [TOOL, {"type": "local_shell"}]}, "tools[1].type"),
