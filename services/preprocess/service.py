@@ -373,7 +373,7 @@ def _spec(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> common_pb2.To
 def _info(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> preprocess_pb2.TokenizerInfo:
     info = preprocess_pb2.TokenizerInfo(model=spec.name, tokenizer=_spec(spec, tokenizer), loaded=tokenizer is not None)
     if tokenizer is not None:
-        info.media.extend(int(kind) for kind in sorted(kinds_of(tokenizer)))  # type: ignore[misc]
+        info.media.extend(common_pb2.MediaKind.ValueType(kind) for kind in sorted(kinds_of(tokenizer)))
         info.vocab_size = tokenizer.facts.vocab_size
         info.context_length = tokenizer.facts.context_length
         info.has_chat_template = tokenizer.facts.has_chat_template

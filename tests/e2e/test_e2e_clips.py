@@ -12,8 +12,9 @@ import httpx
 import openai
 import pytest
 
+from tests.support.clients.chat_answers import cached_tokens, text_of
+from tests.support.clients.image_parts import described, image_url, picture, user_message
 from tests.support.data.clips import audio_file, video_file
-from tests.support.data.images import image_file
 from tests.support.data.tiny_audio import build_qwen2_audio
 from tests.support.data.tiny_vlm import build_qwen2_vl
 from tests.support.oracles.scraped import METRICS_EVERYWHERE, endpoints, families, value
@@ -24,7 +25,8 @@ BLOCK = 16
 PROCESSES = 6  # gateway, preprocess, router, postprocess and two workers
 HIGH, LOW = (audio_file(2.0, pitch=pitch) for pitch in (880.0, 220.0))
 RED, BLUE = (video_file(112, 112, 20, color=color) for color in ((255, 0, 0), (0, 0, 255)))
-PICTURE = image_file(64, 64)
+COLOR = (200, 30, 60)
+PICTURE = picture(COLOR)
 
 
 def base64_of(data: bytes) -> str:
@@ -37,10 +39,6 @@ def input_audio(data: bytes, form: str = "wav") -> dict[str, Any]:
 
 def video_url(data: bytes, media_type: str = "video/mp4") -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": f"data:{media_type};base64,{base64_of(data)}"}}
-
-
-def image_url(data: bytes) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(data)}"}}
 
 
 def named(kind: str, data: bytes) -> str:
@@ -67,20 +65,12 @@ def vision_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def asked(url: str, *parts: Any, **more: Any) -> httpx.Response:
-    body = {"model": MODEL, "max_tokens": 100, "messages": [{"role": "user", "content": list(parts)}], **more}
+    body = {"model": MODEL, "max_tokens": 100, "messages": [user_message(*parts)], **more}
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
 
 
 def chat(url: str, *parts: Any, **more: Any) -> dict[str, Any]:
     return dict(asked(url, *parts, **more).raise_for_status().json())
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
-
-
-def cached(answer: dict[str, Any]) -> int:
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def text(words: str) -> dict[str, Any]:
@@ -130,12 +120,12 @@ def test_responses_take_audio_and_keep_it_for_the_next_turn(audio_url: str) -> N
 def test_videos_and_images_keep_their_order_and_typed_placeholders_stay_text(vision_url: str) -> None:
     webm = video_file(64, 48, 12, "WEBM")
     typed = text("x <|video_pad|> <|image_pad|> y")
-    answer = chat(vision_url, video_url(RED), image_url(PICTURE), video_url(webm, "video/webm"), typed)
-    described, _, _ = text_of(answer).partition(". You said:")
-    first, picture, last = described.split("; ")
+    answer = chat(vision_url, video_url(RED), image_url(COLOR), video_url(webm, "video/webm"), typed)
+    names, _, _ = text_of(answer).partition(". You said:")
+    first, image, last = names.split("; ")
     assert (first, last) == (named("video", RED), named("video", webm))
-    assert picture.startswith("image 64x64 ")
-    plain = chat(vision_url, video_url(RED), image_url(PICTURE), video_url(webm, "video/webm"), text("x y"))
+    assert image == described(COLOR)
+    plain = chat(vision_url, video_url(RED), image_url(COLOR), video_url(webm, "video/webm"), text("x y"))
     assert answer["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"] + 10, "each is spelled out as text"
 
 
@@ -149,12 +139,12 @@ def test_repeated_clip_is_cached_and_another_or_swapped_ones_share_only_the_text
     words = text("word " * 40)
     before = chat(url, words, part(one), part(other))
     again = chat(url, words, part(one), part(other))
-    assert cached(again) >= before["usage"]["prompt_tokens"] // BLOCK * BLOCK - BLOCK
-    shared = cached(chat(url, words, part(other), part(one)))
-    only_text = cached(chat(url, words))
-    assert shared <= only_text + BLOCK < cached(again) - 2 * BLOCK
+    assert cached_tokens(again) >= before["usage"]["prompt_tokens"] // BLOCK * BLOCK - BLOCK
+    shared = cached_tokens(chat(url, words, part(other), part(one)))
+    only_text = cached_tokens(chat(url, words))
+    assert shared <= only_text + BLOCK < cached_tokens(again) - 2 * BLOCK
     fresh = audio_file(2.0, pitch=300.0) if kind == "audio" else video_file(112, 112, 20, color=(9, 99, 9))
-    changed = cached(chat(url, words, part(fresh), part(other)))
+    changed = cached_tokens(chat(url, words, part(fresh), part(other)))
     assert changed <= only_text + BLOCK
 
 
@@ -180,7 +170,7 @@ def test_streamed_answer_to_audio_equals_the_whole_one(audio_url: str) -> None:
         ({"type": "input_audio", "input_audio": {"data": "!", "format": "wav"}}, "base64"),
         ({"type": "input_audio", "input_audio": {"data": base64_of(HIGH), "format": "aac"}}, "format must be one of"),
         ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "is empty"),
-        (image_url(PICTURE), "takes image input"),
+        (image_url(COLOR), "takes image input"),
         (video_url(RED), "takes video input"),
     ],
 )

@@ -14,6 +14,7 @@ import openai
 import pytest
 from PIL import Image
 
+from tests.support.clients.chat_answers import cached_tokens, text_of
 from tests.support.data.tiny_vlm import build_qwen2_vl
 from tests.support.oracles.scraped import METRICS_EVERYWHERE, endpoints, families, value
 from tests.support.servers.suite import Suite
@@ -72,14 +73,6 @@ def chat(url: str, *parts: Any, **more: Any) -> dict[str, Any]:
     return dict(httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json())
 
 
-def text_of(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"])
-
-
-def cached(answer: dict[str, Any]) -> int:
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
 def shown(url: str, request_id: str) -> dict[str, Any]:
     return dict(httpx.get(f"{url}/ui/data/requests/{request_id}").raise_for_status().json())
 
@@ -134,8 +127,8 @@ def test_the_same_picture_is_cached_and_another_of_the_same_size_is_not(url: str
     again = chat(url, image_url(green), words)
     other = chat(url, image_url(olive), words)
     assert first["usage"]["prompt_tokens"] == again["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
-    assert cached(again) > 0
-    assert cached(other) < 32
+    assert cached_tokens(again) > 0
+    assert cached_tokens(other) < 32
 
 
 def test_live_view_counts_the_items_of_a_request_and_those_that_were_cached(url: str) -> None:

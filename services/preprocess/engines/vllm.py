@@ -20,12 +20,13 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.renderers.params import TokenizeParams
 
 from services.common.errors import invalid
+from services.common.media.spans import MediaKind
 from services.preprocess.engines.stand_in import engine_folder, is_mistral
 from services.preprocess.engines.tokenizer import EngineFacts, LibraryTokenizer, MediaPrompt
 from services.preprocess.protocol import ChatRequest
 
 VERSION: str = vllm.__version__
-KINDS = ("image", "audio", "video")
+KINDS = tuple(kind.capability for kind in MediaKind)
 MOST_ITEMS = 256
 """Media items of each kind in a prompt; the limits of the service are lower."""
 CACHE_GIB = 0.05
@@ -84,7 +85,7 @@ class Tokenizer(LibraryTokenizer):
             context_length=model.max_model_len if folder == path or self._by_template else 0,
             chat_template=template or "",
             has_chat_template=bool(template) or not self._by_template,
-            media=_media_kinds(model) if self._by_template and folder == path else (),
+            media=_media_kinds(renderer) if self._by_template and folder == path and model.is_multimodal_model else (),
         )
 
     def _render_prompt(self, chat: ChatRequest) -> dict[str, Any]:
@@ -132,11 +133,7 @@ class Tokenizer(LibraryTokenizer):
         return text if isinstance(text, str) else self.decode(prompt["prompt_token_ids"])
 
 
-def _media_kinds(model: Any) -> tuple[str, ...]:
-    """Returns the kinds of media items that vLLM takes with a model."""
-    if not model.is_multimodal_model:
-        return ()
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
-    limits = MULTIMODAL_REGISTRY.create_processor(model).info.supported_mm_limits
-    return tuple(kind for kind in KINDS if kind in limits)
+def _media_kinds(renderer: Any) -> tuple[str, ...]:
+    """Returns the kinds of media items that vLLM takes with the renderer's model."""
+    limits = renderer.mm_processor.info.allowed_mm_limits
+    return tuple(kind for kind in KINDS if limits.get(kind, 0) > 0)

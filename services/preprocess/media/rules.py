@@ -56,13 +56,14 @@ class ResizedGrid(ImageRule):
     most: int
 
     def ids(self, width: int, height: int) -> array[int]:
-        if max(width, height) / min(width, height) > _MOST_RATIO:
-            raise ValueError(f"has sides whose ratio is over {_MOST_RATIO}")
         return array("I", [self.token_id]) * _scaled_squares(width, height, self.side, self.least, self.most)
 
 
 @lru_cache(maxsize=4096)
 def _scaled_squares(width: int, height: int, side: int, least: int, most: int) -> int:
+    """Returns the number of tokens of a scaled image; raises ValueError for a shape that is refused."""
+    if max(width, height) / min(width, height) > _MOST_RATIO:
+        raise ValueError(f"has sides whose ratio is over {_MOST_RATIO}")
     rows, columns = round(height / side), round(width / side)
     if rows * columns * side * side > most:
         scale = math.sqrt(height * width / most)
@@ -93,17 +94,11 @@ class SampledFrames(MediaRule):
 
     def ids_of(self, facts: MediaFacts) -> array[int]:
         assert isinstance(facts, VideoFacts)
-        if max(facts.width, facts.height) / min(facts.width, facts.height) > _MOST_RATIO:
-            raise ValueError(f"has sides whose ratio is over {_MOST_RATIO}")
         if facts.frames < 2:
             raise ValueError("has a single frame; send it as an image")
         groups = -(-sampled_frames(facts.frames, facts.rate, facts.lost) // self.together)
-        return _repeated(self.token_id, groups * _scaled_squares(facts.width, facts.height, *self.bounds))
-
-    @property
-    def bounds(self) -> tuple[int, int, int]:
-        """Side, least and most."""
-        return self.side, self.least, self.most
+        squares = _scaled_squares(facts.width, facts.height, self.side, self.least, self.most)
+        return _repeated(self.token_id, groups * squares)
 
 
 def sampled_frames(frames: int, rate: float, lost: int = 0) -> int:

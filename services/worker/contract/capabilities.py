@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from services.common.media.spans import MediaKind
+
 
 class Capability(StrEnum):
     """One feature of an engine. A request that needs a capability the card does not list is rejected."""
@@ -78,6 +80,9 @@ class Capability(StrEnum):
     PROFILE = "profile"
     INJECT_FAULT = "inject_fault"
 
+
+MEDIA = frozenset(Capability(kind.capability) for kind in MediaKind)
+"""Kinds of media items, one capability per kind."""
 
 SAMPLING = frozenset(
     {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.common.tasks import TaskOwner
-from services.worker.contract.capabilities import Capability
+from services.worker.contract.capabilities import MEDIA, Capability
 from services.worker.contract.engine import EngineConfig, Sink
 from services.worker.contract.generation import GenerateRequest
 from services.worker.generation.response_sink import ResponseSink, SinkParams
@@ -97,7 +97,7 @@ class Processing:
         options, bounds = self._options, self._options.bounds
         spec = ModelSpec(config.model, config.source, config.processor, config.chat_template)
         limits = loading.template_limits(bounds.max_prompt_bytes)
-        media = not config.capabilities.isdisjoint((Capability.IMAGE, Capability.AUDIO, Capability.VIDEO))
+        media = not config.capabilities.isdisjoint(MEDIA)
         self._templates = limits.foreign_templates
         self._tokenizer = await loading.off_loop(
             lambda: loading.load_prompts(spec, config.engine, limits, options.cache_bytes, media)

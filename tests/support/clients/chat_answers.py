@@ -41,6 +41,16 @@ class Answer:
         return self.text, self.reasoning, self.calls, self.finish_reason, self.tokens, self.logprobs
 
 
+def text_of(answer: dict[str, Any]) -> str:
+    """The text of a chat's whole answer."""
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    """The prompt tokens that the engine found in its cache, by the answer's usage."""
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
 async def whole(client: httpx.AsyncClient, body: dict[str, Any]) -> Answer:
     """The answer to a chat in one piece."""
     response = await client.post("/v1/chat/completions", json=body)

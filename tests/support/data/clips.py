@@ -41,15 +41,15 @@ def video_file(
     """Returns an encoded video of one color, whose frames become darker."""
     file = BytesIO()
     with av.open(file, "w", format=form.lower()) as container:
-        stream = container.add_stream(CODECS[form], rate=rate)
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"  # type: ignore[attr-defined]
+        stream: Any = container.add_stream(CODECS[form], rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for number in range(frames):
             shade = bytes(value * (frames - number) // frames for value in color)
             frame = av.VideoFrame(width, height, "rgb24")
             plane = frame.planes[0]
             plane.update((shade * width).ljust(plane.line_size, b"\0") * height)
-            container.mux(stream.encode(frame))  # type: ignore[attr-defined]
-        container.mux(stream.encode(None))  # type: ignore[attr-defined]
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
     return file.getvalue()
 
 

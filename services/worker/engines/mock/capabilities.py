@@ -4,43 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.capabilities import MEDIA, SAMPLING, Capability
 from services.worker.contract.generation import Role
 
 _HONOURED_SAMPLING = frozenset({Capability.SEED, Capability.MIN_TOKENS, Capability.IGNORE_EOS})
 
-CAPABILITIES = _HONOURED_SAMPLING | {
-    Capability.TOKEN_IDS,
-    Capability.IMAGE,
-    Capability.AUDIO,
-    Capability.VIDEO,
-    Capability.LOGPROBS,
-    Capability.PROMPT_LOGPROBS,
-    Capability.GUIDED_JSON,
-    Capability.GUIDED_REGEX,
-    Capability.GUIDED_CHOICE,
-    Capability.RESUME,
-    Capability.RESUME_GUIDED,
-    Capability.PRIORITY,
-    Capability.CACHE_SALT,
-    Capability.DATA_PARALLEL_RANK,
-    Capability.LORA,
-    Capability.LORA_LOADING,
-    Capability.EMBEDDINGS,
-    Capability.CLASSIFICATION,
-    Capability.KV_EVENTS,
-    Capability.PREFILL,
-    Capability.DECODE,
-    Capability.LOCAL_PREFILL,
-    Capability.SLEEP,
-    Capability.CLEAR_CACHE,
-    Capability.PROFILE,
-    Capability.INJECT_FAULT,
-}
+CAPABILITIES = (
+    _HONOURED_SAMPLING
+    | MEDIA
+    | {
+        Capability.TOKEN_IDS,
+        Capability.LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        Capability.GUIDED_JSON,
+        Capability.GUIDED_REGEX,
+        Capability.GUIDED_CHOICE,
+        Capability.RESUME,
+        Capability.RESUME_GUIDED,
+        Capability.PRIORITY,
+        Capability.CACHE_SALT,
+        Capability.DATA_PARALLEL_RANK,
+        Capability.LORA,
+        Capability.LORA_LOADING,
+        Capability.EMBEDDINGS,
+        Capability.CLASSIFICATION,
+        Capability.KV_EVENTS,
+        Capability.PREFILL,
+        Capability.DECODE,
+        Capability.LOCAL_PREFILL,
+        Capability.SLEEP,
+        Capability.CLEAR_CACHE,
+        Capability.PROFILE,
+        Capability.INJECT_FAULT,
+    }
+)
 
 ACCEPTED = SAMPLING - _HONOURED_SAMPLING - {Capability.ENGINE_OPTIONS}
-
-_MEDIA = frozenset({Capability.IMAGE, Capability.AUDIO, Capability.VIDEO})
 
 _UNSUPPORTED_BY_ROLE = {
     Role.AGGREGATED: frozenset({Capability.PREFILL, Capability.DECODE, Capability.LOCAL_PREFILL}),
@@ -62,5 +61,5 @@ def capabilities_of(
     """
     single_rank = {Capability.DATA_PARALLEL_RANK} if ranks == 1 else set()
     other_pooling = Capability.EMBEDDINGS if classifies else Capability.CLASSIFICATION
-    other_media = {kind for kind in _MEDIA if kind not in media}
+    other_media = {kind for kind in MEDIA if kind not in media}
     return CAPABILITIES - _UNSUPPORTED_BY_ROLE[role] - single_rank - {other_pooling} - other_media

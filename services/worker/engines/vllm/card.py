@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from services.common.media.spans import MediaKind
-from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.contract.capabilities import GUIDED, MEDIA, SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.inprocess import card
 from services.worker.engines.inprocess.card import HOSTED
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.settings import WorkerSettings
 
-MEDIA = frozenset(Capability(kind.capability) for kind in MediaKind)
 CAPABILITIES = HOSTED | SAMPLING | MEDIA | {Capability.PROMPT_EMBEDS, Capability.CLASSIFICATION}
 _POOLING = frozenset({Capability.TOKEN_IDS, Capability.LORA, Capability.LORA_LOADING})
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 DECODED_BYTES = "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES"
 """Environment variable by which vLLM 0.33 and newer bound the decoded items of a prompt; here all but images."""
 MOST_DECODED_BYTES = 715_827_880
-"""Its default; 0 is no bound."""
+"""Its default; 0 removes the bound."""
 
 
 @dataclass

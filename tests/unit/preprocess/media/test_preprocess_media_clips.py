@@ -6,6 +6,7 @@ import random
 import struct
 from collections.abc import AsyncIterator
 from io import BytesIO
+from typing import Any
 
 import av
 import pytest
@@ -79,12 +80,12 @@ def video_without_pictures() -> bytes:
     """Returns an MP4 file with a track of audio only."""
     file = BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("aac", rate=16_000)
+        stream: Any = container.add_stream("aac", rate=16_000)
         frame = av.AudioFrame("fltp", "mono", 1024)
         frame.planes[0].update(bytes(4096))
         frame.rate, frame.pts = 16_000, 0
-        container.mux(stream.encode(frame))  # type: ignore[attr-defined]
-        container.mux(stream.encode(None))  # type: ignore[attr-defined]
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
     return file.getvalue()
 
 

@@ -13,7 +13,7 @@ import pytest
 from services.common.errors import SluiceError
 from services.common.media.facts import ImageFacts
 from services.common.media.parts import MediaInput
-from services.common.media.spans import MediaKind
+from services.common.media.spans import SAMPLES, MediaKind
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.media.expansion import CountedItem, expand
 from services.preprocess.media.rules import ModelFiles, PatchGrid, ResizedGrid, image_rule
@@ -207,6 +207,11 @@ def test_template_for_strings_refuses_images(folders: VisionFolders) -> None:
 def test_continued_message_that_ends_with_an_image_is_refused(llava: HfTokenizer) -> None:
     with raises_error(param="continue_final_message"):
         llava.pack_chat(replace(user("a", image(0)), continue_final_message=True))
+
+
+def test_media_fingerprint_has_the_samples_of_each_kind_in_order(qwen: HfTokenizer) -> None:
+    taken = [kind in qwen.media_rules for kind, samples in SAMPLES.items() for _ in range(samples)]
+    assert [digest != "-" for digest in media_fingerprint(qwen).split(",")] == taken
 
 
 def test_media_fingerprint_differs_with_the_rule_and_not_with_the_load(
