@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
 from urllib.parse import urljoin
 
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
@@ -147,13 +149,16 @@ class MediaFetcher:
         return result
 
     async def _bounded(self, url: str) -> bytes | _Failure:
-        begun = False
+        queued_at = monotonic()
+        begun_at = inf
         try:
             async with asyncio.timeout(self._limits.total_s), self._slots:
-                begun = True
+                begun_at = monotonic()
                 return await self._follow(url)
         except TimeoutError:
-            return _Failure(FETCH_FAILED, "is not answered in time") if begun else _Failure("")
+            # Not the fault of the URL if most of the time passed before, in the wait for others.
+            is_slow = monotonic() - begun_at > begun_at - queued_at
+            return _Failure(FETCH_FAILED, "is not answered in time") if is_slow else _Failure("")
         except UrlRefused as error:
             return _Failure(FETCH_REFUSED, str(error))
         except FetchFailed as error:

@@ -356,6 +356,19 @@ async def test_fetcher_file_that_waits_for_others_too_long_is_overload_and_no_fa
     assert len(host.requests) == 1
 
 
+async def test_fetcher_file_that_begins_just_before_its_deadline_is_overload(host: MediaHost) -> None:
+    async def silent(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(60)
+
+    host.answers["/0"] = silent
+    found = fetcher(host, limits=FetchLimits(MOST, total_s=1.0, at_once=1))
+    await found._slots.acquire()
+    asyncio.get_running_loop().call_later(0.7, found._slots.release)
+    with pytest.raises(SluiceError) as caught:
+        await found.fetch(url(host, "/0"), PART)
+    assert caught.value.kind is ErrorKind.OVERLOADED
+
+
 async def test_fetcher_fetch_that_ends_late_leaves_a_new_one_of_its_url_to_others(host: MediaHost) -> None:
     release = held(host)
     found = fetcher(host)
