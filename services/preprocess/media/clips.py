@@ -29,6 +29,8 @@ _MOST_READ_STREAMS = 256
 """Streams at which FFmpeg ends with an error, since each takes memory; below, the file is refused by name."""
 _MOST_DECODED = 256
 """Packets that are decoded to find the first frame; encoders write up to a few dozen frames in another order."""
+_MOST_DECODED_PIXELS = _MOST_DECODED * 1920 * 1080
+"""Pixels of these packets: of frames larger than full HD, fewer are decoded."""
 _SIDEWAYS = 90
 """Degrees; videos of phones are recorded so."""
 _MP3_SYNC = 0xFFE0
@@ -87,6 +89,8 @@ def _check_header(file: Any, form: str, limits: ClipLimits) -> None:
         raise BadMedia(f"has the encoding {file.subtype}, which engines do not read")
     if file.frames > limits.seconds * file.samplerate:
         raise BadMedia(f"declares more than {limits.seconds:,} seconds, or no length")
+    if file.frames * file.channels > limits.samples:
+        raise BadMedia(f"declares more than {limits.samples:,} samples of all channels")
 
 
 def _count_samples(file: Any, limits: ClipLimits) -> int:
@@ -97,6 +101,8 @@ def _count_samples(file: Any, limits: ClipLimits) -> int:
         samples += read
         if samples > limits.seconds * file.samplerate:
             raise BadMedia(f"has more than {limits.seconds:,} seconds")
+        if samples * file.channels > limits.samples:
+            raise BadMedia(f"has more than {limits.samples:,} samples of all channels")
     return samples
 
 
@@ -123,12 +129,14 @@ def check_video(data: bytes, form: str, limits: ClipLimits) -> VideoFacts:
 
 def _read_packets(container: Any, stream: Any, form: str, limits: ClipLimits) -> VideoFacts:
     frames, shown, size = 0, 0, (0, 0)
+    pixels = max(1, stream.codec_context.width * stream.codec_context.height)
+    most_decoded = min(_MOST_DECODED, _MOST_DECODED_PIXELS // pixels)
     for packet in container.demux(stream):
         frames += packet.size > 0  # the last one is empty, and makes the decoder return what it holds
         shown += packet.size > 0 and not packet.is_discard  # an edit list hides the others
         if frames > limits.frames:
             raise BadMedia(f"has more than {limits.frames:,} frames")
-        if not size[0] and frames <= _MOST_DECODED:
+        if not size[0] and frames <= most_decoded:
             size = _first_size(packet)
     _check_size(*size, limits)
     rate = float(stream.average_rate or stream.guessed_rate or 0)

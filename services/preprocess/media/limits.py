@@ -34,6 +34,11 @@ class ClipLimits:
     pixels: int = 8_912_896
     frames: int = 36_000
 
+    @property
+    def samples(self) -> int:
+        """Most samples of all channels of a file of audio: those of stereo at 48 kHz."""
+        return self.seconds * 2 * 48_000
+
 
 @dataclass(frozen=True, slots=True)
 class CheckLimits:

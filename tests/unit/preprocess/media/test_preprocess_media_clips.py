@@ -15,12 +15,13 @@ import soundfile
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.facts import AudioFacts, BadMedia, ImageFacts, VideoFacts, facts_form, read_facts
 from services.common.media.spans import MediaKind, content_hash
+from services.preprocess.media import clips
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.child import CLIPS
 from services.preprocess.media.clips import check_clip
 from services.preprocess.media.limits import CheckLimits, ClipLimits
 from services.preprocess.media.samples import sample_avi, sample_wav
-from tests.support.data.clips import audio_file, video_file
+from tests.support.data.clips import audio_file, timed_video, video_file
 from tests.support.data.images import image_file
 
 PART = "messages[2].content[1]"
@@ -43,12 +44,12 @@ def wav_declaring(channels: int, rate: int, data: bytes = bytes(64)) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
-def flac_of_silence(seconds: int) -> bytes:
+def flac_of_silence(seconds: int, channels: int = 2) -> bytes:
     """Returns a FLAC file of a few bytes a second."""
     file = BytesIO()
-    with soundfile.SoundFile(file, "w", 48_000, 2, format="FLAC") as written:
+    with soundfile.SoundFile(file, "w", 48_000, channels, format="FLAC") as written:
         for _ in range(seconds):
-            written.buffer_write(bytes(4 * 48_000), "int16")
+            written.buffer_write(bytes(2 * channels * 48_000), "int16")
     return file.getvalue()
 
 
@@ -106,6 +107,16 @@ def test_check_clip_of_a_video_returns_size_and_frames(
     assert facts == VideoFacts(width, height, frames, rate, form)
 
 
+def test_check_clip_of_a_video_of_frames_out_of_order_decodes_a_bounded_number_of_pixels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = timed_video(range(0, 2_000, 100), group=12)  # the decoder returns its first frame after more than one packet
+    assert check_clip(file, LIMITS.clips).kind is MediaKind.VIDEO
+    monkeypatch.setattr(clips, "_MOST_DECODED_PIXELS", 64 * 48)
+    with pytest.raises(BadMedia, match="no picture that can be decoded"):
+        check_clip(file, LIMITS.clips)
+
+
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "MP4"])
 @pytest.mark.parametrize("kept", [0.3, 0.6, 0.9])
 def test_check_clip_truncated_raises(form: str, kept: float) -> None:
@@ -144,6 +155,7 @@ BAD_FILES = {
     "no length": (flac_without_length(), "60 seconds, or no length"),
     "length of an mp3": (mp3_declaring(0x7FFF_FFFF), "60 seconds, or no length"),
     "long silence": (flac_of_silence(90), "60 seconds"),
+    "samples of many channels": (flac_of_silence(16, channels=8), "5,760,000 samples of all channels"),
     "header of an mp3": (b"ID3" + bytes(100), "broken|no samples"),
     "long video": (video_file(64, 48, 65, rate=1), "60 seconds"),
     "frames": (video_file(64, 48, 301, rate=60), "300 frames"),
