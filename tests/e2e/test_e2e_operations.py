@@ -26,9 +26,9 @@ def control(address: str, action: Action.Action.ValueType, **arguments: str) -> 
         return dict(worker_pb2_grpc.WorkerStub(channel).Control(request, timeout=60).results)
 
 
-def id_of(address: str) -> str:
+def info_of(address: str) -> worker_pb2.GetInfoResponse:
     with grpc.insecure_channel(address) as channel:
-        return worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=20).worker_id
+        return worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=20)
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -65,7 +65,7 @@ def test_an_adapter_is_a_model_on_the_worker_that_holds_it(suite: Suite) -> None
     try:
         until(lambda: complete(url, ADAPTER).status_code == 200)
         assert complete(url, ADAPTER).json()["model"] == ADAPTER
-        name = id_of(holder)
+        name = info_of(holder).worker_id
         for number in range(12):  # by chance alone one in 4,096
             answer = complete(url, ADAPTER, f"Poem number {number}.", logprobs=1)
             assert answer.status_code == 200, answer.text
@@ -122,14 +122,14 @@ def test_with_and_without_an_adapter_caches_are_apart(suite: Suite) -> None:
 
 def test_a_sleeping_worker_gets_nothing_and_comes_back(suite: Suite) -> None:
     asleep, awake = suite.addresses("worker")
-    name = id_of(asleep)
+    name = info_of(asleep).worker_id
     control(asleep, Action.ACTION_SLEEP, level="1")
     try:
-        until(lambda: chosen(suite.url, "tekken", "Awake?") == id_of(awake))
+        until(lambda: chosen(suite.url, "tekken", "Awake?") == info_of(awake).worker_id)
         for number in range(12):
             answer = complete(suite.url, "tekken", f"Awake {number}?")
             assert answer.status_code == 200, answer.text
-            assert chosen(suite.url, "tekken", f"Awake {number}?") == id_of(awake)
+            assert chosen(suite.url, "tekken", f"Awake {number}?") == info_of(awake).worker_id
     finally:
         control(asleep, Action.ACTION_WAKE)
     # Of two that cost the same, the emptier one.
@@ -164,9 +164,16 @@ def test_adapter_loaded_over_http_is_on_every_worker_and_on_one_that_lost_it(sui
     assert (loaded.status_code, len(loaded.json()["workers"])) == (200, 2), loaded.text
     try:
         until(lambda: complete(suite.url, ADAPTER).status_code == 200)
-        for address in suite.addresses("worker"):  # as a restart does
-            control(address, Action.ACTION_UNLOAD_LORA, name=ADAPTER)
-        until(lambda: complete(suite.url, ADAPTER).status_code == 404)
+        (gateway,) = suite.processes("gateway")
+        workers = suite.addresses("worker")
+        gateway.suspend()  # its loop would load the adapter again at once
+        try:
+            for address in workers:  # as a restart does
+                control(address, Action.ACTION_UNLOAD_LORA, name=ADAPTER)
+                assert ADAPTER not in info_of(address).card.adapters
+        finally:
+            gateway.resume()
+        until(lambda: all(ADAPTER in info_of(address).card.adapters for address in workers))
         until(lambda: complete(suite.url, ADAPTER).status_code == 200)
     finally:
         until(lambda: post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200)
