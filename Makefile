@@ -19,7 +19,7 @@ run: ## start the suite on this machine; ARGS="--workers 4 --port 8080" passes f
 
 test: check ## check, then the tests that need no target of their own (below); ARGS="-k router" passes flags to pytest
 	@scripts/redis.sh
-	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20 $(ARGS)
 
 check: setup ## lint, formatting, layers and types
 	@.venv/bin/ruff check --quiet .

@@ -23,6 +23,26 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what th
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or every process the tests start would ignore it, too
 
 
+UNIT_SHARE = 0.1
+"""Part of a run, at its end, for short files alone, so that no process is left with a long one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spreads the files of each kind over the run, because some wait for processes and others compute."""
+    kinds: dict[str, dict[Path, None]] = {}
+    for item in items:
+        kinds.setdefault(_kind(item.path), {})[item.path] = None
+    places = {}
+    for kind, files in kinds.items():
+        share = 1.0 if kind == "unit" else 1.0 - UNIT_SHARE
+        places.update({file: (number + 0.5) / len(files) * share for number, file in enumerate(files)})
+    items.sort(key=lambda item: places[item.path])
+
+
+def _kind(file: Path) -> str:
+    return file.relative_to(Path(__file__).parent).parts[0]
+
+
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A Redis of the test's own."""

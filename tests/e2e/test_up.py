@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.data.small_tekken import small_tekken
 from tests.support.oracles.tracebacks import complaints
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.suite import SLUICE, command_of
@@ -76,8 +77,9 @@ Start = Callable[..., Up]
 def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Up] = []
 
-    def begin(*flags: str) -> Up:
-        started.append(Up(tmp_path, *flags))
+    def begin(*flags: str, default_model: bool = False) -> Up:
+        model = () if default_model else ("--model", str(small_tekken()), "--model-name", "tekken")
+        started.append(Up(tmp_path, *model, *flags))
         return started[-1]
 
     yield begin
@@ -90,7 +92,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def test_what_it_prints_works_and_ctrl_c_ends_everything_in_time(start: Start) -> None:
-    up = start()
+    up = start(default_model=True)
     up.until_ready()
     first, command = up.out.splitlines()
     assert first.startswith("ready http://127.0.0.1:")

@@ -15,7 +15,7 @@ from tests.support.data import parser_cases
 from tests.support.data.parser_cases import label
 from tests.support.oracles.parsing import COMMON, MARKUP, RECORDED, parsed
 
-CASES = 1000
+CASES = 300
 """Cases of each parser; `make test-parsers` runs 100,000."""
 
 lots = settings(
