@@ -14,7 +14,7 @@ import soundfile
 
 from services.common.media.facts import UNKNOWN_FORMAT, AudioFacts, BadMedia, MediaFacts, VideoFacts
 from services.preprocess.media.containers import ends_early
-from services.preprocess.media.frame_counts import count_frames
+from services.preprocess.media.frame_counts import count_frames, declared_frames
 from services.preprocess.media.limits import ClipLimits
 
 READ_SAMPLES = 1 << 16
@@ -118,10 +118,11 @@ def check_video(data: bytes, form: str, limits: ClipLimits) -> VideoFacts:
             if not container.streams.video:
                 raise BadMedia("has no pictures")
             stream = container.streams.video[0]
-            if stream.codec_context.name.removeprefix("lib") not in _CODECS:
+            codec: Any = stream.codec_context  # None for a codec that FFmpeg does not know
+            if codec is None or codec.name.removeprefix("lib") not in _CODECS:
                 raise BadMedia(f"is not encoded by one of {', '.join(sorted(_CODECS))}")
-            stream.codec_context.thread_count = 1
-            _check_size(stream.codec_context.width, stream.codec_context.height, limits)
+            codec.thread_count = 1
+            _check_size(codec.width, codec.height, limits)
             return _read_packets(container, stream, form, limits)
     except (av.FFmpegError, ValueError, TypeError, OSError) as error:
         raise BadMedia("is broken or truncated") from error
@@ -145,6 +146,8 @@ def _read_packets(container: Any, stream: Any, form: str, limits: ClipLimits) ->
     seconds = (container.duration or 0) / av.time_base
     if max(frames / rate, seconds) > limits.seconds:
         raise BadMedia(f"has more than {limits.seconds:,} seconds")
+    if declared_frames(container, stream, rate) > limits.frames:  # which engines look for, however few there are
+        raise BadMedia(f"declares more than {limits.frames:,} frames")
     count = count_frames(container, stream, rate, shown)
     if count.frames < 1:
         raise BadMedia("does not declare its length, which engines need; remux it")

@@ -28,6 +28,15 @@ class FrameCount:
     lost: int
 
 
+def declared_frames(container: Any, stream: Any, rate: float) -> int:
+    """Returns the number of frames that the container declares, or of the length that it declares; 0 for neither.
+
+    Args:
+        rate: frames a second.
+    """
+    return stream.frames or int((container.duration or 0) / av.time_base * rate + 0.5)
+
+
 def count_frames(container: Any, stream: Any, rate: float, shown: int) -> FrameCount:
     """Returns the number of frames; may raise FFmpeg's errors, and moves the position of the container.
 
@@ -35,7 +44,7 @@ def count_frames(container: Any, stream: Any, rate: float, shown: int) -> FrameC
         rate: frames a second.
         shown: number of packets that an edit list does not hide.
     """
-    declared = stream.frames or int((container.duration or 0) / av.time_base * rate + 0.5)
+    declared = declared_frames(container, stream, rate)
     last = _position_at_end(container, stream, rate, declared) if declared > 1 else 0
     frames = last if 0 < last < declared - 1 else declared
     return FrameCount(frames, max(0, frames - max(1, shown)))

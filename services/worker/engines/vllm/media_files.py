@@ -59,6 +59,8 @@ Load = Callable[[bytes, DecodedBudget], Any]
 _AUDIO_PACKAGES = {"auto": ("av", "soundfile"), "pyav": ("av",)}
 _VIDEO_PACKAGES = {"opencv": ("cv2",)}
 """Packages of vLLM's backends; others are named as their package."""
+MOST_FRAMES = 1 << 18
+"""Most frames of a video that vLLM's loader counts through, also those that are declared, but not there."""
 _FRAME_WIDTH, _FRAME_HEIGHT = 3, 4
 """Properties of OpenCV's captures."""
 
@@ -130,7 +132,7 @@ def _videos(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[C
 
 
 def _bounded(loader: Any, budget: DecodedBudget) -> Any:
-    """Returns vLLM's loader of videos with a check of the size of the frames that it has chosen to decode."""
+    """Returns vLLM's loader of videos with a check of the frames that it has chosen to decode."""
     base: Any = type(loader)
 
     class Bounded(base):  # type: ignore[misc]
@@ -138,6 +140,8 @@ def _bounded(loader: Any, budget: DecodedBudget) -> Any:
         def read_frames(cls, cap: Any, frame_idx: Sequence[int], *args: Any, **kwargs: Any) -> Any:
             width, height = cap.get(_FRAME_WIDTH), cap.get(_FRAME_HEIGHT)
             budget.check(3 * width * height * len(set(frame_idx)))
+            if max(frame_idx, default=0) >= MOST_FRAMES:
+                raise invalid(f"A video declares more than {MOST_FRAMES:,} frames; send a shorter one.", param="media")
             return super().read_frames(cap, frame_idx, *args, **kwargs)
 
     return Bounded()

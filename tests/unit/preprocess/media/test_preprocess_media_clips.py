@@ -77,6 +77,20 @@ def mp3_declaring(frames: int) -> bytes:
     return bytes(file)
 
 
+def video_declaring(frames: int) -> bytes:
+    """Returns an MP4 file of seven frames whose table of times has any number of them."""
+    file = bytearray(video_file(64, 48, 7))
+    at = file.index(b"stts") + 12
+    assert struct.unpack_from(">I", file, at) == (7,)
+    struct.pack_into(">I", file, at, frames)
+    return bytes(file)
+
+
+def video_of_unknown_codec() -> bytes:
+    """Returns an MP4 file whose codec has a name that is not assigned."""
+    return video_file(64, 48, 7).replace(b"avc1", b"zzzz")
+
+
 def video_without_pictures() -> bytes:
     """Returns an MP4 file with a track of audio only."""
     file = BytesIO()
@@ -159,6 +173,8 @@ BAD_FILES = {
     "header of an mp3": (b"ID3" + bytes(100), "broken|no samples"),
     "long video": (video_file(64, 48, 65, rate=1), "60 seconds"),
     "frames": (video_file(64, 48, 301, rate=60), "300 frames"),
+    "declared frames of a video": (video_declaring(0x7FFF_FFFF), "declares more than 300 frames"),
+    "codec of a video": (video_of_unknown_codec(), "is not encoded by one of"),
     "pixels": (video_file(642, 480, 2), "307,200 pixels"),
     "no pictures": (video_without_pictures(), "no pictures"),
 }
@@ -167,7 +183,7 @@ BAD_FILES = {
 @pytest.mark.parametrize("name", BAD_FILES)
 async def test_checker_bad_clip_is_refused_by_name_within_bounded_memory(checker: MediaChecker, name: str) -> None:
     file, reason = BAD_FILES[name]
-    kind = MediaKind.VIDEO if "ideo" in reason or name == "frames" else MediaKind.AUDIO
+    kind = MediaKind.VIDEO if "video" in name or name == "frames" else MediaKind.AUDIO
     with pytest.raises(SluiceError, match=reason) as caught:
         await checker.check(file, PART, kind=kind)
     assert (caught.value.kind, caught.value.param, caught.value.code) == (

@@ -170,6 +170,8 @@ def test_frames_of_a_video_are_checked_before_they_are_decoded() -> None:
     assert _bounded(Loader(), budget).read_frames(cap, [0, 4, 8, 8], 9, frame_recovery=False) == 4
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="media"):
         _bounded(Loader(), budget).read_frames(cap, [0, 2, 4, 8], 9, frame_recovery=False)
+    with raises_error(kind=ErrorKind.INVALID_ARGUMENT, match="declares more than 262,144 frames"):
+        _bounded(Loader(), budget).read_frames(cap, [0, 1 << 18], 1 << 20, frame_recovery=False)
     assert Loader.read == [[0, 4, 8, 8]]
 
 
