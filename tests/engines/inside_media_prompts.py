@@ -124,7 +124,9 @@ async def run() -> dict[str, Any]:
         chat_template_content_format="auto",
     )
     worker = MediaPrompts(SimpleNamespace(renderer=renderer, model_config=model))
+    await worker.start()
     answers = [await both(server, worker, chat) for chat in QUESTION["chats"]]
+    await worker.close()
     return {"kinds": sorted(kind.capability for kind in worker.kinds), "log": log.texts, "answers": answers}
 
 

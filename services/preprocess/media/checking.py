@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from time import perf_counter
 
 import orjson
 
-from services.common.child_rpc.call_queue import Call, CallQueue
+from services.common.child_rpc.fork_pool import ForkPool
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.process import bare_environment, module_command
-from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
+from services.common.errors import invalid, overloaded
 from services.common.media.facts import UNKNOWN_FORMAT, MediaFacts, formats_of, read_facts
 from services.common.media.spans import MediaKind, content_hash
-from services.common.tasks import TaskOwner
 from services.preprocess.media.child import ENDS, IMAGES
 from services.preprocess.media.limits import CheckLimits
 
 START_S = 30.0
-WINDOW = 2
 MAX_REPLY_BYTES = 4096
 MOST_KNOWN = 16_384
 
@@ -72,7 +69,7 @@ class MediaChecker:
     def __init__(self, limits: CheckLimits | None = None, group: str = IMAGES) -> None:
         self.limits = limits = limits or CheckLimits()
         bounds = astuple(limits.images if group == IMAGES else limits.clips)
-        self.server = ForkServer(
+        server = ForkServer(
             lambda control: module_command(
                 "services.preprocess.media.child", group, control, limits.limit_s, limits.memory_mb, *bounds
             ),
@@ -81,8 +78,7 @@ class MediaChecker:
             quiet=True,
             environment=bare_environment() | {"OPENBLAS_NUM_THREADS": "1"},  # threads do not survive a fork
         )
-        self.tasks = TaskOwner()
-        self._lanes = [_CheckLane(self) for _ in range(limits.processes)]
+        self._checks = _Checks(server, limits.processes, limits.limit_s, "media files")
         self._known: OrderedDict[bytes, MediaVerdict] = OrderedDict()
         self._running: dict[bytes, _Check] = {}
         self.counts = CheckCounts()
@@ -132,12 +128,10 @@ class MediaChecker:
                 check.give_up()
 
     def _begin(self, data: bytes, digest: bytes) -> _Check:
-        future: asyncio.Future[MediaVerdict] = asyncio.get_running_loop().create_future()
         started = perf_counter()
+        future, give_up = self._checks.add(data)
         future.add_done_callback(lambda done: self._on_done(digest, done, started))
-        call, lane = Call(data, future), min(self._lanes, key=lambda lane: lane.outstanding)
-        lane.add(call)
-        return _Check(future, lambda: lane.remove(call))
+        return _Check(future, give_up)
 
     def _on_done(self, digest: bytes, done: asyncio.Future[MediaVerdict], started: float) -> None:
         if done.cancelled():
@@ -153,71 +147,20 @@ class MediaChecker:
 
     async def close(self) -> None:
         """Ends the processes."""
-        await self.tasks.close()
-        for lane in self._lanes:
-            lane.close()
-        await self.server.close()
+        await self._checks.close()
 
 
-class _CheckLane(CallQueue[MediaVerdict]):
-    """The files of one process."""
+class _Checks(ForkPool[MediaVerdict]):
+    """The processes that check."""
 
-    def __init__(self, home: MediaChecker) -> None:
-        super().__init__(home.limits.limit_s, WINDOW)
-        self._home = home
-        self._opening: asyncio.Task[None] | None = None
+    def read(self, reply: bytes) -> MediaVerdict:
+        return _exhausted() if self.is_last(reply) else _read_reply(reply)
 
-    def add(self, call: Call[MediaVerdict]) -> None:
-        self.waiting.append(call)
-        self.send_ready()
+    def failed(self, timed_out: bool) -> MediaVerdict:
+        return MediaVerdict(None, "takes too long to decode", fault=True) if timed_out else _exhausted()
 
-    def remove(self, call: Call[MediaVerdict]) -> None:
-        """Removes a file for which no request waits any more, unless a process has it already."""
-        call.future.cancel()
-        with suppress(ValueError):
-            self.waiting.remove(call)
-
-    def on_no_child(self) -> None:
-        if self._opening is None:
-            self._opening = self._home.tasks.spawn(self._open(), "media process")
-
-    async def _open(self) -> None:
-        try:
-            child, _ = await self._home.server.fork()
-            assert child is not None, "this service's greeting is never an error"
-        except (OSError, EOFError, ValueError):
-            await self._home.server.close()
-            while self.waiting:
-                self.waiting.popleft().resolve(
-                    SluiceError(ErrorKind.INTERNAL, "No process for media files could be started; see the log.")
-                )
-            return
-        finally:
-            self._opening = None
-        self.use(child)
-
-    def on_reply(self, call: Call[MediaVerdict], reply: bytes) -> None:
-        if reply.startswith(ENDS):
-            call.resolve(_exhausted())
-            self.drop()
-        else:
-            call.resolve(_read_reply(reply))
-
-    def on_failure(self, timed_out: bool) -> None:
-        """Refuses the file that was being checked, but tries it again once if others may have used up the memory."""
-        head = self.take_head()
-        tainted = self.replies > 0
-        self.drop()
-        if head is not None and not timed_out and tainted and not head.attempts:
-            head.attempts += 1
-            self.waiting.appendleft(head)
-        elif head is not None:
-            head.resolve(MediaVerdict(None, "takes too long to decode", fault=True) if timed_out else _exhausted())
-
-    def close(self) -> None:
-        self.drop()
-        while self.waiting:
-            self.waiting.popleft().resolve(SluiceError(ErrorKind.UNAVAILABLE, "The service is stopping."))
+    def is_last(self, reply: bytes) -> bool:
+        return reply.startswith(ENDS)
 
 
 def _exhausted() -> MediaVerdict:

@@ -75,6 +75,7 @@ class VllmEngine(InProcessEngine):
         self._config = config = self._llm.vllm_config
         self._check_role()
         self._media = await asyncio.to_thread(MediaPrompts, self._llm)
+        await self._media.start()
         self._facts = card.request_facts(config)
         self._loads = [Load() for _ in range(config.parallel_config.data_parallel_size)]
         self._controls = Controls(self._llm, self._adapters, self._events, has_connector=_has_connector(config))
@@ -194,7 +195,9 @@ class VllmEngine(InProcessEngine):
         self._states.end_all(FinishReason.CANCELLED)
         self._grammars.close()
         await self.tasks.close()
-        llm, self._llm, self._media = self._llm, None, None
+        llm, self._llm, media, self._media = self._llm, None, self._media, None
+        if media is not None:
+            await media.close()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, SHUTDOWN_TIMEOUT_S)
         self._events.close()

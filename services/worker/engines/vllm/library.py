@@ -192,6 +192,13 @@ def prompt_of(token_ids: array[int] | Sequence[int], cache_salt: str) -> Any:
     return tokens_input(list(token_ids), cache_salt=cache_salt or None)
 
 
+def media_of(decoded: Any, data: bytes) -> Any:
+    """Returns a decoded media item as vLLM's loaders of encoded files return it."""
+    from vllm.multimodal.media import MediaWithBytes
+
+    return MediaWithBytes(decoded, data)
+
+
 def embeds_of(embeds: PromptEmbeds, cache_salt: str, model_config: Any) -> Any:
     """Returns prompt embeddings as a vLLM input, in the model's precision.
 

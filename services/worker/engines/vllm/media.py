@@ -16,7 +16,8 @@ from services.common.media.spans import MediaKind, content_hash
 from services.worker.contract.generation import MediaItem
 from services.worker.engines.shared.media_prompts import check_expansion, unexpanded
 from services.worker.engines.vllm import library
-from services.worker.engines.vllm.media_files import DecodedBudget, Load, loads_of
+from services.worker.engines.vllm.clip_decoding import ClipDecoder
+from services.worker.engines.vllm.media_files import DecodedBudget, Load, load_of, readers_of
 
 KNOWN_FILES = 1 << 18
 """Files whose kind is remembered; more than vLLM's caches hold."""
@@ -33,13 +34,28 @@ class MediaPrompts:
         """Asks vLLM for the model's kinds; logs a warning for a kind whose packages cannot be imported."""
         self._llm = llm
         self._loads: dict[MediaKind, Load] = {}
+        self._decoder: ClipDecoder | None = None
         self._placeholders: frozenset[int] = frozenset()
+        self.kinds: frozenset[MediaKind] = frozenset()
         self._first_kind: OrderedDict[bytes, MediaKind] = OrderedDict()
         processor = llm.renderer.mm_processor
         if processor is not None:
-            self._loads = loads_of(llm.model_config, processor.info)
+            readers = readers_of(llm.model_config, processor.info)
+            self._loads = {kind: load_of(kind, each.options) for kind, each in readers.items() if not each.isolated}
+            isolated = {kind: each.options for kind, each in readers.items() if each.isolated}
+            self._decoder = ClipDecoder(isolated) if isolated else None
+            self.kinds = frozenset(readers)
             self._placeholders = _placeholders(llm.model_config.hf_config, processor.info.get_hf_processor())
-        self.kinds = frozenset(self._loads)
+
+    async def start(self) -> None:
+        """Starts the processes that read audio and videos, if the model takes any."""
+        if self._decoder is not None:
+            await self._decoder.start()
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        if self._decoder is not None:
+            await self._decoder.close()
 
     async def prompt(self, token_ids: array[int], media: Sequence[MediaItem], cache_salt: str, generated: int) -> Any:
         """Returns a prompt with media items as a preprocessed vLLM input.
@@ -57,7 +73,7 @@ class MediaPrompts:
         short = unexpanded(token_ids, media, self._placeholders, generated)
         raw: dict[str, Any] = {
             "prompt_token_ids": short,
-            "multi_modal_data": await asyncio.to_thread(self._decoded, media),
+            "multi_modal_data": await self._decoded(media),
             "multi_modal_uuids": _by_kind(media, map(self._identifier, media)),
         }
         if cache_salt:
@@ -73,17 +89,17 @@ class MediaPrompts:
         check_expansion(token_ids, prompt["prompt_token_ids"])
         return prompt
 
-    def _decoded(self, media: Sequence[MediaItem]) -> dict[str, list[Any]]:
+    async def _decoded(self, media: Sequence[MediaItem]) -> dict[str, list[Any]]:
         budget, found = DecodedBudget.full(), []
         for index, item in enumerate(media):
             kind = item.span.kind
-            if kind not in self._loads:
+            if kind not in self.kinds:
                 raise invalid(
                     f"vLLM does not take media[{index}] of the kind {kind.capability} with this model; omit it.",
                     param="media",
                 )
             try:
-                found.append(self._loads[kind](item.file.data, budget))
+                found.append(await self._read(kind, item.file.data, budget))
             except SluiceError:
                 raise
             except Exception as error:  # decoders raise many types for broken files
@@ -93,6 +109,13 @@ class MediaPrompts:
                     param="media",
                 ) from error
         return _by_kind(media, found)
+
+    async def _read(self, kind: MediaKind, data: bytes, budget: DecodedBudget) -> Any:
+        """Returns a file as vLLM's loader does."""
+        if self._decoder is None or kind in self._loads:
+            return await asyncio.to_thread(self._loads[kind], data, budget)
+        decoded = await self._decoder.decode(kind, data, budget)
+        return decoded if kind is MediaKind.AUDIO else library.media_of(decoded, data)
 
     def _identifier(self, item: MediaItem) -> str:
         """Returns an item's identifier: its content hash, unless the same file was an item of another kind before.

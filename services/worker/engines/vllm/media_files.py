@@ -65,51 +65,45 @@ _FRAME_WIDTH, _FRAME_HEIGHT = 3, 4
 """Properties of OpenCV's captures."""
 
 
-def loads_of(model_config: Any, info: Any) -> dict[MediaKind, Load]:
+@dataclass(frozen=True)
+class Reader:
+    """How vLLM reads files of a kind.
+
+    Attributes:
+        options: of its loader; JSON.
+        isolated: whether another process may read the files, because its loader needs no GPU.
+    """
+
+    options: Mapping[str, Any]
+    isolated: bool
+
+
+def readers_of(model_config: Any, info: Any) -> dict[MediaKind, Reader]:
     """Returns how files of each kind are read: as by `vllm serve` with the same options."""
-    options = model_config.multimodal_config.media_io_kwargs
-    found: dict[MediaKind, Load] = {}
+    found: dict[MediaKind, Reader] = {}
     for kind in MediaKind:
         if info.allowed_mm_limits.get(kind.capability, 0) <= 0:
             continue
-        needed, load = _READERS[kind](model_config, info, options)
+        needed, reader = _READERS[kind](model_config, info, model_config.multimodal_config.media_io_kwargs)
         if problem := _problem(needed):
             log.warning("vLLM's model takes %s, which is not offered: %s", kind.capability, problem)
         else:
-            found[kind] = load
+            found[kind] = reader
     return found
 
 
-def _images(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
-    image_io = _image_io(options)
-    return (), lambda data, budget: image_io.load_bytes(data)
+def _images(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Reader]:
+    return (), Reader(options.get("image", {}), isolated=False)
 
 
-def _image_io(options: Mapping[str, Any]) -> Any:
-    from vllm.multimodal.media.image import ImageMediaIO
-
-    return ImageMediaIO(**{"image_mode": "RGB", **options.get("image", {})})
-
-
-def _audio(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
-    from vllm.multimodal.media.audio import AudioMediaIO
-
+def _audio(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Reader]:
     chosen = options.get("audio", {})
     backend = chosen.get("audio_backend") or "auto"
     resampler = {"pyav": "av"}.get(info.data_parser.audio_resampler.method, info.data_parser.audio_resampler.method)
-    logging.getLogger(AudioMediaIO.__module__).addFilter(_Once("torchcodec unavailable"))
-    audio_io = AudioMediaIO(**chosen)
-
-    def load(data: bytes, budget: DecodedBudget) -> Any:
-        samples, rate = audio_io.load_bytes(data)
-        budget.take(samples.nbytes)
-        return samples, rate
-
-    return {*_AUDIO_PACKAGES.get(backend, (backend,)), resampler}, load
+    return {*_AUDIO_PACKAGES.get(backend, (backend,)), resampler}, Reader(chosen, isolated=True)
 
 
-def _videos(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Load]:
-    from vllm.multimodal.media.video import VideoMediaIO
+def _videos(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[Collection[str], Reader]:
     from vllm.multimodal.video import get_video_loader_backend_for_processor
     from vllm.transformers_utils.processor import get_video_processor_cls_name
 
@@ -118,17 +112,53 @@ def _videos(model_config: Any, info: Any, options: Mapping[str, Any]) -> tuple[C
     if backend and "video_backend" not in chosen:
         chosen["video_backend"] = backend
     decoder = chosen.get("backend", "opencv")
+    reader = Reader({"image": options.get("image", {}), "video": chosen}, isolated=decoder in _VIDEO_PACKAGES)
+    return _VIDEO_PACKAGES.get(decoder, (decoder,)), reader
+
+
+def load_of(kind: MediaKind, options: Mapping[str, Any]) -> Load:
+    """Returns the function that decodes files of a kind, given the options of their reader."""
+    return _LOADS[kind](options)
+
+
+def _load_of_images(options: Mapping[str, Any]) -> Load:
     image_io = _image_io(options)
+    return lambda data, budget: image_io.load_bytes(data)
+
+
+def _image_io(options: Mapping[str, Any]) -> Any:
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    return ImageMediaIO(**{"image_mode": "RGB", **options})
+
+
+def _load_of_audio(options: Mapping[str, Any]) -> Load:
+    from vllm.multimodal.media.audio import AudioMediaIO
+
+    audio_io = AudioMediaIO(**options)
 
     def load(data: bytes, budget: DecodedBudget) -> Any:
-        video_io = VideoMediaIO(image_io, **chosen)
+        samples, rate = audio_io.load_bytes(data)
+        budget.take(samples.nbytes)
+        return samples, rate
+
+    return load
+
+
+def _load_of_videos(options: Mapping[str, Any]) -> Load:
+    from vllm.multimodal.media.video import VideoMediaIO
+
+    image_io = _image_io(options["image"])
+
+    def load(data: bytes, budget: DecodedBudget) -> Any:
+        video_io = VideoMediaIO(image_io, **options["video"])
         video_io.video_loader = _bounded(video_io.video_loader, budget)
         video = video_io.load_bytes(data)
         frames, _ = video.media
         budget.take(frames.nbytes)
         return video
 
-    return _VIDEO_PACKAGES.get(decoder, (decoder,)), load
+    return load
 
 
 def _bounded(loader: Any, budget: DecodedBudget) -> Any:
@@ -148,6 +178,7 @@ def _bounded(loader: Any, budget: DecodedBudget) -> Any:
 
 
 _READERS = {MediaKind.IMAGE: _images, MediaKind.AUDIO: _audio, MediaKind.VIDEO: _videos}
+_LOADS = {MediaKind.IMAGE: _load_of_images, MediaKind.AUDIO: _load_of_audio, MediaKind.VIDEO: _load_of_videos}
 
 
 def _problem(packages: Collection[str]) -> str:
@@ -158,18 +189,3 @@ def _problem(packages: Collection[str]) -> str:
         except Exception as error:  # also what a library of another machine raises
             return f"install {package} in the worker's environment ({library.first_line(error)})"
     return ""
-
-
-class _Once(logging.Filter):
-    """Lets the first record pass whose text begins as given: vLLM logs it for every clip."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-        self._passed = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith(self._text):
-            return True
-        passed, self._passed = self._passed, True
-        return not passed

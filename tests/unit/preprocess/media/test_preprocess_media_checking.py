@@ -146,7 +146,7 @@ async def test_checker_slow_file_fails_alone_after_the_limit() -> None:
 
 async def test_checker_killed_process_is_replaced(checker: MediaChecker) -> None:
     await checker.check(image_file(5, 5), PART)
-    child = checker._lanes[0].child
+    child = checker._checks.lanes[0].child
     assert child is not None
     os.kill(child.pid, signal.SIGKILL)
     assert await checker.check(image_file(6, 5), PART) == ImageFacts(6, 5, "PNG")
@@ -154,7 +154,7 @@ async def test_checker_killed_process_is_replaced(checker: MediaChecker) -> None
 
 async def test_checker_process_yields_the_processor_to_the_service(checker: MediaChecker) -> None:
     await checker.check(image_file(5, 5), PART)
-    child = checker._lanes[0].child
+    child = checker._checks.lanes[0].child
     assert child is not None
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(mine + NICENESS, 19)
@@ -183,21 +183,21 @@ async def test_checker_files_that_no_request_waits_for_are_not_decoded() -> None
     checker = MediaChecker(CheckLimits(waiting=4))
     try:
         held = asyncio.Event()
-        fork = checker.server.fork
+        fork = checker._checks.server.fork
 
         async def late_fork() -> object:
             await held.wait()
             return await fork()
 
-        checker.server.fork = late_fork  # type: ignore[method-assign, assignment]
+        checker._checks.server.fork = late_fork  # type: ignore[method-assign, assignment]
         files = [image_file(side, 3) for side in range(1, 5)]
         given_up = [asyncio.ensure_future(checker.check(file, PART)) for file in (*files, files[0])]
-        await until(lambda: checker._lanes[0].outstanding == 4)
+        await until(lambda: checker._checks.lanes[0].outstanding == 4)
         given_up.pop()
         for task in given_up:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
-        assert checker._lanes[0].outstanding == 1, "the one for which a second request waits"
+        assert checker._checks.lanes[0].outstanding == 1, "the one for which a second request waits"
         checks = [asyncio.ensure_future(checker.check(file, PART)) for file in (files[1], image_file(9, 3))]
         await asyncio.sleep(0)
         held.set()
@@ -209,7 +209,7 @@ async def test_checker_files_that_no_request_waits_for_are_not_decoded() -> None
 
 async def test_loader_file_that_waits_for_others_too_long_is_overload() -> None:
     checker = MediaChecker()
-    checker.server.fork = asyncio.Event().wait  # type: ignore[method-assign, assignment]
+    checker._checks.server.fork = asyncio.Event().wait  # type: ignore[method-assign, assignment]
     fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), 1000, 5.0), FetchLimits())
     loader = MediaLoader(fetcher, checker, MediaChecker(group=CLIPS), MediaLimits(), limit_s=0.2)
     try:
@@ -227,7 +227,7 @@ async def test_loader_of_many_fetched_bytes_refuses_more_until_others_are_loaded
     file = image_file(8, 8)
     monkeypatch.setattr(loading, "MOST_FETCHED_BYTES", 2 * len(file) + 1)
     held, checker = asyncio.Event(), MediaChecker()
-    fork = checker.server.fork
+    fork = checker._checks.server.fork
 
     async def late_fork() -> object:
         await held.wait()
@@ -236,7 +236,7 @@ async def test_loader_of_many_fetched_bytes_refuses_more_until_others_are_loaded
     async def fetch(url: str, part: str) -> bytes:
         return file
 
-    checker.server.fork = late_fork  # type: ignore[method-assign, assignment]
+    checker._checks.server.fork = late_fork  # type: ignore[method-assign, assignment]
     fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), 1000, 5.0), FetchLimits())
     fetcher.fetch = fetch  # type: ignore[method-assign]
     loader = MediaLoader(fetcher, checker, MediaChecker(group=CLIPS), MediaLimits())

@@ -6,7 +6,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -17,7 +17,7 @@ from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import MediaItem
 from services.worker.engines.vllm import card, media
 from services.worker.engines.vllm.media import MediaPrompts
-from services.worker.engines.vllm.media_files import DECODED_BYTES, DecodedBudget, _bounded
+from services.worker.engines.vllm.media_files import DECODED_BYTES, DecodedBudget, Reader, _bounded
 from tests.support.oracles.errors import raises_error
 
 PICTURE, SOUND, FILM = 7, 8, 9
@@ -64,7 +64,9 @@ def prompts_of(renderer: FakeRenderer, monkeypatch: pytest.MonkeyPatch) -> Media
             raise OSError("no header.")
         return data.decode()
 
-    monkeypatch.setattr(media, "loads_of", lambda config, info: dict.fromkeys((IMAGE, AUDIO, VIDEO), load))
+    kinds = dict.fromkeys((IMAGE, AUDIO, VIDEO), Reader({}, isolated=False))
+    monkeypatch.setattr(media, "readers_of", lambda config, info: kinds)
+    monkeypatch.setattr(media, "load_of", lambda kind, options: load)
     config = SimpleNamespace(audio_token_index=SOUND, video_token_id=FILM, image_token_id=None)
     return MediaPrompts(SimpleNamespace(renderer=renderer, model_config=SimpleNamespace(hf_config=config)))
 
@@ -192,3 +194,40 @@ def test_card_offers_the_kinds_that_vllm_takes_without_a_connector(has_connector
     found = card.capabilities(config, has_events=True, media=[AUDIO, VIDEO])
     expected = set() if has_connector else {Capability.AUDIO, Capability.VIDEO}
     assert found & card.MEDIA == expected
+
+
+async def test_items_of_isolated_kinds_are_read_by_the_decoder_and_others_here(
+    renderer: FakeRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Decoder:
+        def __init__(self, options: Mapping[MediaKind, Mapping[str, Any]]) -> None:
+            self.options, self.running = options, 0
+
+        async def start(self) -> None:
+            self.running = 1
+
+        async def decode(self, kind: MediaKind, data: bytes, budget: DecodedBudget) -> tuple[Any, Any]:
+            return data.decode(), kind.capability
+
+        async def close(self) -> None:
+            self.running = 0
+
+    prompts_of(renderer, monkeypatch)
+    readers = {IMAGE: Reader({}, isolated=False), AUDIO: Reader({"rate": 1}, True), VIDEO: Reader({"frames": 2}, True)}
+    monkeypatch.setattr(media, "readers_of", lambda config, info: readers)
+    monkeypatch.setattr(media, "ClipDecoder", Decoder)
+    monkeypatch.setattr(media.library, "media_of", lambda decoded, data: (decoded, data))
+    prompts = MediaPrompts(SimpleNamespace(renderer=renderer, model_config=SimpleNamespace(hf_config=None)))
+    await prompts.start()
+    decoder = cast(Decoder, prompts._decoder)
+    assert decoder.options == {AUDIO: {"rate": 1}, VIDEO: {"frames": 2}}
+    assert decoder.running
+    items = [item(IMAGE, 0, b"i", PICTURE), item(AUDIO, 2, b"a", SOUND), item(VIDEO, 4, b"v", FILM)]
+    await prompts.prompt(array("I", [PICTURE] * 2 + [SOUND] * 2 + [FILM] * 2), items, "", 0)
+    assert renderer.prompts[0]["multi_modal_data"] == {
+        "image": ["i"],
+        "audio": [("a", "audio")],
+        "video": [(("v", "video"), b"v")],
+    }
+    await prompts.close()
+    assert not decoder.running
