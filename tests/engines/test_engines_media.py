@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import random
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from services.preprocess.media.limits import ClipLimits
 from services.preprocess.tokenizers.hf import HfTokenizer
 from tests.engines.engine_suite import ROOT, interpreter
 from tests.engines.media_chats import media_chats
-from tests.support.data.clips import audio_file, video_file
+from tests.support.data.clips import audio_file, timed_video, video_file
 from tests.support.data.loaded_tokenizers import limits
 from tests.support.data.tiny_audio import AUDIO_TOKEN, build_qwen2_audio
 from tests.support.data.tiny_vlm import QWEN_IMAGE_TOKEN, QWEN_VIDEO_TOKEN, build_qwen2_vl
@@ -78,6 +79,30 @@ def test_clips_of_worker_server_and_preprocess_have_equal_ids_spans_and_features
         lengths += [span.length for span in spans]
     assert len(lengths) == CLIPS
     assert len(set(lengths)) > CLIPS // 4
+
+
+def damaged(file: bytes, chance: random.Random) -> bytes:
+    """A file with a few other bytes, behind those that name its format."""
+    other = bytearray(file)
+    for _ in range(chance.randint(1, 30)):
+        other[chance.randrange(12, len(other))] = chance.randrange(256)
+    return bytes(other)
+
+
+def test_damaged_clips_harm_only_the_process_that_reads_them() -> None:
+    chance, times = random.Random(5), range(0, 3_000, 100)
+    clips = [("AUDIO", audio_file(0.4, form, 44_100, 2)) for form in ("FLAC", "OGG", "MP3")]
+    clips += [("VIDEO", timed_video(times, form, group)) for form in ("MP4", "WEBM") for group in (5, 12)]
+    files = [(kind, damaged(file, chance)) for _ in range(150) for kind, file in clips]
+    question = {
+        "files": [(kind, base64.b64encode(file).decode()) for kind, file in files],
+        "good": ("VIDEO", base64.b64encode(clips[-1][1]).decode()),
+    }
+    found = inside("inside_clip_decoding.py", question)
+    assert found["good"] == [[8, 48, 64, 3]] * 2
+    shapes = [result for result in found["results"] if isinstance(result, list)]
+    assert 100 < len(shapes) < len(files) - 100
+    assert any("ended the process" in result for result in found["results"])  # OpenCV's FFmpeg does so
 
 
 @dataclass

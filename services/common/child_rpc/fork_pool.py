@@ -95,7 +95,8 @@ class _Lane(CallQueue[T]):
             assert child is not None, "this service's greeting is never an error"
         except (OSError, EOFError, ValueError):
             await self._pool.server.close()
-            self._end_all(ErrorKind.INTERNAL, f"No process for {self._pool.subject} could be started; see the log.")
+            subject = self._pool.subject
+            self._end_all(SluiceError(ErrorKind.INTERNAL, f"No process for {subject} could be started; see the log."))
             return
         finally:
             self._opening = None
@@ -119,8 +120,8 @@ class _Lane(CallQueue[T]):
 
     def close(self) -> None:
         self.drop()
-        self._end_all(ErrorKind.UNAVAILABLE, "The service is stopping.")
+        self._end_all(SluiceError(ErrorKind.UNAVAILABLE, "The service is stopping."))
 
-    def _end_all(self, kind: ErrorKind, message: str) -> None:
+    def _end_all(self, error: SluiceError) -> None:
         while self.waiting:
-            self.waiting.popleft().resolve(SluiceError(kind, message))
+            self.waiting.popleft().resolve(error)
