@@ -34,6 +34,7 @@ class FrameReader:
                 raise ValueError(f"a frame of {end - HEADER.size} bytes")
             if len(received) < end:
                 return
-            body = bytes(received[HEADER.size : end])
+            with memoryview(received) as view:
+                body = bytes(view[HEADER.size : end])
             del received[:end]
             yield body

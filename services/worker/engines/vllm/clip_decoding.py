@@ -8,15 +8,15 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from services.common.child_rpc.fork_pool import ForkPool
 from services.common.child_rpc.fork_server import ForkServer
-from services.common.child_rpc.process import bare_environment, engine_command
+from services.common.child_rpc.process import background_loop, bare_environment, engine_command
 from services.common.errors import invalid, overloaded
 from services.common.media.spans import MediaKind
 from services.worker.engines.vllm.clip_child import DECODED, EXHAUSTED, FAILED, HEADER, REFUSED, REQUEST
@@ -35,17 +35,56 @@ SPARE_MB = 512
 _NO_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _KEPT = ("HOME", "PATH", "LD_LIBRARY_PATH", "TMPDIR")
 
+T = TypeVar("T")
+
 
 class Unreadable(Exception):
     """A file that vLLM's loader cannot read, with the reason."""
 
 
-class ClipDecoder(ForkPool["Decoded"]):
-    """The processes; belongs to one event loop.
+class ClipDecoder:
+    """The processes; they are served by a thread of their own, because decoded videos are large.
 
     Args:
         options: of vLLM's loader of each kind.
     """
+
+    def __init__(self, options: Mapping[MediaKind, Mapping[str, Any]]) -> None:
+        self._pool = _Processes(options)
+        self._loop = background_loop()
+
+    async def start(self) -> None:
+        """Starts the import of vLLM's loaders, so that the first file does not wait for it."""
+        try:
+            await self._run(self._pool.server.start())
+        except OSError as error:
+            log.warning("the process for audio and videos cannot be started: %s", error)
+
+    async def decode(self, kind: MediaKind, data: bytes, budget: DecodedBudget) -> tuple[Any, Any]:
+        """Returns a file's array, and the sampling rate of audio or the metadata of a video.
+
+        Raises:
+            Unreadable: vLLM's loader cannot read it.
+            SluiceError: INVALID_ARGUMENT for one over the budget; OVERLOADED; as `ForkPool.add`.
+        """
+        decoded = await self._run(self._pool.decode(REQUEST.pack(kind.value, budget.most, budget.left) + data))
+        if decoded.status == REFUSED:
+            raise invalid(str(decoded.facts), param="media")
+        if decoded.array is None:
+            raise Unreadable(str(decoded.facts))
+        budget.take(decoded.array.nbytes)
+        return decoded.array, decoded.facts
+
+    async def close(self) -> None:
+        """Ends the processes."""
+        await self._run(self._pool.close())
+
+    async def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+
+class _Processes(ForkPool["Decoded"]):
+    """The forks, on the loop of their thread."""
 
     def __init__(self, options: Mapping[MediaKind, Mapping[str, Any]]) -> None:
         most = DecodedBudget.full().most
@@ -59,40 +98,19 @@ class ClipDecoder(ForkPool["Decoded"]):
         )
         super().__init__(server, PROCESSES, LIMIT_S, "audio and videos")
 
-    async def start(self) -> None:
-        """Starts the import of vLLM's loaders, so that the first file does not wait for it."""
-        try:
-            await self.server.start()
-        except OSError as error:
-            log.warning("the process for audio and videos cannot be started: %s", error)
-
-    async def decode(self, kind: MediaKind, data: bytes, budget: DecodedBudget) -> tuple[Any, Any]:
-        """Returns a file's array, and the sampling rate of audio or the metadata of a video.
-
-        Raises:
-            Unreadable: vLLM's loader cannot read it.
-            SluiceError: INVALID_ARGUMENT for one over the budget; OVERLOADED; as `ForkPool.add`.
-        """
-        future, give_up = self.add(REQUEST.pack(kind.value, budget.most, budget.left) + data)
+    async def decode(self, request: bytes) -> Decoded:
+        """Returns the result of a request; raises SluiceError(OVERLOADED) if it waits too long."""
+        future, give_up = self.add(request)
         try:
             async with asyncio.timeout(START_S + 2 * LIMIT_S):
-                decoded = await future
+                return await future
         except TimeoutError:
             raise overloaded("Too many audio files and videos are waiting to be decoded; retry shortly.") from None
         finally:
             give_up()
-        if decoded.status == REFUSED:
-            raise invalid(str(decoded.facts), param="media")
-        if decoded.array is None:
-            raise Unreadable(str(decoded.facts))
-        budget.take(decoded.array.nbytes)
-        return decoded.array, decoded.facts
 
     def read(self, reply: bytes) -> Decoded:
-        try:
-            return _read_reply(reply)
-        except (ValueError, KeyError, TypeError):
-            return Decoded(FAILED, "its process sent an invalid reply")
+        return read_reply(reply)
 
     def failed(self, timed_out: bool) -> Decoded:
         return Decoded(FAILED, "it takes too long to decode" if timed_out else "it ended the process that decoded it")
@@ -114,7 +132,15 @@ class Decoded:
     array: Any = None
 
 
-def _read_reply(reply: bytes) -> Decoded:
+def read_reply(reply: bytes) -> Decoded:
+    """Returns the result of a reply; a process that was taken over by a file may send anything."""
+    try:
+        return _valid(reply)
+    except (ValueError, KeyError, TypeError):
+        return Decoded(FAILED, "its process sent an invalid reply")
+
+
+def _valid(reply: bytes) -> Decoded:
     """Returns the result of a reply; raises ValueError, KeyError or TypeError unless it is valid."""
     status, start = reply[:1], 1 + HEADER.size
     (length,) = HEADER.unpack(reply[1:start].ljust(HEADER.size, b"\0"))

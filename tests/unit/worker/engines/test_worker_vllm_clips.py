@@ -123,7 +123,7 @@ def _reply(header: bytes, data: bytes = b"", status: bytes = DECODED) -> bytes:
     ],
 )
 def test_decoder_invalid_reply_of_a_process_is_a_failure(reply: bytes) -> None:
-    assert ClipDecoder({}).read(reply) == clip_decoding.Decoded(FAILED, "its process sent an invalid reply")
+    assert clip_decoding.read_reply(reply) == clip_decoding.Decoded(FAILED, "its process sent an invalid reply")
 
 
 def test_decoder_without_a_bound_limits_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
