@@ -26,12 +26,13 @@ log = logging.getLogger(__name__)
 
 CHILD = "services.worker.engines.vllm.clip_child"
 START_S = 120.0
-LIMIT_S = 20.0
-"""Maximum time of a file."""
+LIMIT_S = 60.0
+"""Maximum time of a file; of a long video, OpenCV decodes all frames up to the last one that is chosen."""
 PROCESSES = max(2, min(8, os.cpu_count() or 1))
 COPIES = 4
 """How many times a file's decoded bytes are held by its process at most."""
-SPARE_MB = 512
+SPARE_MB = 2048
+"""Address space beside these copies: of the threads of decoders, most of all."""
 _NO_SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _KEPT = ("HOME", "PATH", "LD_LIBRARY_PATH", "TMPDIR")
 
@@ -160,4 +161,9 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name in _KEPT or (name.startswith("VLLM_") and not any(word in name for word in _NO_SECRETS))
     }
-    return {"VLLM_LOGGING_LEVEL": "ERROR"} | kept | bare_environment()
+    return {
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        **kept,
+        **bare_environment(),
+        "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
+    }
