@@ -5,7 +5,7 @@ export PYTHON
 export PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-slow test-parsers test-bfcl test-browser test-agents test-envoy test-compose bench bench-peers clean
+.PHONY: help setup run test check format protos lock test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,10 +50,14 @@ test-bfcl: setup ## parse the calls of bfcl-eval (PyPI) in every built-in parser
 	@scripts/bfcl.sh
 	@.venv/bin/python -m tests.support.data.parser_bfcl --package build/bfcl $(ARGS)
 
+certificate: setup ## compare prompts and answers with the engines' own code; ARGS="--templates DIR --conversations 5000" (docs/certificate.md)
+	@scripts/engines.sh vllm sglang transformers
+	@.venv/bin/python -m tests.certificate $(ARGS)
+
 test-browser: setup ## drive the live view in Chromium (apt-get install chromium, or CHROMIUM=path); no network
 	@.venv/bin/pytest -m browser tests/browser $(ARGS)
 
-test-agents: setup ## run Codex CLI, Claude Code and OpenCode, the newest on npm, against the default model (needs npm and network)
+test-agents: setup ## run Codex CLI, Claude Code and OpenCode, the newest on npm, on the default model and on those of SLUICE_CHAT_TEMPLATES, a folder of published templates (needs npm and network)
 	@scripts/agents.sh
 	@.venv/bin/pytest -m agents tests/agents $(ARGS)
 

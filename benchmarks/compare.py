@@ -17,7 +17,7 @@ from load import Load
 from processes import own_suite, suite_of
 from report import medians, show
 from rich.console import Console
-from serve import MOST_WARMUP, PRESETS, measure
+from serve import MAX_WARMUP, PRESETS, measure
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -50,7 +50,7 @@ def compare(
 def _measured(name: str, url: str, preset: str) -> dict[str, Any]:
     streams, requests, tokens, words = PRESETS[preset]
     port = urlsplit(url).port or 80
-    warmup = min(max(streams, 10), MOST_WARMUP)
+    warmup = min(max(streams, 10), MAX_WARMUP)
     load = Load("127.0.0.1", port, "tekken", streams, requests, tokens, words, warmup, seed=time.time_ns())
     return measure(name, load, 1, suite_of(port))
 

@@ -26,7 +26,7 @@ from hold import held
 from load import Load
 from processes import cpu_seconds, own_suite, suite_of
 
-MOST_USED = 0.9
+MAX_USED = 0.9
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -86,7 +86,7 @@ def gateways(
         for number in (1, 2):
             rows.append(measure(number, load, share))
             print(json.dumps(rows[-1]), flush=True)
-            if rows[-1]["machine_busy"] > MOST_USED:
+            if rows[-1]["machine_busy"] > MAX_USED:
                 print("the machine was busy: this round says less than the gateways could", file=sys.stderr)
         ratios.append(rows[1]["tokens_per_s"] / rows[0]["tokens_per_s"])
     print(json.dumps({"ratios": [round(ratio, 2) for ratio in ratios], "median": round(median(ratios), 2)}))

@@ -1,7 +1,7 @@
 """Holds processes to a share of a core, so that what would need more cores than there are can be measured.
 
-Whoever has used up its share is stopped (SIGSTOP) until it has earned the next moment. Latencies mean nothing then;
-throughput is that of slower cores.
+A process that has used up its share is stopped (SIGSTOP) until it has earned the next moment. Latencies mean nothing
+then; throughput is that of slower cores.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 LOOK_EVERY_S = 0.004
-MOST_SAVED_S = 0.02
+MAX_SAVED_S = 0.02
 
 
 class _Held:
@@ -34,7 +34,7 @@ class _Held:
 
     def look(self, passed_s: float) -> None:
         used = self._cpu_s()
-        self._budget = min(self._budget + passed_s * self._share, MOST_SAVED_S) - (used - self._used)
+        self._budget = min(self._budget + passed_s * self._share, MAX_SAVED_S) - (used - self._used)
         self._used = used
         if (self._budget < 0) is not self._stopped:
             self._stopped = not self._stopped

@@ -234,10 +234,11 @@ def _summary(found: list[dict[str, Any]]) -> dict[str, Any]:
         return median(float(one[phase][figure].get(rank, "nan")) for one in found)
 
     def of_picture(kind: str) -> float:
-        return median(
+        figures = (
             1e3 * float(one["loaded"]["cpu_s"][kind] - one["calm"]["cpu_s"][kind]) / max(one["loaded"]["images"], 1)
             for one in found
         )
+        return float(median(figures))
 
     return {
         "cpu_ms_per_picture": {kind: of_picture(kind) for kind in kinds},

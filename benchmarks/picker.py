@@ -35,7 +35,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.prompt_text import Text
+from prompt_text import Text
+
 from services.common.net.ports import free_port
 from sluice.v1 import router_pb2
 from tests.support.servers.envoy import Envoy

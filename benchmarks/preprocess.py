@@ -2,8 +2,8 @@
 
 Starts the service itself, on loopback:
 
-    python -m benchmarks.preprocess                          # cold prompts, growing chats, short beside huge ones
-    python -m benchmarks.preprocess --processes 2 --only cold --no-fast-tokenizers
+    python benchmarks/preprocess.py                          # cold prompts, growing chats, short beside huge ones
+    python benchmarks/preprocess.py --processes 2 --only cold --no-fast-tokenizers
 
 Flags it does not know are the service's.
 """
@@ -23,8 +23,11 @@ from time import perf_counter
 import psutil
 import uvloop
 
-from benchmarks.processes import cpu_seconds
-from benchmarks.prompt_text import Text, chat, growing_chat, user
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for tests.support
+
+from processes import cpu_seconds
+from prompt_text import Text, chat, growing_chat, user
+
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from sluice.v1 import preprocess_pb2 as pb

@@ -26,8 +26,8 @@ from rude import ObservedStream, leaver, patient, slow
 
 from services.common.net.ports import free_port
 
-MOST_RATIO = 1.5
-MOST_GROWTH_MIB = 32.0
+MAX_RATIO = 1.5
+MAX_GROWTH_MIB = 32.0
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -52,7 +52,7 @@ async def run(load: Load, rude: float, lasts_s: float) -> ObservedStream:
 
 
 def free_address() -> str:
-    """host:port on which nobody listens now."""
+    """host:port without a listener now."""
     return f"127.0.0.1:{free_port()}"
 
 
@@ -74,12 +74,9 @@ def scale(
     words: Annotated[int, typer.Option(min=1, help="of every prompt")] = 50,
     rude: Annotated[float, typer.Option(min=0, max=0.4, help="share that reads slowly; as many again leave")] = 0.1,
     step_ms: Annotated[float, typer.Option(min=1, help="of the mock engine: every stream gets a token")] = 200.0,
-    server: Annotated[str, typer.Option(help="uvicorn or granian; by SLUICE_GATEWAY_HTTP_SERVER")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="pairs of a round without and one with rude clients")] = 3,
 ) -> None:
     """Measure what rude clients do to the others, and what stays behind."""
-    if server:
-        os.environ["SLUICE_GATEWAY_HTTP_SERVER"] = server
     metrics = free_address()
     os.environ |= environment(step_ms, streams, metrics)
     rows: list[dict[str, Any]] = []
@@ -127,9 +124,9 @@ def judged(rows: list[dict[str, Any]], growth_mib: dict[str, float]) -> dict[str
     ratio = statistics.median(ratios)
     holds = {
         "every answer whole": not any(row["broken"] for row in rows),
-        f"p99 within {MOST_RATIO}": ratio <= MOST_RATIO,
+        f"p99 within {MAX_RATIO}": ratio <= MAX_RATIO,
         "nothing left": not any(any(row["left"].values()) for row in rows),
-        "memory back": max(growth_mib.values()) <= MOST_GROWTH_MIB,
+        "memory back": max(growth_mib.values()) <= MAX_GROWTH_MIB,
     }
     return {"p99_ratios": [round(one, 2) for one in ratios], "grown_mib": growth_mib, "holds": holds}
 

@@ -25,7 +25,7 @@ PRESETS = {
     "long": (256, 1024, 512, 150),
     "prompts": (64, 512, 128, 2500),
 }
-MOST_WARMUP = 256
+MAX_WARMUP = 256
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -83,7 +83,7 @@ def serve(
                 requests=count,
                 tokens=length,
                 words=prompt,
-                warmup=min(max(at_once, 10), MOST_WARMUP),
+                warmup=min(max(at_once, 10), MAX_WARMUP),
                 seed=seed or time.time_ns(),
                 fresh=fresh,
             )

@@ -25,7 +25,7 @@ ADDED_TOKENS = (700, 1.0)
 """Median and sigma of the tokens that a turn adds to the answer before it, log-normal."""
 OUTPUT_TOKENS = (150, 0.9)
 """Median and sigma of an answer's tokens, log-normal."""
-MOST_TOKENS = 120_000
+MAX_TOKENS = 120_000
 """A session ends when its prompt would be longer."""
 
 
@@ -79,12 +79,13 @@ def agent_arrivals(requests: int, seed: int, rewritten: bool = False) -> list[Ar
             session.rewrite(random, next(fresh))
         session.ids.extend(next(fresh) for _ in range(-(-session.tokens // TOKENS_PER_ID) - len(session.ids)))
         output = _tokens(random, OUTPUT_TOKENS)
-        ids = tuple(session.ids)
-        arrivals.append(Arrival(now_s, session.tokens, output, ids, session=session.number, agent=session.agent))
+        arrivals.append(
+            Arrival(now_s, session.tokens, output, tuple(session.ids), session=session.number, agent=session.agent)
+        )
         session.tokens += output + _tokens(random, ADDED_TOKENS)
         session.turns_left -= 1
         goes_on = session.turns_left > 0 if rewritten else random.random() >= 1 / TURNS
-        if goes_on and session.tokens <= MOST_TOKENS:
+        if goes_on and session.tokens <= MAX_TOKENS:
             pause_s = random.expovariate(1 / (USER_S if random.random() < USER_SHARE else TOOL_S))
             heapq.heappush(turns, (now_s + pause_s, next(order), session))
     return arrivals

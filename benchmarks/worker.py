@@ -21,6 +21,7 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import psutil
@@ -35,9 +36,15 @@ from services.worker.contract.engine import GenerateContext, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, StopParams, Usage
 from services.worker.engines.mock import MockEngine
 from services.worker.settings import WorkerSettings
-from sluice.v1 import worker_pb2, worker_pb2_grpc
+from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
-FLAGS = {"timing": "fixed", "fixed_step_ms": 0.0, "fixed_prefill_us": 0.0, "total_blocks": 65_536, "canary_s": 0.0}
+FLAGS: dict[str, Any] = {
+    "timing": "fixed",
+    "fixed_step_ms": 0.0,
+    "fixed_prefill_us": 0.0,
+    "total_blocks": 65_536,
+    "canary_s": 0.0,
+}
 PROMPT = array("I", range(20, 84))
 
 
@@ -47,7 +54,7 @@ class Dropped(Sink):
     def __init__(self) -> None:
         self.done = asyncio.Event()
 
-    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+    def begin(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
         pass
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
@@ -123,7 +130,7 @@ class Client:
                 request_id=f"r{number}",
                 model=DEFAULT_NAME,
                 tokens=worker_pb2.TokenPrompt(token_ids=pack_u32(prompt)),
-                stop={"max_tokens": tokens, "ignore_eos": True},
+                stop=common_pb2.StopOptions(max_tokens=tokens, ignore_eos=True),
             )
             starts.append(worker_pb2.SessionStart(slot=number, request=asked))
         await self._call.write(worker_pb2.WorkerSessionRequest(starts=starts))

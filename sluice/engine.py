@@ -5,6 +5,7 @@ group `sluice.engines`. `examples/engine` is one; docs/writing-an-engine.md expl
 """
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
+from services.common.hashing import HASH_SCHEME, block_hashes, seed_for
 from services.common.models import detect_processor, fingerprint, read_json, resolve
 from services.worker.contract.cache_events import (
     BlocksRemoved,
@@ -35,11 +36,14 @@ from services.worker.contract.generation import (
     TokenLogprob,
     Usage,
 )
+from services.worker.contract.text_delta import TextUpdate
 from services.worker.engines.shared.arguments import read_options
+from services.worker.engines.shared.grammar_compiler import GrammarCompiler
 from services.worker.settings import WorkerSettings
 
 __all__ = [
     "GUIDED",
+    "HASH_SCHEME",
     "SAMPLING",
     "BlocksRemoved",
     "BlocksStored",
@@ -55,6 +59,7 @@ __all__ = [
     "FinishReason",
     "GenerateContext",
     "GenerateRequest",
+    "GrammarCompiler",
     "KvEvent",
     "KvEventSource",
     "LLMEngine",
@@ -71,9 +76,11 @@ __all__ = [
     "SluiceError",
     "StopParams",
     "StructuredOutput",
+    "TextUpdate",
     "TokenLogprob",
     "Usage",
     "WorkerSettings",
+    "block_hashes",
     "detect_processor",
     "fingerprint",
     "internal",
@@ -83,5 +90,6 @@ __all__ = [
     "read_json",
     "read_options",
     "resolve",
+    "seed_for",
     "unavailable",
 ]

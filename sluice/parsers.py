@@ -6,7 +6,7 @@ A parser is a class derived from `Parser`, named by `--own-parsers` of postproce
 
 from services.postprocess.parsers.base import Chain, Parser, ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning, merge
-from services.postprocess.parsers.markers import Found, Markers, TextBuffer, WhitespaceBuffer
+from services.postprocess.parsers.scanning.markers import Found, Markers, TextBuffer, WhitespaceBuffer
 
 __all__ = [
     "CallArguments",

@@ -5,6 +5,7 @@ A stage is named in the configuration of the pipeline (docs/pipeline.md); `examp
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, overloaded, unavailable
 from services.common.packing import pack_u32, unpack_u32
+from services.gateway.core.generation import AnsweredGeneration, Generation
 from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
@@ -12,6 +13,7 @@ from services.gateway.core.request import (
     FinishReason,
     GenerationRequest,
     Prompt,
+    Reservations,
     Role,
     Route,
     SamplingParams,
@@ -25,29 +27,33 @@ from services.gateway.core.request import (
 )
 from services.gateway.core.routing_hints import RoutingHints
 from services.gateway.pipeline.config import PipelineConfig
-from services.gateway.pipeline.pipeline import Generation, Pipeline
+from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.pipeline.stages import (
     Components,
     CustomStream,
+    Handler,
     PlaceStage,
     PostprocessStage,
-    RouteStage,
     TextDelta,
     TokenizeStage,
 )
-from services.gateway.placement.selector import Placement, PlacementRequest
+from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
+from services.gateway.placement.interfaces import Placement, PlacementRequest, WorkerRouter
 from services.gateway.workers.registry import WorkerEntry
 
 __all__ = [
+    "AnsweredGeneration",
     "ChatPrompt",
     "Components",
     "CustomStream",
+    "DisaggregationPolicy",
     "EmbedsPrompt",
     "ErrorKind",
     "Finish",
     "FinishReason",
     "Generation",
     "GenerationRequest",
+    "Handler",
     "Pipeline",
     "PipelineConfig",
     "PlaceStage",
@@ -55,9 +61,9 @@ __all__ = [
     "PlacementRequest",
     "PostprocessStage",
     "Prompt",
+    "Reservations",
     "Role",
     "Route",
-    "RouteStage",
     "RoutingHints",
     "SamplingParams",
     "Score",
@@ -71,6 +77,7 @@ __all__ = [
     "TokenizeStage",
     "TokenizedPrompt",
     "WorkerEntry",
+    "WorkerRouter",
     "internal",
     "invalid",
     "not_found",

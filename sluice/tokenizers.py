@@ -1,17 +1,26 @@
 """The contract for tokenizers of models that neither Hugging Face's nor Mistral's library serves.
 
-A tokenizer is a class with the methods of `TokenizerProtocol`, named in `--models NAME=SOURCE@MODULE:CLASS` of
-preprocess (docs/preprocessing.md, which has an example).
+A tokenizer is a class derived from `TokenizerProtocol`, of which `tokenize` and `decode` must be implemented, named in
+`--models NAME=SOURCE@MODULE:CLASS` of preprocess (docs/preprocessing.md, which has an example).
 """
 
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.models import fingerprint
 from services.preprocess.generation_defaults import NO_DEFAULTS, GenerationDefaults, generation_defaults
-from services.preprocess.protocol import ChatRequest, Message, PendingPrompt, TokenizerFacts, TokenizerProtocol, Tool
+from services.preprocess.protocol import (
+    ChatRequest,
+    ChatTokenizer,
+    Message,
+    PendingPrompt,
+    TokenizerFacts,
+    TokenizerProtocol,
+    Tool,
+)
 
 __all__ = [
     "NO_DEFAULTS",
     "ChatRequest",
+    "ChatTokenizer",
     "ErrorKind",
     "GenerationDefaults",
     "Message",

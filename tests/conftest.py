@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import pytest
 from hypothesis import settings
 
 from tests.support.data.tiny_models import build_tiny_model
+from tests.support.repository import ROOT
 from tests.support.servers.redis_server import RedisServer
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: its trace.py is not that of the standard library
 
 settings.register_profile("sluice", deadline=None)
 settings.load_profile("sluice")

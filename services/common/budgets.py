@@ -2,7 +2,7 @@
 
 Each budget has a name, the flag that changes its limit, and a refusal counter
 (`sluice_process_refused_total{budget=…}`). `Budget` limits a single request or message; `BudgetPool` limits the total
-held by all requests.
+held by all requests, `TenantPool` also what each tenant holds of it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,45 @@ NAMES = (
     "body_bytes",
     "body_time",
     "body_values",
+    "body_depth",
+    "body_chunks",
+    "headers",
+    "connections",
     "pipelined_requests",
     "list_items",
     "schema_nodes",
     "schema_characters",
     "pattern_characters",
     "grammar_characters",
+    "word_characters",
+    "choice_bytes",
+    "pair_characters",
+    "logprob_values",
+    "running_bytes",
     "batch_tokens",
     "health_watches",
     "template_processes",
     "picker_bodies",
+    "answer_bytes",
+    "answer_values",
+    "tokenizer_memory",
+    "worker_models",
+    "worker_frames",
+    "stored_bytes",
+    "stored_total_bytes",
+    "batch_lines",
+    "broken_lines",
+    "background_responses",
+    "sockets",
+    "socket_frames",
+    "running_requests",
+    "scrape_connections",
 )
 """Every budget; the values of the metric's label."""
 
 CODE = "budget_exceeded"
+TENANT_CODE = "rate_limit_exceeded"
+"""Code of what exceeds the limit of a tenant, which is not the server's fault; its HTTP status is 429."""
 
 on_refused: Callable[[str], None] | None = None
 """Called with the budget's name on every refusal; set while the process records metrics."""
@@ -42,7 +67,7 @@ class Budget:
     Args:
         name: one of NAMES.
         limit: the largest amount allowed, in the budget's own unit.
-        setting: the flag that changes the limit, such as ``--max-schema-nodes``; named in errors.
+        setting: the flag that changes the limit, such as ``--max-body-mb``; named in errors. Empty: it is fixed.
     """
 
     def __init__(self, name: str, limit: int, setting: str) -> None:
@@ -80,7 +105,7 @@ class Budget:
             reason: a sentence without its full stop.
         """
         self.count()
-        message = f"{reason} (the server's {self.setting})."
+        message = f"{reason} (the server's {self.setting})." if self.setting else f"{reason}."
         return SluiceError(kind, message, param=param, code=code, retry_after_ms=retry_after_ms)
 
     def count(self) -> None:
@@ -151,3 +176,71 @@ class BudgetPool(Budget):
             if not turn.done():
                 self.used += amount
                 turn.set_result(None)
+
+
+class TenantPool(Budget):
+    """Limits what all tenants hold together, and what each of them holds; nothing waits.
+
+    Args:
+        limit: the largest amount that all tenants may hold.
+        setting: the flag that changes `limit`.
+        tenant_limit: the largest amount that one tenant may hold.
+        tenant_setting: the flag that changes `tenant_limit`.
+
+    Attributes:
+        used: the amount held now.
+    """
+
+    def __init__(self, name: str, limit: int, setting: str, tenant_limit: int, tenant_setting: str) -> None:
+        super().__init__(name, limit, setting)
+        self.used = 0
+        self._tenants = Budget(name, tenant_limit, tenant_setting)
+        self._held: dict[str, int] = {}
+
+    @property
+    def tenant_limit(self) -> int:
+        """The largest amount that one tenant may hold."""
+        return self._tenants.limit
+
+    @tenant_limit.setter
+    def tenant_limit(self, limit: int) -> None:
+        self._tenants.limit = limit
+
+    def check_tenant(self, tenant: str, amount: int, subject: str, *, retry_after_ms: int = 1000) -> int:
+        """Returns what a tenant would hold with a further share; raises SluiceError (HTTP 429) if it is too much."""
+        held = self._held.get(tenant, 0) + amount
+        if held > self._tenants.limit:
+            raise self._tenants.refuse(
+                f"{subject} of this tenant exceed the limit of {self._tenants.limit}",
+                kind=ErrorKind.OVERLOADED,
+                code=TENANT_CODE,
+                retry_after_ms=retry_after_ms,
+            )
+        return held
+
+    def take(self, tenant: str, amount: int, subject: str, *, retry_after_ms: int = 1000) -> None:
+        """Takes a share for a tenant; `give_back` must follow.
+
+        Args:
+            subject: what is limited, as a plural noun phrase such as ``The open WebSockets``.
+
+        Raises:
+            SluiceError: OVERLOADED, `rate_limit_exceeded` (HTTP 429) if the tenant would hold more than its limit,
+                otherwise `budget_exceeded` (HTTP 503) if all of them would.
+        """
+        held = self.check_tenant(tenant, amount, subject, retry_after_ms=retry_after_ms)
+        if self.used + amount > self.limit:
+            raise self.refuse(
+                f"{subject} of all tenants exceed the limit of {self.limit}",
+                kind=ErrorKind.OVERLOADED,
+                retry_after_ms=retry_after_ms,
+            )
+        self._held[tenant] = held
+        self.used += amount
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        """Returns all or part of a tenant's share."""
+        self.used -= amount
+        self._held[tenant] -= amount
+        if not self._held[tenant]:
+            del self._held[tenant]

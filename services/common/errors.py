@@ -9,17 +9,20 @@ import reprlib
 from enum import IntEnum
 from typing import Any
 
-MOST_MESSAGE = 2_000
-"""Maximum length of an error message, characters; the rest is dropped, including from messages of other services."""
+from services.common.rows.sendable_text import sendable
 
-MOST_VALUE = 200
-"""Maximum length of a caller's value quoted in a message, characters."""
+MAX_MESSAGE_LENGTH = 2_000
+"""Characters of the message of an error, also of another service; the rest is dropped."""
+
+MAX_VALUE = 200
+"""Characters of a caller's value in a message, and of an error's `param`; the rest is dropped."""
 
 _ELLIPSIS = "…"
 
-LONGEST_NAME = 256
-"""Maximum characters of a name chosen by a peer: of a worker, model, adapter, capability or owner."""
-LONGEST_ADDRESS = 300
+MAX_NAME_LENGTH = 256
+"""Characters of the name of a worker, model, adapter or owner; a longer one is refused with INVALID_ARGUMENT."""
+MAX_ADDRESS_LENGTH = 300
+"""Characters of the address of a worker; a longer one is refused with INVALID_ARGUMENT."""
 
 
 class ErrorKind(IntEnum):
@@ -64,6 +67,19 @@ _HTTP_STATUS = {
     ErrorKind.RESPONSE_TIMEOUT: 504,
 }
 
+SESSION_CLOSED = "session_closed"
+"""Code of the loss of a session that the peer has ended in order."""
+SHUTTING_DOWN = "shutting_down"
+"""Code of requests that a process does not finish, because it was told to stop."""
+NOT_STARTED = "not_started"
+"""Code of requests that a worker refuses because its engine has failed; it has not run them."""
+ENGINE_UNHEALTHY = "engine_unhealthy"
+"""Code of requests that run on an engine which does not generate."""
+STEP_FAILED = "step_failed"
+"""Code of requests in a step of an engine that failed as a whole."""
+
+BODY_TIMEOUT = "body_timeout"
+"""Code of DEADLINE_EXCEEDED errors of a client that sends its body too slowly; their HTTP status is 408."""
 RATE_LIMIT_CODES = frozenset(("rate_limit_exceeded", "request_over_token_limit"))
 """Codes of OVERLOADED errors that concern a limit of the client instead of the server; their HTTP status is 429."""
 
@@ -82,9 +98,9 @@ class SluiceError(Exception):
 
     Args:
         kind: determines the gRPC status, the HTTP status and whether a retry makes sense.
-        message: one sentence that states what is wrong and, where possible, what to do. Truncated to `MOST_MESSAGE`
+        message: one sentence that states what is wrong and, where possible, what to do; at most `MAX_MESSAGE_LENGTH`
             characters.
-        param: the request field at fault, such as ``messages[0].role``; empty for none. Truncated to `MOST_VALUE`
+        param: the request field at fault, such as ``messages[0].role``; empty for none. Truncated to `MAX_VALUE`
             characters.
         code: stable machine-readable code, such as ``model_not_found``; empty for none.
         retry_after_ms: how long to wait before a retry, milliseconds; 0 when unknown.
@@ -101,12 +117,12 @@ class SluiceError(Exception):
         retry_after_ms: int = 0,
         retryable: bool | None = None,
     ) -> None:
-        message = shortened(message, MOST_MESSAGE)
+        message = sendable(shortened(message, MAX_MESSAGE_LENGTH))
         super().__init__(message)
         self.kind = kind
         self.message = message
-        self.param = shortened(param)
-        self.code = shortened(code)
+        self.param = sendable(shortened(param))
+        self.code = sendable(shortened(code))
         self.retry_after_ms = retry_after_ms
         self.retryable = kind in _RETRYABLE if retryable is None else retryable
 
@@ -115,7 +131,16 @@ class SluiceError(Exception):
         """The HTTP status returned to clients of the gateway."""
         if self.kind is ErrorKind.OVERLOADED and self.code in RATE_LIMIT_CODES:
             return 429
+        if self.code == BODY_TIMEOUT:
+            return 408
         return _HTTP_STATUS.get(self.kind, 500)
+
+
+class NoAnswerError(SluiceError):
+    """A peer could not be reached or has not answered: whatever it would have decided is unknown.
+
+    Errors that a peer sends are plain `SluiceError`s, of whatever kind; they are its decision.
+    """
 
 
 def with_field(error: SluiceError, param: str, message: str) -> SluiceError:
@@ -135,7 +160,7 @@ def word(error: SluiceError) -> str:
     return error.code or error.kind.name.lower()
 
 
-def shortened(text: str, most: int = MOST_VALUE) -> str:
+def shortened(text: str, most: int = MAX_VALUE) -> str:
     """Returns the text, truncated to `most` characters and ending in "…" when it is longer."""
     return text if len(text) <= most else text[: most - len(_ELLIPSIS)] + _ELLIPSIS
 
@@ -146,7 +171,7 @@ def first_line(error: object, most: int) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Returns a caller's value for use in a message: its `repr`, truncated to about `MOST_VALUE` characters.
+    """Returns a caller's value for use in a message: its `repr`, truncated to about `MAX_VALUE` characters.
 
     The full `repr` of a large value is never built.
     """
@@ -166,6 +191,11 @@ def not_found(message: str, *, param: str = "", code: str = "") -> SluiceError:
 def unavailable(message: str, *, code: str = "", retry_after_ms: int = 1000) -> SluiceError:
     """Returns an error for a request that cannot be served now but may succeed later."""
     return SluiceError(ErrorKind.UNAVAILABLE, message, code=code, retry_after_ms=retry_after_ms)
+
+
+def no_answer(message: str, *, code: str = "service_unavailable", retry_after_ms: int = 1000) -> NoAnswerError:
+    """Returns an UNAVAILABLE error for a peer that cannot be reached."""
+    return NoAnswerError(ErrorKind.UNAVAILABLE, message, code=code, retry_after_ms=retry_after_ms)
 
 
 def overloaded(message: str, *, retry_after_ms: int = 1000) -> SluiceError:
@@ -193,7 +223,7 @@ def sentence(text: str, most: int) -> str:
     return sanitized if len(sanitized) <= most else f"{sanitized[: most - 1]}…"
 
 
-def check_name(name: str, param: str, most: int = LONGEST_NAME) -> None:
+def check_name(name: str, param: str, most: int = MAX_NAME_LENGTH) -> None:
     """Checks a name chosen by a peer.
 
     Args:

@@ -20,7 +20,8 @@ from opentelemetry.trace import SpanContext
 
 from services.common.errors import escaped
 
-MOST_TRACED = 4096
+MAX_TRACED = 4096
+"""Requests whose log lines have the ids of their spans; the oldest is forgotten."""
 BAR = "| "
 """Prefix of every line of a traceback in a text log, so that none can imitate a log line."""
 
@@ -32,8 +33,8 @@ _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskN
 
 
 def traced(request: str, span: SpanContext) -> None:
-    """Adds a span's ids to later log lines about this request; the last `MOST_TRACED` requests are remembered."""
-    while len(_traced) >= MOST_TRACED and request not in _traced:
+    """Adds a span's ids to later log lines about this request; the last `MAX_TRACED` requests are remembered."""
+    while len(_traced) >= MAX_TRACED and request not in _traced:
         _traced.pop(next(iter(_traced), ""), None)
     _traced[request] = span
 

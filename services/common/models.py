@@ -189,3 +189,29 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise invalid(f"{name} of the model is not a JSON object.", param="model")
     return content
+
+
+THOUGHT_TAGS: tuple[tuple[str, str], ...] = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("Here is my thought process:", "Here is my response:"),
+)
+"""The opening and the closing tag of every family."""
+
+
+def open_thought(text: str) -> str:
+    """Returns the thought that a text leaves open, with its tag; empty for none.
+
+    >>> open_thought("<think>a</think>b<think>c")
+    '<think>c'
+    """
+    for opening, closing in THOUGHT_TAGS:
+        start = text.rfind(opening)
+        if start >= 0 and text.find(closing, start) < 0:
+            return text[start:]
+    return ""

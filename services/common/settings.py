@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_settings import (
@@ -38,6 +38,37 @@ def _split(value: Any) -> Any:
 
 CommaList = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 """Several values: the flag repeated, or one comma-separated string as flag or environment variable."""
+
+
+def spelled_out(arguments: Sequence[str], switches: Collection[str]) -> list[str]:
+    """Returns arguments in which `--switch false` and `--switch=false` are `--no-switch`, and `true` is `--switch`.
+
+    Args:
+        switches: names of the flags that are on or off.
+    """
+    result: list[str] = []
+    words = iter(arguments)
+    pending = next(words, None)
+    while (word := pending) is not None:
+        pending = next(words, None)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word == "--":
+            return [*result, word, *([pending] if pending is not None else []), *words]
+        if not word.startswith("--") or name not in switches:
+            result.append(word)
+            continue
+        given = value if equals else (pending or "")
+        if given.lower() not in ("true", "false"):
+            result.append(word)
+            continue
+        result.append(f"--{name}" if given.lower() == "true" else f"--no-{name}")
+        if not equals:
+            pending = next(words, None)
+    return result
+
+
+def _is_switch(annotation: Any) -> bool:
+    return annotation is bool or (set(get_args(annotation)) == {bool, type(None)})
 
 
 def _check_addresses(addresses: list[str]) -> list[str]:
@@ -72,7 +103,14 @@ def settings_config(service: str) -> SettingsConfigDict:
 
 
 class ServiceSettings(PeerTokenSettings, TlsSettings):
-    """Settings common to all services."""
+    """Settings common to all services.
+
+    Attributes:
+        session_pause_s: longest pause between two messages of a session that writes continuously, seconds; a message
+            after a silence is sent at once.
+    """
+
+    session_pause_s: ClassVar[float] = 0.005
 
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum severity of log lines")
     log_format: Literal["text", "json"] = Field("text", description="format of log lines: human-readable text or JSON")
@@ -89,18 +127,6 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
         1.0, ge=0, le=1, description="share of traces recorded for requests that arrive without one"
     )
     drain_s: float = Field(10.0, ge=0, description="seconds that running requests have to finish after SIGTERM")
-    session_pause_ms: float = Field(
-        5.0,
-        ge=0,
-        le=100,
-        description="longest pause between two messages of a session that writes continuously, milliseconds; a message "
-        "after a silence is sent at once; 0: no pauses",
-    )
-
-    @property
-    def session_pause_s(self) -> float:
-        """The longest pause between two messages of a session, seconds."""
-        return self.session_pause_ms / 1000
 
     @classmethod
     def settings_customise_sources(
@@ -120,10 +146,10 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
 
         Prints one sentence and exits with 2 when a value is invalid.
         """
+        switches = [name.replace("_", "-") for name, field in cls.model_fields.items() if _is_switch(field.annotation)]
+        arguments = spelled_out(sys.argv[1:] if argv is None else argv, switches)
         try:
-            source: CliSettingsSource[Self] = CliSettingsSource(
-                cls, cli_parse_args=sys.argv[1:] if argv is None else argv
-            )
+            source: CliSettingsSource[Self] = CliSettingsSource(cls, cli_parse_args=arguments)
             return cls(_cli_settings_source=source)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
@@ -148,7 +174,13 @@ class ServiceSettings(PeerTokenSettings, TlsSettings):
 
 
 class GrpcServiceSettings(AccessSettings, ServiceSettings):
-    """Settings of the services that serve gRPC."""
+    """Settings of the services that serve gRPC.
+
+    Attributes:
+        max_message_mb: size of a gRPC message that the service accepts, MiB.
+    """
+
+    max_message_mb: ClassVar[int] = 16
 
     listen: str = Field("127.0.0.1:50051", description="host:port of the gRPC server")
     trace_sample: float = Field(
@@ -157,7 +189,6 @@ class GrpcServiceSettings(AccessSettings, ServiceSettings):
         le=1,
         description="share of traces recorded for callers that send none; a gateway's decision is always followed",
     )
-    max_message_mb: int = Field(16, ge=1, le=1024, description="maximum size of a gRPC message, MiB")
     max_connection_age_s: float = Field(
         0,
         ge=0,
@@ -166,9 +197,6 @@ class GrpcServiceSettings(AccessSettings, ServiceSettings):
     )
     reflection: bool | None = Field(
         None, description="enable gRPC reflection for tools such as grpcurl; unset: only if listening on loopback"
-    )
-    max_health_watches: int = Field(
-        1_024, ge=1, description="maximum number of open health streams; further callers are refused and must poll"
     )
 
 

@@ -14,10 +14,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
-from services.common.errors import SluiceError, internal, shortened
+from services.common.errors import SluiceError, internal, invalid, shortened
 from services.common.observability.audit import AuditLog
 from services.gateway import context
 from services.gateway.admission.gate import Gate
+from services.gateway.api_page import HEADERS, api_page
 from services.gateway.apis.anthropic import models as anthropic_models
 from services.gateway.apis.anthropic.dialect import AnthropicDialect, speaks_anthropic
 from services.gateway.apis.anthropic.response_schemas import EitherModel, EitherModelList
@@ -83,12 +84,15 @@ def create_app(
         title="Sluice",
         version=__version__,
         description="An OpenAI-compatible gateway to large language models.",
+        docs_url=None,  # FastAPI's own pages run scripts of other hosts
+        redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # services.common.observability does this
     )
     bodies = _add_openai(app, openai, tokens, embeddings, scores)
     for add in apis:
         bodies += add(app)
     _add_operations(app, readiness)
+    _add_api_page(app)
     _add_error_handlers(app, on_error)
     document(app, bodies)
     return app
@@ -102,6 +106,7 @@ def add_middleware(
     `RawSendMiddleware` is not in the list: the server adds it, outside of Starlette's own wrappers.
     """
     handlers: dict[type[Exception], Any] = {kind: app.exception_handlers[kind] for kind in (SluiceError, HTTPException)}
+    policy = host_policy(settings.listen, settings.allowed_hosts, settings.allowed_origins)
     app.user_middleware = [
         # Outermost: records every response as the client receives it.
         *([] if audit_log is None else [Middleware(AuditMiddleware, entries=audit_log)]),
@@ -109,7 +114,11 @@ def add_middleware(
         Middleware(RequestIds),
         Middleware(AnthropicDialect),
         # Before anything else of a request is used: requests from other sites' web pages have no effect at all.
-        Middleware(HostMiddleware, policy=host_policy(settings), on_refused=gate.count_refused),
+        Middleware(
+            HostMiddleware,
+            policy=policy,
+            on_refused=gate.count_refused,
+        ),
         # Before admission: the deadline includes the time in the queue.
         Middleware(DeadlineMiddleware, longest_s=settings.request_timeout_s),
         # Before admission: requests with invalid hints do not count against limits.
@@ -188,6 +197,9 @@ ROOT: Mapping[str, str] = {
 }
 """Response of `GET /`, which needs no key; contains nothing about models."""
 
+MAX_WORKERS_DIGITS = 6
+"""Digits of the parameter `workers` of `/ready`; more are refused with INVALID_ARGUMENT."""
+
 
 def _add_operations(app: FastAPI, readiness: Readiness) -> None:
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # agents probe with HEAD
@@ -207,12 +219,18 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
             404: {"description": "Not a model of this key."},
             503: {"description": "Not ready; the body states what is missing."},
         },
-        openapi_extra={"parameters": [{"name": "model", "in": "query", "schema": {"type": "string"}}]},
+        openapi_extra={
+            "parameters": [
+                {"name": "model", "in": "query", "schema": {"type": "string"}},
+                {"name": "workers", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 1}},
+            ]
+        },
     )
     async def ready(request: Request) -> Response:
-        """Readiness of the services behind the gateway, independent of workers; with `model`, of that model."""
+        """Readiness of the services behind the gateway and of `workers` workers; with `model`, of that model."""
         permit, model = context.current().permit, request.query_params.get("model")
-        state = readiness.report(permit) if model is None else readiness.report_model(model, permit)
+        workers = _min_workers(request.query_params.get("workers", "1"))
+        state = readiness.report(permit, workers) if model is None else readiness.report_model(model, permit)
         return Response(orjson.dumps(state), 200 if state["ready"] else 503, media_type="application/json")
 
     text: dict[int | str, Any] = {
@@ -223,6 +241,20 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
     async def metrics() -> Response:
         """Prometheus metrics of this process."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _min_workers(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > MAX_WORKERS_DIGITS:
+        raise invalid("workers must be a whole number of at least 0.", param="workers")
+    return int(text)
+
+
+def _add_api_page(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        if (page := getattr(app.state, "api_page", None)) is None:
+            page = app.state.api_page = api_page(app.openapi())
+        return Response(page, headers=HEADERS)
 
 
 def _add_error_handlers(app: FastAPI, on_error: Callable[[SluiceError], None] | None) -> None:

@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from services.common.budgets import Budget
+from services.common.http.bounds import Bounds
+from services.common.intake.pace import BodyPace
 from services.common.observability.audit import AuditLog
 from services.common.rpc.replicas import ReplicaSet
 from services.common.security.tls import channel_credentials, https_context
@@ -21,10 +23,9 @@ from services.gateway.admission.builder import build_gate
 from services.gateway.admission.gate import Gate
 from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
 from services.gateway.apis.anthropic.routes import add_messages
-from services.gateway.apis.batches.endpoints import BatchEndpoints, add_batches
-from services.gateway.apis.batches.executor import LONGEST_REQUEST_S, BatchExecutor
-from services.gateway.apis.batches.runner import BatchRunner
-from services.gateway.apis.batches.store import BatchStore, Limits, MemoryBatchStore
+from services.gateway.apis.batches.builder import build_batch_endpoints, build_batch_runner, build_batch_store
+from services.gateway.apis.batches.endpoints import add_batches
+from services.gateway.apis.batches.store import BatchStore
 from services.gateway.apis.common.block_runner import BlockAnswerRunner
 from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.generate.endpoints import GenerateEndpoints, add_generate
@@ -38,18 +39,25 @@ from services.gateway.apis.responses.conversation_endpoints import ConversationE
 from services.gateway.apis.responses.conversations import Conversations
 from services.gateway.apis.responses.endpoints import ResponsesEndpoints
 from services.gateway.apis.responses.routes import add_responses
-from services.gateway.apis.responses.store import ResponseStore, build_store, last_responses
+from services.gateway.apis.responses.store import (
+    BODIES_PER_VALUE,
+    RESPONSES_PER_MB,
+    MemoryStore,
+    ResponseStore,
+    StoreLimits,
+    last_responses,
+)
 from services.gateway.app import add_middleware, create_app
+from services.gateway.clients.link import MAX_CONNECT_S
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.http.body_memory import BodyMemory
-from services.gateway.http.body_pace import BodyPace
 from services.gateway.http.fast_path import posts
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.middleware.audit import open_audit_log
-from services.gateway.http.server import build_server
-from services.gateway.http.socket_turns import SocketLimits, SocketTurns
+from services.gateway.http.server import GIVE_UP_S, HttpServer
+from services.gateway.http.socket_turns import MAX_IDLE_S, MAX_LIFETIME_S, SocketLimits, SocketTurns, open_sockets
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.live_view.endpoints import add_live_view
 from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter
@@ -57,14 +65,16 @@ from services.gateway.live_view.view import LiveView, LiveViewRecords
 from services.gateway.metrics import SILENT, GatewayMetrics
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.stages import Components
+from services.gateway.placement.routers import ServiceRouter
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.streams.audit import AuditObserver
 from services.gateway.streams.interfaces import StreamObserver
-from services.gateway.streams.manager import StreamManager, shutting_down
+from services.gateway.streams.manager import MAX_STREAMS, POST_WAIT_S, StreamManager, shutting_down
+from services.gateway.streams.removed_workers import RemovedWorkers
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.connections import ConnectionManager
-from services.gateway.workers.embeddings import EmbedClient
+from services.gateway.workers.embeddings import MAX_EMBED_S, EmbedClient
 from services.gateway.workers.fleet_control import FleetControl
 from services.gateway.workers.fleet_store import FleetStore, MemoryFleetStore
 from services.gateway.workers.model_waits import ModelWaits
@@ -75,6 +85,8 @@ log = logging.getLogger(__name__)
 
 FLUSH_REPORTS_S = 1.0
 STARTUP_WAIT_S = 2.0
+MAX_STALL_S = 120.0
+"""Seconds without new tokens or text of a generation; then it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +101,11 @@ class Gateway:
         fleet: runs control actions on workers.
         fleet_store: what gateways share about the workers that they operate.
         batch_store: files and batches.
+        pace: schedules large bodies.
     """
 
     components: Components
+    router: RouterClient
     pipelines: Pipelines
     pieces: TokenPieces
     parity: TokenizerParity
@@ -101,26 +115,31 @@ class Gateway:
     fleet: FleetControl
     fleet_store: FleetStore
     batch_store: BatchStore
+    pace: BodyPace
 
     @property
     def replica_sets(self) -> tuple[ReplicaSet[Any], ...]:
         """The replicas of the services that the gateway calls."""
         components = self.components
-        return components.preprocess.replicas, components.router.replicas, components.connections.postprocess
+        return components.preprocess.replicas, self.router.replicas, components.connections.postprocess
 
 
 async def serve(settings: GatewaySettings, stop: Stop) -> None:
     """Runs the gateway until it is stopped."""
     tasks = TaskOwner(on_death=stop.fail)
-    response_store = build_store(settings, tasks)
+    response_store = _response_store(settings, tasks)
     gateway = build_gateway(settings, tasks)
     audit_log = open_audit_log(settings, tasks)
     app = build_app(settings, gateway, response_store, audit_log)
-    server = build_server(settings, app, https_context(settings))
+    server = _http_server(settings, app)
 
     await _start(gateway, settings, tasks)
-    if settings.batch_concurrency and settings.files_kept_per_tenant:
-        tasks.spawn(_build_batch_runner(app, gateway, settings).run(), "batches")
+    if settings.batch_concurrency:
+        registry = gateway.components.registry
+        runner = build_batch_runner(
+            settings, gateway.batch_store, posts(app.routes), gateway.gate, registry, gateway.pace
+        )
+        tasks.spawn(runner.run(), "batches")
     http_task = tasks.spawn(server.serve(), "http")
     log.info("HTTP server listening", extra={"address": server.address})
 
@@ -129,7 +148,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     if gateway.live_view is not None:
         gateway.live_view.close()
     server.stop()
-    await _drain(gateway.components, http_task, settings.drain_s)
+    await _drain(gateway.components, gateway.router, http_task, settings.drain_s)
     await tasks.close()
     await response_store.close()
     await gateway.fleet_store.close()
@@ -143,7 +162,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
 
 def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
     """Returns the components of a gateway; nothing is connected yet."""
-    records = LiveViewRecords(settings.ui_viewers) if settings.ui else None
+    records = LiveViewRecords() if settings.ui else None
     metrics = GatewayMetrics()
     preprocess, router = _build_clients(settings, metrics, records)
     components = _build_components(settings, tasks, metrics, preprocess, router, records)
@@ -152,10 +171,11 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
     live_view = None
     if records is not None:
         live_view = LiveView(records, preprocess, router, components.stream_manager, registry, connections)
-    fleet_store, batch_store = _build_fleet_store(settings), _build_batch_store(settings)
+    fleet_store, batch_store = _build_fleet_store(settings), build_batch_store(settings)
     return Gateway(
         components,
-        Pipelines(settings.pipeline, components, settings.model_grace_s, (pieces.forget,)),
+        router,
+        Pipelines(settings.pipeline, components, on_removed=(pieces.forget,)),
         pieces,
         TokenizerParity(
             preprocess.tokenizers, registry.of_model, lambda: list(registry.models), registry.compare_media
@@ -166,34 +186,8 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         FleetControl(registry, channel_credentials(settings), fleet_store),
         fleet_store,
         batch_store,
+        BodyPace(settings.large_body_share),
     )
-
-
-def _build_batch_runner(app: FastAPI, gateway: Gateway, settings: GatewaySettings) -> BatchRunner:
-    executor = BatchExecutor(
-        posts(app.routes), gateway.gate, gateway.components.registry, settings.request_timeout_s or LONGEST_REQUEST_S
-    )
-    return BatchRunner(
-        gateway.batch_store,
-        executor,
-        settings.batch_concurrency,
-        settings.batch_lines,
-        int(settings.max_body_mb * (1 << 20)),
-        settings.files_kept_s,
-    )
-
-
-def _build_batch_store(settings: GatewaySettings) -> BatchStore:
-    """Returns the configured store; raises SluiceError for an invalid Redis URL."""
-    limits = Limits(
-        settings.files_kept_per_tenant, settings.files_kept_per_tenant_mb << 20, settings.batches_kept_per_tenant
-    )
-    url = settings.responses_redis_url.get_secret_value()
-    if not url:
-        return MemoryBatchStore(limits, settings.files_kept_s)
-    from services.gateway.apis.batches.redis_store import RedisBatchStore  # optional: only needed with a Redis URL
-
-    return RedisBatchStore(url, limits, settings.files_kept_s, settings.redis_credentials)
 
 
 def _build_fleet_store(settings: GatewaySettings) -> FleetStore:
@@ -244,34 +238,30 @@ def _build_components(
     observers: list[StreamObserver] = [AuditObserver()] if settings.audit_log else []
     if records is not None:
         observers.append(records.request_history)
-    stream_manager = StreamManager(
-        settings.max_streams, router.prefill_complete, router.free, metrics, settings.postprocess_wait_s, observers
-    )
+    stream_manager = StreamManager(MAX_STREAMS, router, metrics, observers=observers)
     metrics.watch(lambda: stream_manager.live)
     connections = ConnectionManager(
         settings.postprocess,
         channel_credentials(settings),
-        settings.connect_timeout_s,
+        MAX_CONNECT_S,
         stream_manager,
         tasks,
-        settings.worker_message_mb << 20,
-        Budget("batch_tokens", settings.max_batch_tokens, "--max-batch-tokens"),
-        settings.pipeline.any_replicas_make_text,
-        partial(metrics.trouble, "postprocess"),
-        settings.session_pause_s,
-        metrics.media_sent,
+        makes_text=settings.pipeline.any_replicas_make_text,
+        on_event=partial(metrics.trouble, "postprocess"),
+        max_pause_s=settings.session_pause_s,
+        on_media=metrics.media_sent,
     )
     return Components(
         preprocess=preprocess,
-        router=router,
+        router=ServiceRouter(router, settings.route_timeout_s),
+        reservations=router,
         registry=WorkerRegistry(router.replicas, connections.worker_up, connections.worker_down, router.owner),
         connections=connections,
         stream_manager=stream_manager,
         metrics=metrics,
         tasks=tasks,
         migration=settings.migration_policy,
-        route_timeout_s=settings.route_timeout_s,
-        post_wait_s=settings.postprocess_wait_s,
+        post_wait_s=POST_WAIT_S,
         set_up_s=settings.tokenize_timeout_s,
     )
 
@@ -282,12 +272,13 @@ def build_app(
     """Returns the HTTP application with all APIs and middleware."""
     components, pipelines = gateway.components, gateway.pipelines
     write_scheduler = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
-    memory = BodyMemory(settings.body_memory_bytes, BodyPace(settings.large_body_share))
-    waits = ModelWaits(components.registry, components.router, settings.wait_for_workers_ms)
+    memory = BodyMemory(settings.body_memory_bytes, gateway.pace)
+    response_store.pace = gateway.pace
+    waits = ModelWaits(components.registry, gateway.router, settings.wait_for_workers_ms)
     bodies = BodyReader(settings, memory, components.registry.only_model, waits)
     block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
     conversations = Conversations(response_store)
-    embed_client = EmbedClient(components.registry, components.connections, settings.embed_timeout_s)
+    embed_client = EmbedClient(components.registry, components.connections, MAX_EMBED_S)
     embeddings = EmbeddingEndpoints(pipelines, embed_client, settings, bodies)
     openai = OpenAIEndpoints(pipelines, settings, write_scheduler, gateway.parity, gateway.pieces, bodies)
     app = create_app(
@@ -309,9 +300,7 @@ def build_app(
             partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
             partial(
                 add_batches,
-                endpoints=BatchEndpoints(
-                    gateway.batch_store, bodies, settings.budgets, settings.files_kept_s, settings.file_mb << 20
-                ),
+                endpoints=build_batch_endpoints(settings, gateway.batch_store, bodies, components.registry),
             ),
             partial(add_generate, endpoints=GenerateEndpoints(openai, settings, bodies)),
             partial(
@@ -327,11 +316,11 @@ def build_app(
 
 
 def _response_sockets(settings: GatewaySettings) -> SocketTurns:
-    limits = SocketLimits(
-        settings.websocket_idle_s, settings.websocket_lifetime_s, settings.body_timeout_s, settings.write_timeout_s
-    )
+    limits = SocketLimits(MAX_IDLE_S, MAX_LIFETIME_S, settings.body_timeout_s, settings.write_timeout_s)
     store = last_responses(settings)
-    return SocketTurns(lambda: LastResponse(store), limits)
+    return SocketTurns(
+        lambda: LastResponse(store), limits, open_sockets(settings.max_connections, settings.api_keys_file is not None)
+    )
 
 
 async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) -> None:
@@ -339,35 +328,63 @@ async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) 
     components, connections = gateway.components, gateway.components.connections
     for replicas in gateway.replica_sets:
         await replicas.start()
+    on_silent = partial(components.metrics.trouble, "worker", SILENT)
     watchdog = WorkerWatchdog(
-        lambda: connections.workers,
-        components.stream_manager.computing,
-        settings.token_timeout_s,
-        partial(components.metrics.trouble, "worker", SILENT),
+        lambda: connections.workers, components.stream_manager.computing, settings.token_timeout_s, on_silent
     )
+    removed = RemovedWorkers(lambda: connections.workers, on_silent, tasks)
     tasks.spawn(components.registry.run(), "registry")
     tasks.spawn(gateway.pipelines.run(), "models")
     tasks.spawn(gateway.parity.run(), "parity")
-    tasks.spawn(components.router.run_reports(), "reports")
+    tasks.spawn(gateway.router.run_reports(), "reports")
     tasks.spawn(gateway.fleet.keep_adapters(), "adapters")
     tasks.spawn(connections.run_sweeps(), "sweeps")
     tasks.spawn(watchdog.run(), "worker-watchdog")
-    tasks.spawn(_sweep_stalled(components.stream_manager, settings.stall_timeout_s), "stalled")
+    tasks.spawn(removed.run(), "removed-workers")
+    tasks.spawn(_sweep_stalled(components.stream_manager), "stalled")
     if gateway.live_view is not None:
         tasks.spawn(gateway.live_view.run(), "live-view")
     await gateway.readiness.first(STARTUP_WAIT_S)
 
 
-async def _sweep_stalled(stream_manager: StreamManager, stall_timeout_s: float) -> None:
+async def _sweep_stalled(stream_manager: StreamManager) -> None:
     while True:
-        await asyncio.sleep(stall_timeout_s)
+        await asyncio.sleep(MAX_STALL_S)
         stream_manager.sweep_stalled()
 
 
-async def _drain(components: Components, http_task: asyncio.Task[None], drain_s: float) -> None:
+async def _drain(components: Components, router: RouterClient, http_task: asyncio.Task[None], drain_s: float) -> None:
     """Waits for the requests in progress, and ends those that take longer than `drain_s` seconds."""
     give_up = components.stream_manager.give_up_all
     drain_timer = asyncio.get_running_loop().call_later(drain_s, give_up, shutting_down())
     await asyncio.gather(http_task, return_exceptions=True)
     drain_timer.cancel()
-    await components.router.flush_reports(FLUSH_REPORTS_S)
+    await router.flush_reports(FLUSH_REPORTS_S)
+
+
+def _response_store(settings: GatewaySettings, tasks: TaskOwner) -> ResponseStore:
+    """Returns the configured store; raises SluiceError for an invalid Redis URL."""
+    url = settings.responses_redis_url.get_secret_value()
+    count, size = RESPONSES_PER_MB * settings.responses_kept_mb, settings.responses_kept_mb << 20
+    owner = None if settings.api_keys_file is None else (count // 4, size // 4)
+    value = int(BODIES_PER_VALUE * settings.max_body_mb * (1 << 20))
+    limits = StoreLimits.of(count, size, owner, value)
+    if not url:
+        return MemoryStore(limits, settings.responses_kept_s)
+    from services.gateway.apis.responses.redis_store import RedisStore  # optional: only needed with a Redis URL
+
+    return RedisStore(url, limits, settings.responses_kept_s, tasks, credentials=settings.redis_credentials)
+
+
+def _http_server(settings: GatewaySettings, app: ASGIApp) -> HttpServer:
+    """Creates the server; raises SluiceError if it cannot listen on its address."""
+    return HttpServer(
+        app,
+        settings.listen,
+        settings.keep_alive_s,
+        settings.drain_s + GIVE_UP_S,
+        https_context(settings),
+        Bounds(settings.max_connections, body_timeout_s=settings.body_timeout_s),
+        settings.reuse_port,
+        (settings.comment_every_s, settings.write_timeout_s),
+    )

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
-from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
-from services.common.media.spans import items_within
 from services.common.observability.declarations import ERROR_KINDS, LONG_SECONDS, MODEL, MetricDeclarations
-from services.common.observability.instruments import Counter, Histogram, watch
+from services.common.observability.instruments import Counter, watch
 from services.common.observability.label_bounds import Label
-
-if TYPE_CHECKING:
-    from services.gateway.streams.interfaces import StreamEnd
-    from services.gateway.streams.stream import GenerationStream
 
 METRICS = MetricDeclarations("gateway")
 PATH = Label("path", "API path, with {model} in place of a model's name; other for unknown paths", most=60)
 MIGRATIONS_END = (
-    "moved", "no_worker", "disabled", "not_retryable", "limit", "too_long", "embeddings", "guided",
+    "moved", "no_worker", "disabled", "not_retryable", "limit", "suspect", "too_long", "embeddings",
+    "guided",
 )  # fmt: skip
 PEERS = Label("service", "the called service", ("preprocess", "router", "postprocess", "worker"))
 SILENT = "silent"
@@ -120,13 +114,6 @@ class GatewayMetrics:
     """Instruments of one gateway process; create it after telemetry is configured."""
 
     def __init__(self) -> None:
-        self._finished = Counter(GENERATIONS)
-        self._prompt, self._cached, self._output = (
-            Counter(PROMPT_TOKENS),
-            Counter(CACHED_TOKENS),
-            Counter(OUTPUT_TOKENS),
-        )
-        self._ttft, self._between, self._duration = Histogram(TTFT), Histogram(BETWEEN), Histogram(DURATION)
         self._http = Counter(HTTP)
         self._degraded = Counter(DEGRADED)
         self._migrations = Counter(MIGRATIONS)
@@ -134,7 +121,7 @@ class GatewayMetrics:
         self._text_moves = Counter(TEXT_MOVES)
         self._trouble = Counter(TROUBLE)
         self._media, self._media_bytes = Counter(MEDIA), Counter(MEDIA_BYTES)
-        self._media_items, self._media_rejected = Counter(MEDIA_ITEMS), Counter(MEDIA_REJECTED)
+        self._media_rejected = Counter(MEDIA_REJECTED)
 
     def watch(self, live_streams: Callable[[], int]) -> None:
         """Registers the source of the gauge of live streams."""
@@ -144,32 +131,6 @@ class GatewayMetrics:
         """Counts a request that was rejected for a media item; ignores other errors."""
         if error.code in MEDIA_CODES:
             self._media_rejected.add(1, {"reason": error.code})
-
-    def on_started(self, stream: GenerationStream) -> None:
-        """See StreamObserver; counted at the end."""
-
-    def on_assigned(self, stream: GenerationStream, worker_id: str) -> None:
-        """See StreamObserver; not counted."""
-
-    def on_ended(self, stream: GenerationStream, end: StreamEnd) -> None:
-        """Counts a generation by its outcome, and records one that has finished."""
-        outcome = end.outcome if end.error is None else end.error.kind.name.lower()
-        self._finished.add(1, {"model": stream.model, "outcome": outcome})
-        if end.finish is None:
-            return
-        of_model, now = {"model": stream.model}, perf_counter()
-        self._prompt.add(stream.prompt_tokens, of_model)
-        self._cached.add(stream.cached_tokens, of_model)
-        self._output.add(stream.completion_tokens, of_model)
-        if media := stream.prompt.media:
-            hits = items_within((item.span for item in media), stream.cached_tokens)
-            self._media_items.add(hits, {**of_model, "result": "hit"})
-            self._media_items.add(len(media) - hits, {**of_model, "result": "miss"})
-        self._duration.record(now - stream.started_at, of_model)
-        if stream.first_text_at:
-            self._ttft.record(stream.first_text_at - stream.started_at, of_model)
-            if stream.completion_tokens > 1:
-                self._between.record((now - stream.first_text_at) / (stream.completion_tokens - 1), of_model)
 
     def answered(self, path: str, status: int) -> None:
         """Counts an HTTP response."""

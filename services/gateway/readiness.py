@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
@@ -64,12 +65,21 @@ class Readiness:
     def _complete(self) -> bool:
         return bool(self.state()["ready"]) and self._connections.connected_workers >= len(self._registry.workers)
 
-    def report(self, permit: Permit) -> dict[str, Any]:
-        """Returns the state as visible to a request: only the models its key may use; without a key, no names."""
+    def report(self, permit: Permit, min_workers: int = 1) -> dict[str, Any]:
+        """Returns the state as visible to a request: only the models its key may use; without a key, no names.
+
+        Args:
+            min_workers: connected workers without which the gateway is not ready.
+        """
         state = self.state()
+        state["ready"] = state["ready"] and state["workers"] >= min_workers
         if not permit.is_known:
             return {name: state[name] for name in PUBLIC}
-        return {**state, "models": [name for name in state["models"] if permit.may_use(name)]}
+        return {
+            **state,
+            "models": [name for name in state["models"] if permit.may_use(name)],
+            "set_aside": [one for one in state["set_aside"] if permit.may_use(one["model"])],
+        }
 
     def report_model(self, model: str, permit: Permit) -> dict[str, Any]:
         """Returns whether requests for a model can run now, and the number of its connected workers.
@@ -92,7 +102,9 @@ class Readiness:
         return link is not None and link.connected
 
     def state(self) -> dict[str, Any]:
-        """Returns `ready`, serving replicas by service, connected workers, the process id and the served models."""
+        """Returns `ready`, serving replicas by service, connected workers, the process id, the served models, and how
+        many registered workers receive no requests, by model and reason.
+        """
         services = {
             "preprocess": len(self._preprocess.replicas.serving),
             "router": len(self._router.replicas.serving),
@@ -104,4 +116,8 @@ class Readiness:
             "workers": self._connections.connected_workers,
             "pid": os.getpid(),  # several gateways may share a port
             "models": list(self._registry.models),
+            "set_aside": [
+                {"model": model, "reason": reason, "workers": count}
+                for (model, reason), count in sorted(Counter(self._registry.set_aside.values()).items())
+            ],
         }

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.common.media.parts import MediaLimits
 from services.common.observability.audit import AuditSettings
-from services.common.security.settings import HttpsSettings, RouterTokenSettings
+from services.common.security.settings import HttpsSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
-from services.gateway.http.body_budgets import BodySettings
-from services.gateway.http.settings import HttpSettings
+from services.gateway.admission.settings import AdmissionSettings
+from services.gateway.http.body_budgets import BodyBudgets
 from services.gateway.pipeline.config import (
     ALIASES,
     Disaggregation,
@@ -36,12 +37,22 @@ def _session_sources(names: list[str]) -> list[str]:
 
 
 MIN_BODY_MEMORY_MB = 64
+"""MiB for all request bodies together while max-body-mb is small; further bodies wait."""
+MEMORY_FILES_MB, REDIS_FILES_MB = 96, 1_024
+"""Defaults of what is stored of files and batches of all tenants, by where it is stored, MiB."""
+MEMORY_FILES_SHARE, REDIS_FILES_SHARE = 2 / 3, 1 / 4
+"""Share of it that one tenant may fill."""
+MEDIA_SHARE = 3 / 4
+"""Share of the largest body that the file of one media item may have: its base64 text takes 4/3 of it."""
 
 
-class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, RouterTokenSettings, ServiceSettings):
+class GatewaySettings(AdmissionSettings, AuditSettings, HttpsSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
 
     model_config = settings_config("gateway")
+
+    max_choices: ClassVar[int] = 16
+    """Largest n of a request, and most prompts of a completions request."""
 
     listen: str = Field("127.0.0.1:8000", description="host:port of the HTTP server; port 0 selects a free port")
     preprocess: AddressList = Field(
@@ -56,12 +67,38 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         description="host:port of the postprocess replicas; a DNS name stands for all of its addresses",
     )
 
-    max_body_mb: float = Field(10, gt=0, le=1024, description="maximum size of a request body, MiB")
-    max_body_memory_mb: float = Field(
-        0,
+    max_connections: int = Field(
+        16_384, ge=1, description="maximum number of open connections; further ones are closed immediately"
+    )
+    write_timeout_s: float = Field(
+        60, gt=0, description="longest time that a client may read nothing before it is disconnected, seconds"
+    )
+    comment_every_s: float = Field(
+        15,
         ge=0,
-        description="memory limit for all request bodies together, including parsed ones, MiB; bodies above the limit "
-        "wait unread, for at most body-timeout-s; 0 (default): the larger of 64 and 4 times max-body-mb",
+        description="interval of comments or events that keep silent event streams open, seconds; 0: never",
+    )
+    allowed_hosts: CommaList = Field(
+        [],
+        description="accepted names in Host headers; '*': any; a gateway on loopback always accepts localhost and "
+        "loopback addresses and rejects other names, as protection against DNS rebinding; empty: any name, unless the "
+        "gateway listens on loopback",
+    )
+    allowed_origins: CommaList = Field(
+        [],
+        description="origins of web pages from which browsers may send requests, such as https://chat.example.com, in "
+        "addition to the gateway's own; only used where Host headers are checked, and for types of bodies; '*': any",
+    )
+    reuse_port: bool = Field(
+        False, description="allow other gateway processes to listen on the same port (SO_REUSEPORT)"
+    )
+
+    max_body_mb: float = Field(
+        10,
+        gt=0,
+        le=1024,
+        description="maximum size of a request body, MiB; all bodies together, including parsed ones, may "
+        "take four times as much, and at least 64 MiB; further ones wait unread, for at most body-timeout-s",
     )
     large_body_share: float = Field(
         0.25,
@@ -70,33 +107,15 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         description="maximum share of the gateway's time spent on parsing request bodies over 64 KiB; further ones "
         "wait, for at most body-timeout-s, so that other requests proceed",
     )
-    worker_message_mb: int = Field(
-        16,
-        ge=1,
-        le=64,
-        description="largest message that the workers accept (their --max-message-mb), MiB; larger requests are "
-        "refused with 413",
-    )
-    max_batch_tokens: int = Field(
-        1 << 18,
-        ge=1024,
-        le=1 << 20,
-        description="maximum number of tokens in one message of a worker; a worker that exceeds it is disconnected, "
-        "and its generations fail",
-    )
-    max_choices: int = Field(
-        16, ge=1, le=128, description="maximum n of a request, and maximum number of prompts of a completions request"
-    )
-    max_streams: int = Field(
-        4096, ge=1, description="maximum number of concurrent generations; more are rejected with 503"
-    )
     max_unsent_kb: int = Field(
         1024, ge=16, description="maximum unsent text buffered for a slow client before it is disconnected, KiB"
     )
 
     body_timeout_s: float = Field(30, gt=0, description="timeout for receiving a request body")
     tokenize_timeout_s: float = Field(15, gt=0, description="timeout of calls to preprocess")
-    route_timeout_s: float = Field(5, gt=0, description="timeout of calls to the router")
+    route_timeout_s: float = Field(
+        5, gt=0, description="timeout of calls to the router; longer than the routers' wait-ms"
+    )
     wait_for_workers_ms: int = Field(
         0,
         ge=0,
@@ -104,9 +123,6 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         description="longest wait in the router's queue while a model has no worker, milliseconds; for models that "
         "scale from zero",
     )
-    connect_timeout_s: float = Field(3, gt=0, description="timeout for connecting to a worker")
-    embed_timeout_s: float = Field(60, gt=0, description="timeout for the vectors of an embeddings request")
-    stall_timeout_s: float = Field(120, gt=0, description="a generation without new tokens or text for this long fails")
     token_timeout_s: float = Field(
         60,
         ge=0,
@@ -125,9 +141,6 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         0,
         ge=0,
         description="maximum duration of a request; clients can request less with x-request-timeout-ms; 0: no limit",
-    )
-    postprocess_wait_s: float = Field(
-        10, ge=0, description="how long streams wait for a postprocess replica while none is available"
     )
     preset: PresetName | None = Field(
         None,
@@ -157,18 +170,12 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     disagg_min_tokens: int | None = Field(
         None,
         ge=0,
-        description="prompts with fewer tokens are not disaggregated where one worker can run them alone; 0 "
-        "(default): no minimum",
+        description="prompts with fewer uncached tokens are not disaggregated where one worker can run them alone; 0 "
+        "(default): as the router's setting",
     )
     stage: CommaList = Field(
         [],
         description="NAME=package.module:Class, a custom pipeline stage; NAME is tokenize, route, place or postprocess",
-    )
-    model_grace_s: float = Field(
-        300,
-        ge=0,
-        description="how long after the removal of a model's last worker custom stages are notified with "
-        "on_model_removed and the model's cached data is dropped",
     )
     handler: str = Field("", description="package.module:Class, a custom pipeline")
     migration: bool | None = Field(
@@ -177,69 +184,59 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
     migration_enabled: bool | None = Field(None, description="alias of migration")
     direct_route: bool = Field(False, description="alias of routing direct; off: as set by the other pipeline options")
     migration_limit: int = Field(3, ge=1, le=100, description="maximum number of migrations of one generation")
-    migration_max_tokens: int = Field(
-        131_072, ge=0, description="maximum prompt and generated tokens of a generation that migrates; 0: no limit"
-    )
-    migration_wait_s: float = Field(10, gt=0, description="how long a migrating generation waits for a new worker")
 
-    responses_kept: int = Field(
-        4096, ge=0, description="maximum number of stored responses of /v1/responses; 0: none are stored"
-    )
-    responses_kept_mb: int = Field(64, ge=1, description="maximum size of all stored responses together, MiB")
-    responses_kept_per_tenant: int = Field(
-        1024, ge=0, description="maximum number of stored responses per tenant; 0: none are stored"
-    )
-    responses_kept_per_tenant_mb: int = Field(
-        16, ge=1, description="maximum size of the stored responses of one tenant, MiB"
+    responses_kept_mb: int = Field(
+        64,
+        ge=0,
+        description="maximum size of all stored responses of /v1/responses together, 64 responses for each MiB; one "
+        "tenant may fill a quarter of it once there are API keys; 0: none are stored",
     )
     responses_kept_s: float = Field(86_400, gt=0, description="how long a response is stored")
-    responses_background: int = Field(
-        256, ge=0, description="maximum number of background responses in progress; more are rejected with 503"
-    )
-    responses_background_mb: int = Field(
-        64,
-        ge=1,
-        description="maximum size of the events of background responses, in progress or ended, which clients can "
-        "resume to read; a quarter of it for each response, MiB",
-    )
-    websocket_kept_mb: int = Field(
-        64,
-        ge=1,
-        description="maximum size of the unstored last responses of all WebSockets, which their next messages may "
-        "continue, MiB",
-    )
     responses_redis_url: SecretStr = Field(
         SecretStr(""),
         description="Redis in which gateways share stored responses, files, batches, loaded adapters and sleeping "
-        "workers, in the format of the router's redis-url; of the limits of responses only those per tenant apply "
-        "there; empty: each gateway stores its own",
+        "workers, in the format of the router's redis-url; the limits apply to what all gateways store there; empty: "
+        "each gateway stores its own",
     )
 
     batch_concurrency: int = Field(
-        8, ge=0, le=1_024, description="maximum number of requests of batches that this gateway runs at once; 0: none"
+        8,
+        ge=0,
+        le=1_024,
+        description="maximum number of requests of batches that this gateway runs at once; a tenant of which none runs "
+        "may run one more; 0: none",
     )
-    batch_lines: int = Field(50_000, ge=1, description="maximum number of requests of a batch")
-    batches_kept_per_tenant: int = Field(256, ge=1, description="maximum number of stored batches per tenant")
-    files_kept_per_tenant: int = Field(
-        256, ge=0, description="maximum number of files that a tenant can upload; 0: no files and no batches"
+    files_kept_mb: int = Field(
+        0,
+        ge=0,
+        description="maximum size of the files, batches and results of all tenants together, MiB; they are in the "
+        "gateway's memory without responses-redis-url, where one tenant may fill two thirds, and in that of Redis with "
+        f"it, where one may fill a quarter; 0: {MEMORY_FILES_MB} in the gateway's memory, {REDIS_FILES_MB:,} in Redis",
     )
-    files_kept_per_tenant_mb: int = Field(
-        256, ge=1, description="maximum size of the files of one tenant together, MiB"
-    )
-    file_mb: int = Field(64, ge=1, le=512, description="maximum size of an uploaded file, MiB")
     files_kept_s: float = Field(7 * 86_400, gt=0, description="how long files, batches and their results are stored")
 
     @property
     def body_memory_bytes(self) -> int:
         """Memory limit for all request bodies together, bytes."""
-        return int((self.max_body_memory_mb or max(MIN_BODY_MEMORY_MB, 4 * self.max_body_mb)) * (1 << 20))
+        return int(max(MIN_BODY_MEMORY_MB, 4 * self.max_body_mb) * (1 << 20))
+
+    @property
+    def files_kept_bytes(self) -> tuple[int, int]:
+        """Limits for the files, batches and results of one tenant, and of all tenants, bytes."""
+        in_redis = self.responses_redis_url.get_secret_value()
+        usual_mb, share = (REDIS_FILES_MB, REDIS_FILES_SHARE) if in_redis else (MEMORY_FILES_MB, MEMORY_FILES_SHARE)
+        of_all = (self.files_kept_mb or usual_mb) << 20
+        return int(of_all * share), of_all
+
+    @cached_property
+    def budgets(self) -> BodyBudgets:
+        """The budgets for the contents of a body."""
+        return BodyBudgets(media=MediaLimits(item_bytes=int(MEDIA_SHARE * self.max_body_mb * (1 << 20))))
 
     @property
     def migration_policy(self) -> MigrationPolicy:
         """The limits of migration."""
-        return MigrationPolicy(
-            self.pipeline.migration, self.migration_limit, self.migration_max_tokens, self.migration_wait_s
-        )
+        return MigrationPolicy(self.pipeline.migration, self.migration_limit)
 
     @cached_property
     def pipeline(self) -> PipelineConfig:
@@ -258,6 +255,3 @@ class GatewaySettings(HttpSettings, BodySettings, AuditSettings, HttpsSettings, 
         return self
 
     ui: bool = Field(True, description="serve the live view at /ui")
-    ui_viewers: int = Field(
-        16, ge=1, le=1000, description="maximum number of open pages of the live view; more are refused"
-    )

@@ -11,16 +11,16 @@ from typing import Any
 
 import grpc
 
+from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.discovery.model_discovery import ModelDiscovery
-from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
+from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import abort, answer
 from services.common.rpc.server import GrpcServer
 from services.common.rpc.session import BatchWriter, serve_session
 from services.common.tasks import Stop
-from services.postprocess.detokenize.stream import Limits
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.registry import ParserRegistry
 from services.postprocess.settings import PostprocessSettings
@@ -87,7 +87,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
             session.start_draining()
 
     async def Session(self, request_iterator: object, context: SessionContext) -> None:  # type: ignore[override]
-        writer = BatchWriter(lambda: to_text_batch(session.drain()), context.write, self._max_pause_s)
+        writer = BatchWriter(lambda: to_text_batch(session.drain(), session.refuse), context.write, self._max_pause_s)
         session = PostSession(
             self._library, self._limits, self._metrics, writer.wake, self._on_death, self._stream_factory
         )
@@ -106,7 +106,7 @@ class PostprocessService(postprocess_pb2_grpc.PostprocessServicer):
         try:
             await _until_drained(session, serve_session(context, writer, on_message))
             await session.settle()
-            while (batch := to_text_batch(session.drain())) is not None:
+            while (batch := to_text_batch(session.drain(), session.refuse)) is not None:
                 await context.write(batch)
         except SluiceError as error:
             await abort(context, error)
@@ -171,14 +171,15 @@ async def _until_drained(session: PostSession, serving: Coroutine[Any, Any, None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@shared_step("postprocess.apply")
 def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> None:
     """Applies one message to its session; raises SluiceError if the session must end."""
     for opening in message.opens:
         try:
             options = to_options(opening.options)
             resume = to_resume(opening.resume) if opening.HasField("resume") else None
-        except SluiceError as error:
-            session.refuse(opening.slot, error)
+        except Exception as error:
+            session.fail(opening.slot, error)
             continue
         session.open(opening.slot, opening.request_id, options, telemetry.carrier(opening.trace), resume)
     columns = message.tokens
@@ -195,35 +196,16 @@ def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> 
         session.close(unpack_u32(message.closes, "closes"))
 
 
-def limits_of(settings: PostprocessSettings) -> SessionLimits:
-    """Returns the limits from the settings."""
-    return SessionLimits(
-        stream=Limits(settings.max_stop_strings, settings.max_stop_chars, settings.max_tools_kb << 10),
-        max_streams=settings.max_streams,
-        max_message_tokens=settings.max_message_tokens,
-        max_row_tokens=settings.max_row_tokens,
-        max_waiting_tokens=settings.max_waiting_tokens,
-        max_backlog=settings.max_backlog,
-    )
-
-
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     """Serves until `stop` is set: healthy once the models are loaded, drained within `drain_s` at the end."""
     library = VocabularyRegistry(
         settings.served,
-        settings.load_timeout_s,
         parsers=settings.parsers,
         native=settings.native_of,
         check=ParserRegistry(settings.own_parsers, {**settings.engines, **settings.later_engines}).check,
     )
-    limits = limits_of(settings)
-    custom = CustomParsers(
-        settings.own_parsers,
-        settings.parser_time_s,
-        settings.parser_memory_mb,
-        settings.engines,
-        settings.later_engines,
-    )
+    limits = SessionLimits()
+    custom = CustomParsers(settings.own_parsers, engines=settings.engines, later=settings.later_engines)
     stream_factory = StreamFactory(limits.stream, custom, stop.fail)
     service = PostprocessService(library, limits, stream_factory, stop.fail, settings.session_pause_s)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
@@ -234,7 +216,7 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         if discovery is not None:
             await discovery.start()
         await stream_factory.start()
-        if not settings.preload or await stop.unless_set(_loaded(library, stream_factory)):
+        if await stop.unless_set(_loaded(library, stream_factory)):
             if discovery is not None:
                 await discovery.catch_up()
             await server.set_serving(True)

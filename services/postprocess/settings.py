@@ -31,11 +31,6 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
         description="models to serve, NAME=SOURCE[@PROCESSOR]; SOURCE is a folder, a hub id or mistral-common:NAME; "
         "may be empty with routers",
     )
-    preload: bool = Field(True, description="load all models before reporting healthy; off: load on first use")
-    load_timeout_s: float = Field(300.0, gt=0, description="timeout for loading one model in seconds")
-    max_streams: int = Field(16_384, ge=1, description="maximum open streams per session")
-    max_stop_strings: int = Field(1_000, ge=0, description="maximum stop strings per stream")
-    max_stop_chars: int = Field(8_192, ge=0, description="maximum code points of all stop strings of a stream")
     tool_parsers: CommaList = Field(
         [],
         description="tool parser that 'auto' selects, MODEL=PARSER; default: detected from the model's template",
@@ -52,21 +47,6 @@ class PostprocessSettings(ProcessingSettings, GrpcServiceSettings):
         [],
         description="engines whose parsers are available to streams (vllm:hermes, sglang:qwen25) and preferred by "
         "'auto': vllm, sglang; each engine runs in a separate process",
-    )
-    parser_time_s: float = Field(
-        2.0, gt=0, description="time limit in seconds of a custom or engine parser for the text of one message"
-    )
-    parser_memory_mb: int = Field(
-        512, ge=16, description="memory in MiB that a parser's process can allocate after its start"
-    )
-    max_tools_kb: int = Field(1024, ge=1, description="maximum size in KiB of a stream's tool definitions")
-    max_message_tokens: int = Field(1 << 20, ge=1, description="maximum tokens per message")
-    max_row_tokens: int = Field(1 << 16, ge=1, description="maximum tokens of one stream per message")
-    max_waiting_tokens: int = Field(
-        1 << 16, ge=1, description="maximum tokens buffered for a stream while its model is loading"
-    )
-    max_backlog: int = Field(
-        1 << 20, ge=1, description="maximum tokens and results buffered for a session whose caller does not read"
     )
 
     @field_validator("models")

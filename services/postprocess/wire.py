@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
+from services.common.errors import SluiceError, internal
 from services.common.packing import pack_u32, unpack_u32
+from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import to_detail
 from services.postprocess.detokenize.stream import Finish, FinishReason, StreamOptions
 from services.postprocess.detokenize.token_texts import TokenTexts
@@ -12,6 +18,8 @@ from services.postprocess.parsers.events import CallArguments, CallStart, Conten
 from services.postprocess.streams.output_batch import Batch
 from services.postprocess.streams.resume import Resume
 from sluice.v1 import common_pb2, postprocess_pb2
+
+log = logging.getLogger(__name__)
 
 ToolCallDelta = postprocess_pb2.ToolCallDelta
 NOTHING = Content("")
@@ -38,6 +46,8 @@ def to_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
         token_texts=message.token_texts,
         template_kwargs_json=message.chat_template_kwargs_json,
         max_tokens=message.max_tokens,
+        guided_calls=message.guided_calls,
+        thinking=message.thinking,
     )
 
 
@@ -131,18 +141,75 @@ def to_finish(slot: int, finish: Finish) -> postprocess_pb2.StreamEvent:
     )
 
 
-def to_text_batch(batch: Batch | None) -> postprocess_pb2.TextBatch | None:
-    """Returns the message of a batch of output; None for None."""
+@shared_step("postprocess.serialize")
+def to_text_batch(batch: Batch | None, refuse: Callable[[int, SluiceError], None]) -> postprocess_pb2.TextBatch | None:
+    """Returns the message of a batch of output; None for None.
+
+    Args:
+        refuse: called with the slot whose output cannot be sent, which is dropped, and the error of its stream.
+    """
     if batch is None:
         return None
+    try:
+        return _text_batch(batch)
+    except Exception:  # seldom: find the rows at fault
+        return _text_batch(_without_unsendable(batch, refuse))
+
+
+def _text_batch(batch: Batch) -> postprocess_pb2.TextBatch:
     return postprocess_pb2.TextBatch(
         slots=pack_u32(batch.slots),
         text_lengths=pack_u32(batch.text_lengths),
         text=batch.text,
         events=[
-            *[postprocess_pb2.StreamEvent(slot=slot, tokens=to_tokens(tokens)) for slot, tokens in batch.tokens],
+            *[_to_token_event(slot, tokens) for slot, tokens in batch.tokens],
             *[to_event(slot, *part) for slot, events in batch.events for part in parts(events)],
             *[to_finish(slot, finish) for slot, finish in batch.finishes],
         ],
         draining=batch.draining,
     )
+
+
+def _to_token_event(slot: int, tokens: TokenTexts) -> postprocess_pb2.StreamEvent:
+    return postprocess_pb2.StreamEvent(slot=slot, tokens=to_tokens(tokens))
+
+
+def _without_unsendable(batch: Batch, refuse: Callable[[int, SluiceError], None]) -> Batch:
+    """Returns a batch without all output of the slots of which a part cannot be sent."""
+    texts = list(_texts(batch))
+    attempts: list[tuple[int, Callable[[], object]]] = [
+        *((slot, text.encode) for slot, text in texts),
+        *((slot, partial(_to_token_event, slot, tokens)) for slot, tokens in batch.tokens),
+        *((slot, partial(_to_events, slot, events)) for slot, events in batch.events),
+        *((slot, partial(to_finish, slot, finish)) for slot, finish in batch.finishes),
+    ]
+    failed: set[int] = set()
+    for slot, attempt in attempts:
+        try:
+            attempt()
+        except Exception as error:
+            if slot not in failed:
+                failed.add(slot)
+                log.error("the output of a stream cannot be sent", extra={"slot": slot}, exc_info=error)
+                refuse(slot, internal("The output of this stream cannot be sent; see the log of postprocess."))
+    texts = [(slot, text) for slot, text in texts if slot not in failed]
+    return replace(
+        batch,
+        slots=array("I", [slot for slot, _ in texts]),
+        text_lengths=array("I", [len(text) for _, text in texts]),
+        text="".join(text for _, text in texts),
+        tokens=[(slot, tokens) for slot, tokens in batch.tokens if slot not in failed],
+        events=[(slot, events) for slot, events in batch.events if slot not in failed],
+        finishes=[(slot, finish) for slot, finish in batch.finishes if slot not in failed],
+    )
+
+
+def _texts(batch: Batch) -> Iterator[tuple[int, str]]:
+    start = 0
+    for slot, length in zip(batch.slots, batch.text_lengths, strict=True):
+        yield slot, batch.text[start : start + length]
+        start += length
+
+
+def _to_events(slot: int, events: list[Event]) -> list[postprocess_pb2.StreamEvent]:
+    return [to_event(slot, *part) for part in parts(events)]

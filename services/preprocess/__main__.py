@@ -4,51 +4,54 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from contextlib import suppress
 from threading import get_ident
 
+from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.discovery.model_discovery import ModelDiscovery
-from services.common.discovery.tokenizer_delivery import DiscoveredModel
+from services.common.errors import SluiceError
 from services.common.rpc.server import GrpcServer
 from services.common.runner import run
 from services.common.tasks import Stop
 from services.preprocess.encoders.samples import SAMPLES
-from services.preprocess.limits import Limits
-from services.preprocess.protocol import packed_text
+from services.preprocess.limits import MAX_TEMPLATE_MEMORY_MB, MAX_TEMPLATE_S, MAX_WORK_S, Limits
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.thread_pool import ComputePool
+from services.preprocess.tokenizers.engine import MAX_ENGINE_START_S
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
 WAITING_THREADS = 32
+MAX_WAITING = 1024
+"""Requests that wait for a thread; further ones are rejected at once, so that they can go to another replica."""
+INLINE_BYTES = 4 << 10
+"""Input up to which a request runs on the event loop, where it costs less than a thread switch, bytes."""
 WARM_UP = ("Hello, world!", "\n".join(SAMPLES))
 
 
 async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     """Serves until `stop` is set, then drains."""
     template_processes = TemplateProcesses(
-        settings.template_processes,
-        settings.template_limit_s,
+        1,
+        MAX_TEMPLATE_S,
         settings.max_prompt_bytes,
-        settings.template_memory_mb,
-        settings.worker_template_processes,
-        settings.work_limit_s,
-        asyncio.get_running_loop(),
+        MAX_TEMPLATE_MEMORY_MB,
+        wait_s=MAX_WORK_S,
+        loop=asyncio.get_running_loop(),
     )
-    limits = Limits(
-        settings.max_prompt_bytes, settings.template_limit_s, template_processes, settings.trust_worker_templates
-    )
-    pool = ComputePool(settings.tokenize_threads, settings.max_waiting, settings.inline_kb << 10, settings.work_limit_s)
+    limits = Limits(settings.max_prompt_bytes, MAX_TEMPLATE_S, template_processes, settings.trust_worker_templates)
+    pool = ComputePool(settings.tokenize_threads, MAX_WAITING, INLINE_BYTES, MAX_WORK_S)
     # These threads only wait; the work is bounded by the engines' processes.
-    wait_limit_s = settings.work_limit_s + settings.engine_start_s  # includes the restart of a process that died
-    waiters, template_waiters = (ComputePool(WAITING_THREADS, settings.max_waiting, 0, wait_limit_s) for _ in range(2))
+    wait_limit_s = MAX_WORK_S + MAX_ENGINE_START_S  # includes the restart of a process that died
+    waiters, template_waiters = (ComputePool(WAITING_THREADS, MAX_WAITING, 0, wait_limit_s) for _ in range(2))
     engines, encoder_options = settings.engines, settings.encoder_options
     registry = ModelRegistry(
         settings.served,
         lambda spec: load_tokenizer(spec, limits, engines, encoder_options, settings.template_file(spec.name)),
-        settings.load_wait_s,
+        shared_by=lambda spec: (spec.source, spec.processor, spec.chat_template, settings.template_file(spec.name)),
     )
     media = settings.media_loader()
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
@@ -63,15 +66,13 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     try:
         if discovery is not None:
             await discovery.start()
-        if settings.preload:
-            await stop.unless_set(registry.preload())
+        await stop.unless_set(registry.preload())
         if discovery is not None:
             await discovery.catch_up()
-        if settings.preload:
-            # Vocabularies live as long as the process: exclude them from garbage collections.
-            gc.collect()
-            gc.freeze()
-            await pool.on_every_thread(lambda: _warm(registry))
+        # Vocabularies live as long as the process: exclude them from garbage collections.
+        gc.collect()
+        gc.freeze()
+        await pool.on_every_thread(lambda: _warm(registry))
         if not stop.is_set():
             await server.set_serving(True)
         await stop.wait()
@@ -96,16 +97,18 @@ def _model_discovery(settings: PreprocessSettings, registry: ModelRegistry, stop
         registry.remove(model.spec.name)
 
     configured = {spec.name for spec in settings.served}
-    return ModelDiscovery("preprocess", settings, configured, registry, on_model, on_gone, stop)
+    cache_bytes = settings.cache_mb << 20
+    return ModelDiscovery("preprocess", settings, configured, registry, on_model, on_gone, stop, cache_bytes)
 
 
 def _warm(registry: ModelRegistry) -> None:
     """Fills each tokenizer's per-thread state before the first request needs it."""
     for _, tokenizer in registry:
-        if tokenizer is not None and not getattr(tokenizer, "blocks", False):
+        if tokenizer is not None and not tokenizer.blocks:
             # Different text for each thread: cached text would not be encoded.
             for text in WARM_UP:
-                packed_text(tokenizer, f"{get_ident()} {text}", add_special_tokens=None)
+                with suppress(SluiceError):  # of a tokenizer that encodes chats only
+                    tokenizer.pack_text(f"{get_ident()} {text}")
 
 
 def main() -> None:

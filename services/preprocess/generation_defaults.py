@@ -9,8 +9,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-MOST_EOS_IDS = 64
-"""Maximum number of ids, which are sent with every prompt."""
+MAX_EOS_IDS = 64
+"""End ids of a model, which are sent with every prompt; further ones are ignored."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def eos_ids(*listed: Any) -> tuple[int, ...]:
     ids = dict.fromkeys(
         entry for entry in flat if isinstance(entry, int) and not isinstance(entry, bool) and 0 <= entry < 1 << 31
     )
-    return tuple(ids)[:MOST_EOS_IDS]
+    return tuple(ids)[:MAX_EOS_IDS]
 
 
 def _number(config: Mapping[str, Any], name: str, least: float, most: float) -> float | None:

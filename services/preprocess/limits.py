@@ -7,6 +7,13 @@ from dataclasses import dataclass
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
 
+MAX_WORK_S = 10.0
+"""Seconds that a request waits and runs, fewer than the gateway waits; then DEADLINE_EXCEEDED."""
+MAX_TEMPLATE_S = 2.0
+"""Seconds that a chat template runs; with more, its request is refused, code `chat_template`."""
+MAX_TEMPLATE_MEMORY_MB = 512
+"""MiB of address space of a process that runs foreign templates; with more, their request is refused."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -27,7 +34,7 @@ class Limits:
     @classmethod
     def default(cls) -> Limits:
         """Returns limits of 4 Mi characters, 2 s, and one template process of 512 MiB, started on first use."""
-        return cls(4 << 20, 2.0, TemplateProcesses(1, 2.0, 4 << 20, 512))
+        return cls(4 << 20, MAX_TEMPLATE_S, TemplateProcesses(1, MAX_TEMPLATE_S, 4 << 20, MAX_TEMPLATE_MEMORY_MB))
 
     def own_templates(self, model: str, learned: bool) -> TemplateRunner:
         """Returns the runner of a model's own templates.

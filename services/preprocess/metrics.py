@@ -10,10 +10,9 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.observability.declarations import ERROR_KINDS, MODEL, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
 from services.common.observability.label_bounds import Label
-from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.media.fetching import FETCH_FAILED, FETCH_REFUSED, FETCH_TOO_LARGE, OVERLOADED
 from services.preprocess.media.loading import MediaLoader
-from services.preprocess.protocol import TokenizerFacts
+from services.preprocess.protocol import CacheStats, TokenizerFacts
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.registry import ModelRegistry
 
@@ -155,9 +154,8 @@ def watch_tokenizers(registry: ModelRegistry) -> None:
 
     def caches() -> Iterator[tuple[str, CacheStats]]:
         for spec, tokenizer in registry:
-            stats = getattr(tokenizer, "cache_stats", None)  # optional for custom classes
-            if stats is not None:
-                yield spec.name, stats
+            if tokenizer is not None and tokenizer.cache_stats is not None:
+                yield spec.name, tokenizer.cache_stats
 
     def info() -> Observed:
         for model, facts in loaded():

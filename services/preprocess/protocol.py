@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from services.common.errors import invalid
 from services.common.media.facts import ImageFacts, MediaFacts
@@ -15,11 +15,27 @@ from services.common.media.spans import MediaKind
 from services.common.packing import pack_u32
 from services.preprocess.generation_defaults import NO_DEFAULTS, GenerationDefaults
 
-if TYPE_CHECKING:
-    from services.preprocess.encoders.segment_cache import CacheStats
-
 Message = dict[str, Any]
 Tool = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Statistics of a cache; all but `entries` in bytes.
+
+    Attributes:
+        held: memory in use.
+        limit: maximum memory.
+        entries: cached segments.
+        hit: text found in the cache.
+        missed: text that was encoded.
+    """
+
+    held: int
+    limit: int
+    entries: int
+    hit: int
+    missed: int
 
 
 @dataclass(frozen=True)
@@ -36,6 +52,7 @@ class ChatRequest:
         continue_final_message: whether to leave the last message open so that the model continues it.
         documents: for retrieval templates; None for none.
         tool_choice: OpenAI tool_choice; None when unset.
+        notes: filled by the tokenizer: what the prompt shows in another place or form than the client's.
     """
 
     messages: list[Message]
@@ -46,6 +63,7 @@ class ChatRequest:
     continue_final_message: bool = False
     documents: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list, compare=False)
 
     @property
     def prompt_tools(self) -> list[Tool] | None:
@@ -77,6 +95,7 @@ class TokenizerFacts:
         defaults: sampling defaults from the model's files.
         cache_refusal: why prompt segments are not cached; empty when they are, or when there is no such cache.
         without_effect: those of HINTS that change no prompt of this model.
+        template: what the model's chat template shows, as JSON; see `templates.capabilities`. Empty: not known.
     """
 
     processor: str
@@ -93,6 +112,7 @@ class TokenizerFacts:
     media_fingerprint: str = ""
     defaults: GenerationDefaults = NO_DEFAULTS
     without_effect: frozenset[str] = frozenset()
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 class MediaRule(Protocol):
@@ -133,39 +153,8 @@ MediaRules = Mapping[MediaKind, MediaRule]
 
 
 def kinds_of(tokenizer: TokenizerProtocol) -> Collection[MediaKind]:
-    """Returns the kinds of media items that a tokenizer takes; custom classes may have neither attribute."""
-    return getattr(tokenizer, "media_kinds", ()) or getattr(tokenizer, "media_rules", {}).keys()
-
-
-def packed_chat(tokenizer: TokenizerProtocol, chat: ChatRequest) -> bytes:
-    """Returns packed ids of a chat, also for custom classes without `pack_chat`."""
-    pack = getattr(tokenizer, "pack_chat", None)
-    return pack(chat) if pack is not None else pack_u32(tokenizer.encode_chat(chat))
-
-
-def packed_text(tokenizer: TokenizerProtocol, text: str, add_special_tokens: bool | None) -> bytes:
-    """Returns packed ids of a text, also for custom classes without `pack_text`."""
-    pack = getattr(tokenizer, "pack_text", None)
-    return (
-        pack(text, add_special_tokens)
-        if pack is not None
-        else pack_u32(tokenizer.encode_text(text, add_special_tokens))
-    )
-
-
-def packed_pair(
-    tokenizer: TokenizerProtocol, first: str, second: str, add_special_tokens: bool | None
-) -> tuple[bytes, int]:
-    """Returns packed ids of a pair of texts, and the index of the first one of the second text.
-
-    Raises:
-        SluiceError: INVALID_ARGUMENT, also for implementations and custom classes without `pack_pair`.
-    """
-    pack = getattr(tokenizer, "pack_pair", None)
-    if pack is None:
-        raise invalid("This model's tokenizer does not encode pairs of texts; use a model that compares texts.")
-    packed: tuple[bytes, int] = pack(first, second, add_special_tokens)
-    return packed
+    """Returns the kinds of media items that a tokenizer takes."""
+    return tokenizer.media_kinds or tokenizer.media_rules.keys()
 
 
 @dataclass(frozen=True)
@@ -177,33 +166,59 @@ class PendingPrompt:
         finish: converts the template's output into the prompt.
         pack: returns the packed ids of the prompt; None for those of `pack_text` without special tokens.
         shown: returns the prompt as clients may see it; None for the same.
+        notes: of the chat, once it is rendered.
     """
 
     render: Callable[[], Awaitable[str]]
     finish: Callable[[str], str]
     pack: Callable[[str], bytes] | None = None
     shown: Callable[[str], str] | None = None
+    notes: Sequence[str] = ()
 
     async def text(self) -> str:
         """Returns the prompt; raises SluiceError as TokenizerProtocol.render."""
         return self.finish(await self.render())
 
 
-class TokenizerProtocol(Protocol):
+class TokenizerProtocol(ABC):
     """Converts requests into token ids and ids into text. Thread-safe; never awaits.
 
-    Every method raises SluiceError(INVALID_ARGUMENT), naming the request's field, for a request that can never succeed.
+    A subclass implements `tokenize` and `decode`; everything else has a default that works with these two. Every method
+    raises SluiceError(INVALID_ARGUMENT), naming the request's field, for a request that can never succeed.
+
+        class ByteTokenizer(TokenizerProtocol):
+            def __init__(self, path: Path) -> None: ...
+
+            def tokenize(self, messages, model, tools=None):
+                return list("\\n".join(message["content"] for message in messages).encode())
+
+            def decode(self, token_ids, skip_special_tokens=False):
+                return bytes(token_ids).decode("utf-8", "replace")
 
     Attributes:
+        facts: without any, those of the model's files; see `custom.facts_of`.
+        model: the served name of the model, for implementations of several; set when the tokenizer is loaded.
         blocks: whether methods wait for more than computation, so that they must stay off the event loop.
         media_rules: how media items become tokens; a tokenizer that makes the tokens itself has `media_kinds` instead.
+        no_images: why it takes no images, as a sentence; may be empty.
         renders_apart: whether the model's own template runs in another process, so that chats start with `begin_chat`.
     """
 
     blocks: ClassVar[bool] = False
     renders_apart: bool = False
     media_rules: MediaRules = MappingProxyType({})
+    media_kinds: Collection[MediaKind] = ()
+    no_images: str = ""
+    model: str = ""
     facts: TokenizerFacts
+
+    @abstractmethod
+    def tokenize(self, messages: list[Message], model: str, tools: list[Tool] | None = None) -> list[int]:
+        """Returns ids of a plain chat; `model` is the served name, for implementations of several models."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Returns the text of ids below `facts.vocab_size`; invalid UTF-8 becomes U+FFFD."""
 
     @property
     def cache_stats(self) -> CacheStats | None:
@@ -218,6 +233,10 @@ class TokenizerProtocol(Protocol):
         """Returns `encode_text` as packed uint32."""
         return pack_u32(self.encode_text(text, add_special_tokens))
 
+    def pack_pair(self, first: str, second: str, add_special_tokens: bool | None = None) -> tuple[bytes, int]:
+        """Returns packed ids of a pair of texts, and the index of the first one of the second text."""
+        raise invalid("This model's tokenizer does not encode pairs of texts; use a model that compares texts.")
+
     def begin_chat(self, chat: ChatRequest) -> PendingPrompt | None:
         """Starts a chat's prompt for an event loop to await; None if `pack_chat` computes it at once.
 
@@ -226,21 +245,41 @@ class TokenizerProtocol(Protocol):
         return None
 
     def encode_chat(self, chat: ChatRequest) -> list[int]:
-        """Returns ids of a chat's prompt: those of `render`, with control tokens only where the template put them."""
-        ...
+        """Returns ids of a chat's prompt: those of `render`, with control tokens only where the template put them.
+
+        By default those of `tokenize`, which refuses what a plain chat cannot express; hints without effect are none.
+        """
+        for field_name, value in (
+            ("chat_template", chat.chat_template),
+            ("continue_final_message", chat.continue_final_message),
+            ("add_generation_prompt", chat.add_generation_prompt is False),
+            ("documents", chat.documents),
+            ("chat_template_kwargs", chat.template_kwargs.keys() - HINTS),
+        ):
+            if value:
+                raise invalid(
+                    f"This model's tokenizer takes messages and tools only; leave {field_name} out.", param=field_name
+                )
+        return self.tokenize(chat.messages, self.model, chat.prompt_tools)
 
     def render(self, chat: ChatRequest) -> str:
         """Returns the prompt as text, including control tokens."""
-        ...
+        return self.decode(self.encode_chat(chat))
 
     def encode_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Returns ids of plain text; None adds the special tokens that the model's tokenizer adds by default."""
-        ...
+        raise invalid("This model's tokenizer encodes chats only; send messages, or the token ids of the text.")
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Returns the text of ids below `facts.vocab_size`; invalid UTF-8 becomes U+FFFD."""
-        ...
+    def close(self) -> None:
+        """Releases resources, such as processes; may block, so called off the event loop."""
+        return
+
+
+class ChatTokenizer(TokenizerProtocol):
+    """A tokenizer that takes all inputs of a chat; implements `encode_chat` and `decode`."""
+
+    @abstractmethod
+    def encode_chat(self, chat: ChatRequest) -> list[int]: ...
 
     def tokenize(self, messages: list[Message], model: str, tools: list[Tool] | None = None) -> list[int]:
-        """Returns ids of a plain chat; `model` is the served name, for implementations of several models."""
         return self.encode_chat(ChatRequest(messages, tools))

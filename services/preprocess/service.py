@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
+import orjson
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, check_name, invalid
 from services.common.hashing import HASH_SCHEME, PrefixHashes
+from services.common.intake.json_intake import foreign_json
 from services.common.media.spans import MediaSpan
 from services.common.models import ModelSpec
 from services.common.observability import telemetry
@@ -26,10 +28,9 @@ from services.preprocess.protocol import (
     PendingPrompt,
     TokenizerProtocol,
     kinds_of,
-    packed_chat,
-    packed_pair,
-    packed_text,
 )
+from services.preprocess.templates.fair_calls import origin as template_origin
+from services.preprocess.templates.open_thought import ends_in_thought
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.engine import EngineTokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
@@ -38,6 +39,7 @@ from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
 
 PROMPT_TAIL_TOKENS = 16
 MAX_EACH = 32_768
+"""Token ids of a call for the text of each of them; more are refused with INVALID_ARGUMENT."""
 NO_MEDIA = LoadedMedia()
 COST_PER_TOKEN = 32  # decoding tokens one by one, relative to decoding them together
 
@@ -133,6 +135,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             return await handler(request)
 
     async def _tokenize(self, request: preprocess_pb2.TokenizeRequest) -> preprocess_pb2.TokenizeResponse:
+        _set_origin(request.chat)
         with self._registry.using(await self._registry.get(request.model)) as tokenizer:
             reply, tokens = await self._tokenize_with(tokenizer, request)
         self._instruments.prompt(request.model, tokens, sum(span.encoder_tokens for span in reply.media))
@@ -153,8 +156,10 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             foreign = bool(request.chat.chat_template)
             return await self._compute(tokenizer, lambda: _tokenize(tokenizer, request, kind, media), size, foreign)
         text = await pending.text()
-        pack = pending.pack or (lambda text: packed_text(tokenizer, text, add_special_tokens=False))
-        return await self._pool.run(lambda: _response(tokenizer, request, pack(text), media), len(text))
+        pack = pending.pack or (lambda text: tokenizer.pack_text(text, add_special_tokens=False))
+        return await self._pool.run(
+            lambda: _response(tokenizer, request, pack(text), media, notes=pending.notes), len(text)
+        )
 
     async def _load_media(self, tokenizer: TokenizerProtocol, chat: preprocess_pb2.ChatInput, size: int) -> LoadedMedia:
         """Returns the media items of a chat; fetches nothing if the chat or the model is at fault."""
@@ -164,7 +169,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
             raise not_supported(inputs[0], tokenizer)
         await self._compute(tokenizer, lambda: _chat(chat), size, foreign=False)
         media = await self._media.load(inputs)
-        rules = getattr(tokenizer, "media_rules", {})
+        rules = tokenizer.media_rules
         if any(rule.blocks for rule in rules.values()):
             await self._waiters.run(lambda: look_up(rules, media.items), size, True)
         return media
@@ -172,6 +177,7 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
     async def _render(self, request: preprocess_pb2.RenderRequest) -> preprocess_pb2.RenderResponse:
         size = _text_size(request.chat, request.chat)
         self._check_size(size, "messages")
+        _set_origin(request.chat)
         with self._registry.using(await self._registry.get(request.model)) as tokenizer:
             check_kinds(read_inputs(request.chat.media), tokenizer)
             pending = await self._begin_chat(tokenizer, request.chat, size)
@@ -209,20 +215,23 @@ class PreprocessService(preprocess_pb2_grpc.PreprocessServicer):
         self, tokenizer: TokenizerProtocol, chat: preprocess_pb2.ChatInput, size: int
     ) -> PendingPrompt | None:
         """Starts rendering a chat whose template runs in another process; None if the chat is computed at once."""
-        begin = getattr(tokenizer, "begin_chat", None)  # optional for custom classes
-        if begin is None or not (chat.chat_template or getattr(tokenizer, "renders_apart", False)):
+        if not (chat.chat_template or tokenizer.renders_apart):
             return None
-        pending: PendingPrompt | None = await self._pool.run(lambda: begin(_chat(chat)), size)
-        return pending
+        return await self._pool.run(lambda: tokenizer.begin_chat(_chat(chat)), size)
 
     async def _compute(self, tokenizer: TokenizerProtocol, job: Callable[[], A], size: int, foreign: bool = False) -> A:
-        blocks = getattr(tokenizer, "blocks", False)  # optional for custom classes
-        pool = self._foreign if foreign else self._waiters if blocks else self._pool
-        return await pool.run(job, size, foreign or blocks)
+        pool = self._foreign if foreign else self._waiters if tokenizer.blocks else self._pool
+        return await pool.run(job, size, foreign or tokenizer.blocks)
 
     def _check_size(self, size: int, param: str) -> None:
         if size > self._max_prompt_bytes:
             raise too_large(size, self._max_prompt_bytes, param)
+
+
+def _set_origin(chat: preprocess_pb2.ChatInput) -> None:
+    if chat.chat_template:
+        check_name(chat.origin, "chat.origin")
+        template_origin.set(chat.origin)
 
 
 def _text_size(
@@ -242,6 +251,7 @@ def _tokenize(
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     """Returns the response and its number of tokens."""
     second_text_at = 0
+    notes: Sequence[str] = ()
     spans: tuple[MediaSpan, ...] = ()
     if kind == "tokens":
         packed = request.tokens.token_ids
@@ -249,10 +259,11 @@ def _tokenize(
     elif kind == "chat" and media.items and isinstance(tokenizer, EngineTokenizer):
         packed, spans = tokenizer.pack_media(_chat(request.chat), media.items, media.files)
     elif kind == "chat":
-        packed = packed_chat(tokenizer, _chat(request.chat))
+        chat = _chat(request.chat)
+        packed, notes = tokenizer.pack_chat(chat), chat.notes
     else:
         packed, second_text_at = _text_ids(tokenizer, request.text)
-    reply, tokens = _response(tokenizer, request, packed, media, spans)
+    reply, tokens = _response(tokenizer, request, packed, media, spans, notes)
     reply.second_text_at = second_text_at
     return reply, tokens
 
@@ -263,9 +274,10 @@ def _response(
     packed: bytes,
     media: LoadedMedia,
     spans: tuple[MediaSpan, ...] = (),
+    notes: Sequence[str] = (),
 ) -> tuple[preprocess_pb2.TokenizeResponse, int]:
     """Returns the response and its number of tokens; `spans` are those of ids that the tokenizer has expanded."""
-    rules = getattr(tokenizer, "media_rules", None)
+    rules = tokenizer.media_rules
     if rules and request.HasField("chat"):
         packed, spans = expand(packed, rules, media.items)
     size = request.block_size
@@ -291,6 +303,9 @@ def _response(
         prompt_tokens=tokens,
         media=span_messages(spans),
         fetched=file_messages(media.fetched),
+        notes=notes,
+        thinking=request.chat.continue_final_message
+        and ends_in_thought(tokenizer, packed, foreign_json(request.chat.messages_json, "messages")),
     )
     return reply, tokens
 
@@ -340,8 +355,8 @@ def _text_ids(tokenizer: TokenizerProtocol, text: preprocess_pb2.TextInput) -> t
     special = text.add_special_tokens if text.HasField("add_special_tokens") else None
     try:
         if text.second_text:
-            return packed_pair(tokenizer, text.text, text.second_text, special)
-        return packed_text(tokenizer, text.text, special), 0
+            return tokenizer.pack_pair(text.text, text.second_text, special)
+        return tokenizer.pack_text(text.text, special), 0
     except SluiceError as error:
         error.param = error.param or "prompt"
         raise
@@ -379,4 +394,5 @@ def _info(spec: ModelSpec, tokenizer: TokenizerProtocol | None) -> preprocess_pb
         info.has_chat_template = tokenizer.facts.has_chat_template
         info.backend = tokenizer.facts.backend
         info.cache_refusal = tokenizer.facts.cache_refusal
+        info.template_json = orjson.dumps(tokenizer.facts.template) if tokenizer.facts.template else b""
     return info

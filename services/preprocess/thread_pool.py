@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from threading import Barrier, Lock
 from typing import TypeVar
 
@@ -59,7 +60,7 @@ class ComputePool:
             raise overloaded("Too many large prompts are waiting to be tokenized; retry shortly.")
         with self._lock:
             self._taken += 1
-        future = self._executor.submit(_without_panic, job)
+        future = self._executor.submit(copy_context().run, _without_panic, job)
         future.add_done_callback(self._release)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)

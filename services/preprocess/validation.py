@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
+from services.common.intake.json_intake import foreign_json
 from services.common.media.parts import MediaInput
 from services.common.media.spans import MediaKind
 from services.preprocess.protocol import ChatRequest, Message, Tool
@@ -18,6 +19,8 @@ from services.preprocess.protocol import ChatRequest, Message, Tool
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA_PARTS = tuple(kind.capability for kind in MediaKind)
 """Types of content parts that refer to a media item."""
+BILLING = "x-anthropic-billing-header:"
+_INSTRUCTING = ("system", "developer")
 _TEXTS = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
 _REQUEST_FIELDS = ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 
@@ -75,7 +78,7 @@ def checked_chat(
         )
     checked_tools = _check_tools(tools)
     return ChatRequest(
-        messages=check_messages(messages, media),
+        messages=_without_billing_line(check_messages(messages, media)),
         tools=checked_tools,
         template_kwargs=_check_kwargs(template_kwargs),
         chat_template=chat_template,
@@ -87,12 +90,7 @@ def checked_chat(
 
 
 def _load(data: bytes, param: str) -> Any:
-    if not data:
-        return None
-    try:
-        return orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise invalid(f"{param} is not valid JSON: {error.msg} at position {error.pos}.", param=param) from None
+    return foreign_json(data, param) if data else None
 
 
 def check_messages(messages: Any, media: Sequence[MediaInput] = ()) -> list[Message]:
@@ -105,6 +103,28 @@ def check_messages(messages: Any, media: Sequence[MediaInput] = ()) -> list[Mess
         _check_message(message, f"messages[{index}]")
     _check_references(messages, media)
     return messages
+
+
+def _without_billing_line(messages: list[Message]) -> list[Message]:
+    """Returns the messages without the line of the first one that only bills: it differs in every request, so that no
+    prompt would share the prefix of another.
+    """
+    first = messages[0]
+    if first["role"] not in _INSTRUCTING:
+        return messages
+    content = first.get("content")
+    if isinstance(content, str) and content.startswith(BILLING):
+        kept: Any = content.partition("\n")[2]
+    elif isinstance(content, list) and content and _bills(content[0]):
+        line = content[0]["text"].partition("\n")[2]
+        kept = [*([{**content[0], "text": line}] if line else ()), *content[1:]]
+    else:
+        return messages
+    return [*([{**first, "content": kept}] if kept or len(messages) == 1 else ()), *messages[1:]]
+
+
+def _bills(part: Message) -> bool:
+    return part["type"] == "text" and bool(part["text"].startswith(BILLING))
 
 
 def _check_references(messages: list[Message], media: Sequence[MediaInput]) -> None:

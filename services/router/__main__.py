@@ -6,16 +6,17 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+from services.common.intake.pace import BodyPace
 from services.common.rpc.server import GrpcServer
 from services.common.runner import run
 from services.common.security.tls import channel_credentials
 from services.common.tasks import Stop, TaskOwner
 from services.router.http_api.server import http_server
-from services.router.kv_index.predictions import Lifetimes
-from services.router.messages.workers import read_report, used_blocks
+from services.router.messages.workers import read_report
 from services.router.preprocess_client import PreprocessBodies
 from services.router.reservations.cost import CostModel
 from services.router.router import Router, RouterConfig
+from services.router.scheduling.body_intake import openai_bodies, shared_pace
 from services.router.scheduling.disaggregation import DisaggRules
 from services.router.scheduling.policies.config import NO_POLICIES, read_policies
 from services.router.scheduling.policies.registry import ComposedPolicies
@@ -24,6 +25,7 @@ from services.router.service import RouterService
 from services.router.settings import RouterSettings
 from services.router.store.base import Store
 from services.router.store.memory import MemoryStore
+from services.router.sync.reservation_owners import OWNER_KEEPALIVE_MS
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:
@@ -49,82 +51,67 @@ def make_config(settings: RouterSettings) -> RouterConfig:
         lease_ms=settings.lease_ms,
         reservation_ttl_ms=int(settings.reservation_ttl_s * 1000),
         owner_lease_ms=settings.owner_lease_ms,
-        decisions_kept=settings.decisions_kept,
-        drift_after_s=settings.drift_after_s,
-        lifetimes=Lifetimes(
-            settings.predicted_ttl_s,
-            settings.predicted_bridge_s,
-            settings.predicted_computing_s,
-            settings.predicted_blocks,
-        ),
-        session_ttl_ms=int(settings.session_ttl_s * 1000),
         thresholds=Thresholds(settings.busy_kv_share, settings.busy_prefill_tokens, settings.busy_requests),
         wait_ms=settings.wait_ms,
         wait_for_workers_ms=settings.wait_for_workers_ms,
-        queue_bytes=settings.queue_mb << 20,
         models=frozenset(settings.models),
-        queue_limit=settings.queue_limit,
         disagg=DisaggRules(
             settings.wait_for_prefill,
             settings.enforce_disagg,
-            settings.prefill_wait_s,
-            settings.bypass_uncached_tokens,
+            bypass_uncached_tokens=settings.bypass_uncached_tokens,
         ),
     )
 
 
-def make_bodies(settings: RouterSettings) -> PreprocessBodies | None:
+def make_bodies(settings: RouterSettings, pace: BodyPace) -> PreprocessBodies | None:
     """Returns the client of the configured preprocess service, or None."""
     if not settings.preprocess:
         return None
-    return PreprocessBodies(
-        settings.preprocess, channel_credentials(settings), settings.preprocess_timeout_s, settings.session_pause_s
-    )
+    intake = openai_bodies(pace)
+    credentials = channel_credentials(settings)
+    return PreprocessBodies(settings.preprocess, credentials, max_pause_s=settings.session_pause_s, intake=intake)
 
 
 def make_policies(settings: RouterSettings, stop: Stop) -> ComposedPolicies:
     """Returns the policies of the policy file; raises SluiceError for the first mistake in it."""
     file = NO_POLICIES if settings.policies is None else read_policies(settings.policies)
-    return ComposedPolicies(file, settings.policy_timeout_ms / 1000, settings.policy_memory_mb, stop.fail)
+    return ComposedPolicies(file, on_death=stop.fail)
 
 
-def make_picker(settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner) -> PickerServers | None:
+def make_picker(
+    settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner, pace: BodyPace
+) -> PickerServers | None:
     """Returns the endpoint picker, or None if the settings have none."""
     if not settings.picker_listen:
         return None
     from services.router.picker.bootstrap import PickerServers
 
-    return PickerServers(settings, router, cost, tasks)
+    return PickerServers(settings, router, cost, tasks, pace)
 
 
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
     """Serves until `stop` is set; `on_listening` receives the port."""
-    bodies = make_bodies(settings)
+    pace = shared_pace()
+    bodies = make_bodies(settings, pace)
     policies = make_policies(settings, stop)
     await policies.start()
     router = Router(
         make_store(settings),
         make_config(settings),
         on_death=stop.fail,
-        used_blocks=used_blocks,
         read_report=read_report,
         bodies=bodies,
         policies=policies,
     )
     cost = CostModel(
-        settings.prefill_load_scale,
-        settings.device_credit,
-        settings.host_credit,
-        settings.disk_credit,
-        settings.temperature,
-        settings.predicted_credit,
-        settings.encoder_load_scale,
+        prefill_load_scale=settings.prefill_load_scale,
+        temperature=settings.temperature,
     )
     service = RouterService(router, cost, settings.session_pause_s)
     tasks = TaskOwner(stop.fail)
-    picker = make_picker(settings, router, cost, tasks)
-    http = http_server(settings, router, service, stop.fail)
-    server = GrpcServer(settings, router_pb2.DESCRIPTOR)
+    picker = make_picker(settings, router, cost, tasks, pace)
+    http = http_server(settings, router, service, pace, stop.fail)
+    server = GrpcServer(settings, router_pb2.DESCRIPTOR, keepalive_ms=OWNER_KEEPALIVE_MS)
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
     if bodies is not None:
         await bodies.start()

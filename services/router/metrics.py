@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
 from services.common.observability.instruments import Counter, Gauge, Histogram, watch
 from services.common.observability.label_bounds import Label
-
-if TYPE_CHECKING:
-    from services.router.scheduling.admission_queue import Reason
-    from services.router.scheduling.decisions import Decision
-    from services.router.sync.model_state import ModelState
+from services.router.workers.worker import Worker
 
 BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1)
 WAITED_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -117,6 +114,14 @@ RELOADS = METRICS.counter(
     "model states reloaded from the store",
     Label("reason", "reason of the reload", ("start", "fell_behind", "store_returned")),
 )
+SET_ASIDE = METRICS.gauge(
+    "set_aside_workers",
+    "registered workers that receive no requests, because their tokenizer differs from that of their model's other "
+    "workers or their server chose the model's name without proof, or one that belongs to another tokenizer",
+    MODEL,
+    Label("why", "reason", ("tokenizer_differs", "unproven_name", "name_pinned")),
+    when="a worker is set aside",
+)
 ATTACHED = METRICS.gauge("attached_workers", "workers attached to this replica")
 INDEX_BLOCKS = METRICS.gauge("index_blocks", "distinct blocks reported by workers", MODEL)
 INDEX_AGE = METRICS.gauge(
@@ -124,6 +129,23 @@ INDEX_AGE = METRICS.gauge(
 )
 PREDICTIONS = METRICS.gauge("predictions", "blocks predicted on workers that have not reported them yet", MODEL)
 BOOKED = METRICS.gauge("reserved_requests", "active reservations of all replicas, as last read", MODEL)
+
+
+class IndexFigures(NamedTuple):
+    """The index of one model, as this replica has it.
+
+    Attributes:
+        blocks: distinct blocks reported by workers.
+        age_s: time since it was last known to be current, seconds.
+        predictions: blocks predicted on workers that have not reported them yet.
+        reserved: active reservations of all replicas.
+    """
+
+    model: str
+    blocks: int
+    age_s: float
+    predictions: int
+    reserved: int
 
 
 class Metrics:
@@ -157,35 +179,39 @@ class Metrics:
         self.reloads = Counter(RELOADS)
         self.workers = Gauge(ATTACHED)
 
-    def watch_queues(self, waiting: Callable[[], Mapping[tuple[str, Reason], int]]) -> None:
+    def watch_queues(self, waiting: Callable[[], Mapping[tuple[str, str], int]]) -> None:
         """Registers the gauge of waiting queries, by model and what they wait for."""
-        watch(
-            WAITING,
-            lambda: [(number, {"model": key[0], "for": key[1].value}) for key, number in list(waiting().items())],
-        )
+        watch(WAITING, lambda: [(number, {"model": key[0], "for": key[1]}) for key, number in waiting().items()])
 
-    def watch_views(self, views: Callable[[], Iterable[ModelState]]) -> None:
+    def watch_indexes(self, figures: Callable[[], Iterable[IndexFigures]]) -> None:
         """Registers the gauges of each model: index size and age, predictions and reservations."""
 
-        def gauge(declared: Declared, of: Callable[[ModelState], float]) -> None:
-            watch(declared, lambda: [(of(view), {"model": view.model}) for view in list(views())])
+        def gauge(declared: Declared, of: Callable[[IndexFigures], float]) -> None:
+            watch(declared, lambda: [(of(index), {"model": index.model}) for index in figures()])
 
-        gauge(INDEX_BLOCKS, lambda view: view.index.distinct_blocks)
-        gauge(INDEX_AGE, lambda view: view.age_ms / 1000)
-        gauge(PREDICTIONS, lambda view: len(view.predictions))
-        gauge(BOOKED, lambda view: sum(load.requests for load in list(view.loads.values())))
+        gauge(INDEX_BLOCKS, lambda index: index.blocks)
+        gauge(INDEX_AGE, lambda index: index.age_s)
+        gauge(PREDICTIONS, lambda index: index.predictions)
+        gauge(BOOKED, lambda index: index.reserved)
 
-    def decided(self, decision: Decision) -> None:
-        """Records a granted reservation."""
+    def watch_set_aside(self, workers: Callable[[], Iterable[Worker]]) -> None:
+        """Registers the gauge of workers that are set aside."""
+
+        def counted() -> Iterable[tuple[float, dict[str, str]]]:
+            found = Counts((worker.model, worker.set_aside) for worker in workers() if worker.set_aside)
+            return [(count, {"model": model, "why": why}) for (model, why), count in found.items()]
+
+        watch(SET_ASIDE, counted)
+
+    def decided(self, model: str, media_items: int, cached_media_items: int) -> None:
+        """Records a granted reservation, and which media items of its prompt the worker was predicted to have."""
         self.reservations.add(1)
-        if decision.media_items:
-            model, hits = {"model": decision.model}, decision.cached_media_items
-            self._media_items.add(hits, {**model, "result": "hit"})
-            self._media_items.add(decision.media_items - hits, {**model, "result": "miss"})
+        if media_items:
+            self._media_items.add(cached_media_items, {"model": model, "result": "hit"})
+            self._media_items.add(media_items - cached_media_items, {"model": model, "result": "miss"})
 
-    def delivered(self, decision: Decision) -> None:
+    def delivered(self, model: str, predicted: int, best: int, delivered: int) -> None:
         """Records predicted, best possible and delivered cached tokens of a completed decision."""
-        model = {"model": decision.model}
-        self.predicted_tokens.add(decision.predicted_cached_tokens, model)
-        self.best_tokens.add(decision.best_cached_tokens, model)
-        self.delivered_tokens.add(decision.delivered_cached_tokens or 0, model)
+        self.predicted_tokens.add(predicted, {"model": model})
+        self.best_tokens.add(best, {"model": model})
+        self.delivered_tokens.add(delivered, {"model": model})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,15 +9,18 @@ from typing import Any, cast
 
 import grpc
 
-from services.common.rpc.media import input_messages, read_spans
+from services.common.apis.prompts import ChatPrompt, TextPrompt, TokenPrompt
+from services.common.rpc.media import chat_input, read_spans
 from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.rpc.replicas import ReplicaSet
-from services.router.scheduling.openai_body import Body, ChatBody, TextBody, read_body
+from services.router.scheduling.body_intake import HELD_FACTOR, BodyIntake, openai_bodies
 from services.router.scheduling.queries import Prompt
+from services.router.scheduling.request_bodies import AnyBody, RefusedBody
 from services.router.workers.worker import Worker
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
-READ_INLINE = 32 << 10  # bytes of JSON parsed on the event loop; parsing more would delay other queries
+MAX_CALL_S = 15.0
+"""Seconds of a call to preprocess; then DEADLINE_EXCEEDED."""
 
 
 class PreprocessBodies:
@@ -26,15 +28,18 @@ class PreprocessBodies:
 
     Args:
         max_pause_s: longest pause between two messages of a session under load.
+        intake: bounds and parses bodies; None: with limits of its own.
     """
 
     def __init__(
         self,
         targets: Sequence[str],
         credentials: grpc.ChannelCredentials | None,
-        timeout_s: float,
+        timeout_s: float = MAX_CALL_S,
         max_pause_s: float = 0.0,
+        intake: BodyIntake | None = None,
     ) -> None:
+        self._intake = intake or openai_bodies()
         self._replicas: ReplicaSet[preprocess_pb2_grpc.PreprocessAsyncStub] = ReplicaSet(
             "preprocess",
             targets,
@@ -59,15 +64,22 @@ class PreprocessBodies:
             ids: whether the token ids are needed although there are hashes.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT for a body without a prompt, UNAVAILABLE or DEADLINE_EXCEEDED if no replica
-                responds, or the error that preprocess returned.
+            SluiceError: INVALID_ARGUMENT for a body without a prompt or beyond its budgets, UNAVAILABLE or
+                DEADLINE_EXCEEDED if no replica responds, or the error that preprocess returned.
         """
-        body = prompt.body
-        if body is None:
-            text = prompt.openai_body
-            body = read_body(text) if len(text) <= READ_INLINE else await asyncio.to_thread(read_body, text)
+        if prompt.body is not None:
+            return await self._tokenized(model, prompt, prompt.body, workers, ids)
+        with self._intake.holding(HELD_FACTOR * len(prompt.openai_body)):
+            body = await self._intake.read(prompt.openai_body)
+            return await self._tokenized(model, prompt, body, workers, ids)
+
+    async def _tokenized(
+        self, model: str, prompt: Prompt, body: AnyBody, workers: Sequence[Worker], ids: bool
+    ) -> Prompt:
+        if isinstance(body, RefusedBody):
+            raise body.error
         block_size = next((worker.block_size for worker in workers if worker.block_size), 0)
-        request = _request(body)
+        request = _request(body.prompt)
         request.model = model
         request.block_size = block_size
         request.hashes_only = not ids
@@ -90,23 +102,12 @@ class PreprocessBodies:
         )
 
 
-def _request(body: Body) -> preprocess_pb2.TokenizeRequest:
-    if isinstance(body, ChatBody):
-        return preprocess_pb2.TokenizeRequest(
-            chat=preprocess_pb2.ChatInput(
-                messages_json=body.messages_json,
-                tools_json=body.tools_json,
-                template_kwargs_json=body.template_kwargs_json,
-                chat_template=body.chat_template,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                documents_json=body.documents_json,
-                tool_choice_json=body.tool_choice_json,
-                media=input_messages(body.media),
-            )
-        )
-    if isinstance(body, TextBody):
-        return preprocess_pb2.TokenizeRequest(
-            text=preprocess_pb2.TextInput(text=body.text, add_special_tokens=body.add_special_tokens)
-        )
-    return preprocess_pb2.TokenizeRequest(tokens=preprocess_pb2.TokenInput(token_ids=body.token_ids))
+def _request(prompt: ChatPrompt | TextPrompt | TokenPrompt) -> preprocess_pb2.TokenizeRequest:
+    match prompt:
+        case ChatPrompt():
+            return preprocess_pb2.TokenizeRequest(chat=chat_input(prompt))
+        case TextPrompt():
+            text = preprocess_pb2.TextInput(text=prompt.text, add_special_tokens=prompt.add_special_tokens)
+            return preprocess_pb2.TokenizeRequest(text=text)
+        case TokenPrompt():
+            return preprocess_pb2.TokenizeRequest(tokens=preprocess_pb2.TokenInput(token_ids=prompt.token_ids))

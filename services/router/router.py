@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
+from services.common import budgets
 from services.common.errors import SluiceError, invalid, not_found, quoted, unavailable
 from services.common.tasks import TaskOwner
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.kv_index.predictions import Lifetimes
 from services.router.metrics import Metrics
+from services.router.registration.limits import MAX_MODELS
 from services.router.registration.manager import WorkerManager
 from services.router.reservations.cost import NO_LOAD, Load
 from services.router.reservations.table import NO_DEADLINE, AllBusy, QueueOrder, ReservedRank
@@ -29,7 +31,7 @@ from services.router.scheduling.selection import Selector, SelectorConfig, Thres
 from services.router.store.base import Store, StoreUnavailable
 from services.router.store.session_affinity import SessionAffinity
 from services.router.store.store_health import StoreHealth
-from services.router.sync.load_reconciler import LoadReconciler, ReadReport, Reports, UsedBlocks
+from services.router.sync.load_reconciler import LoadReconciler, ReadReport, Reports
 from services.router.sync.model_state import ModelState
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.reservation_owners import Owners
@@ -38,6 +40,8 @@ from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank, with_adapter
 
 TOKENIZING_LATE, TOKENIZING_FAILED = "tokenizing_late", "tokenizing_failed"
+REFUSED_BODY = frozenset({budgets.CODE, "request_too_large"})
+"""Codes of bodies beyond their budgets, which are refused even where tokenizing may fail."""
 BYTES_PER_TOKEN = 4  # to estimate the length of a prompt that is not tokenized
 
 
@@ -48,7 +52,7 @@ class RouterConfig:
     policy: str = "kv"
     lease_ms: int = 6_000
     reservation_ttl_ms: int = 600_000
-    owner_lease_ms: int = 10_000
+    owner_lease_ms: int = 4_000
     decisions_kept: int = 1_000
     drift_after_s: float = 30.0
     lifetimes: Lifetimes = field(default_factory=Lifetimes)
@@ -57,6 +61,8 @@ class RouterConfig:
     wait_ms: int = 0
     wait_for_workers_ms: int = 0
     queue_limit: int = 1_000
+    max_worker_models: int = MAX_MODELS
+    name_pin_ms: int = 86_400_000
     queue_bytes: int = 256 << 20
     models: frozenset[str] = frozenset()
     disagg: DisaggRules = field(default_factory=DisaggRules)
@@ -66,8 +72,7 @@ class Router:
     """Chooses workers for prompts and reserves load on them. Call `start` first and `close` last.
 
     Args:
-        used_blocks: parses worker reports; without it, only reservations make a worker busy.
-        read_report: parses worker reports; without it, reservations are not reconciled with them.
+        read_report: parses worker reports; without it, only reservations make a worker busy, and none is reconciled.
         bodies: tokenizes OpenAI bodies; without it, they are rejected.
         policies: policies of a policy file, started by the caller.
     """
@@ -78,7 +83,6 @@ class Router:
         config: RouterConfig | None = None,
         random: Random | None = None,
         on_death: Callable[[str, BaseException], None] | None = None,
-        used_blocks: UsedBlocks = lambda report: (),
         read_report: ReadReport = lambda report: (),
         bodies: Bodies | None = None,
         policies: ComposedPolicies | None = None,
@@ -91,6 +95,7 @@ class Router:
         self._store = store
         self._tasks = TaskOwner(on_death)
         self._health = StoreHealth(store)
+        reports = Reports(read_report)
         self._reservations = ReservationManager(store, self._health, self._random)
         self._synchronizer = IndexSynchronizer(
             store,
@@ -101,15 +106,17 @@ class Router:
             self.metrics,
             self.config.lease_ms,
             self.config.lifetimes,
-            LoadReconciler(store, read_report, self.metrics, self.config.drift_after_s),
+            LoadReconciler(store, reports, self.metrics, self.config.drift_after_s),
         )
         self.owners = Owners(store, self._health, self._synchronizer, self.metrics, self.config.owner_lease_ms)
         self.decisions = Decisions(self.config.decisions_kept)
         self.queues: AdmissionQueues[RouteResult] = AdmissionQueues(
             self._tasks, self.config.queue_limit, self._abandon, self.config.queue_bytes, self._announce
         )
-        self.metrics.watch_views(lambda: self._synchronizer.views)
-        self.metrics.watch_queues(lambda: self.queues.waiting)
+        self.metrics.watch_indexes(lambda: [view.figures for view in list(self._synchronizer.views)])
+        self.metrics.watch_queues(
+            lambda: {(model, reason.value): count for (model, reason), count in self.queues.waiting.items()}
+        )
         self.lifecycle = RequestLifecycle(
             self._reservations, self._synchronizer, self.decisions, self.metrics, self.queues.ended
         )
@@ -118,7 +125,7 @@ class Router:
             store,
             self._reservations,
             self.registry,
-            Reports(used_blocks),
+            reports,
             SelectorConfig(
                 self.config.policy,
                 self.config.reservation_ttl_ms,
@@ -133,8 +140,17 @@ class Router:
         self._scheduler = Scheduler(store, self._synchronizer, self._selector, sessions, self._disagg)
         self._bodies = bodies or NoBodies()
         self.worker_manager = WorkerManager(
-            store, self._health, self._synchronizer, self._reservations, self._tasks, self.metrics, self.config.lease_ms
+            store,
+            self._health,
+            self._synchronizer,
+            self._reservations,
+            self._tasks,
+            self.metrics,
+            self.config.lease_ms,
+            self.config.max_worker_models,
+            self.config.name_pin_ms,
         )
+        self.metrics.watch_set_aside(self.registry.workers)
 
     def start(self) -> None:
         """Starts connecting to the store; `ready` is set once the state of every model has been loaded."""
@@ -177,7 +193,7 @@ class Router:
         pending, started = _PendingQuery(query, self._tokenize), time.monotonic()
         if self.registry.serving(query.model):
             await pending.prepare()
-            if query.candidates is None:
+            if query.candidates is None and query.role is None:
                 await self._disagg.wait_for_prefill(query.model)
 
         async def attempt(*, place: bool = True) -> RouteResult:
@@ -205,7 +221,7 @@ class Router:
             query.max_wait_ms or self.config.wait_ms,
             query.max_wait_for_workers_ms or self.config.wait_for_workers_ms,
             query.prompt.size,
-            (query.candidates, query.prompt.prompt_tokens <= self.config.disagg.bypass_uncached_tokens),
+            (query.candidates, query.role, query.require_pair, self._disagg.may_bypass(query)),
         )
 
     async def _tokenize(self, query: Query) -> tuple[Query, str]:
@@ -217,7 +233,9 @@ class Router:
                 return await self._with_tokens(query), ""
         except TimeoutError:
             degraded = TOKENIZING_LATE
-        except SluiceError:
+        except SluiceError as error:
+            if error.code in REFUSED_BODY:
+                raise
             degraded = TOKENIZING_FAILED
         self.metrics.tokenizing_failed.add(1, {"why": degraded})
         prompt = query.prompt
@@ -342,7 +360,7 @@ class Router:
         self.metrics.overlap_blocks.add(route.overlap.blocks)
         if route.reservation_id and not route.repeated:
             decision = decision_on(query, route)
-            self.metrics.decided(decision)
+            self.metrics.decided(decision.model, decision.media_items, decision.cached_media_items)
             self.decisions.add(decision)
 
 
@@ -371,6 +389,10 @@ class _PendingQuery:
     async def ready(self) -> Query:
         """Returns the query with tokens; raises SluiceError if its prompt cannot be tokenized."""
         await self.prepare()
-        if self._error is not None:
-            raise self._error
-        return self.query
+        if self._error is None:
+            return self.query
+        error, self._error, self._done = self._error, None, False
+        try:
+            raise error
+        finally:
+            del error  # the traceback refers to this frame, and to the body: a cycle that would keep it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,11 +22,12 @@ from services.common.security.identity import Caller
 from services.router.messages import queries as query_messages
 from services.router.messages import workers as messages
 from services.router.registration.stream import HEARTBEATS_PER_LEASE, WorkerStream
-from services.router.registration.stream_messages import Inbox, WorkerMessage
+from services.router.registration.stream_messages import Inbox, WorkerMessage, read_pace, size_of
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import reservation_id, scoped, within
 from services.router.router import Router
 from services.router.scheduling.queries import Query, check_owner
+from services.router.scheduling.request_bodies import ReadBody
 from services.router.workers.worker import Worker, WorkerRank
 from sluice.v1 import router_pb2, router_pb2_grpc
 
@@ -116,9 +117,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
         with telemetry.stage("router.query", parent=telemetry.carrier_of_metadata(metadata)):
             return await self._route(request)
 
-    async def _route(self, request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
+    async def route(self, query: router_pb2.RouteQueryRequest, body: ReadBody) -> router_pb2.RouteQueryResponse:
+        """Returns the response to a query whose prompt is an OpenAI body that has been read; raises typed errors."""
+        return await self._route(query, body)
+
+    async def _route(
+        self, request: router_pb2.RouteQueryRequest, body: ReadBody | None = None
+    ) -> router_pb2.RouteQueryResponse:
         logs.request_id.set(request.request_id)
         query = query_messages.query_of(request, self._cost, identity.current.get().scope)
+        if body is not None:
+            query = replace(query, prompt=replace(query.prompt, body=body))
         return query_messages.response_of(await self._router.query(query))
 
     @_unary("add")
@@ -195,9 +204,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def ListWorkers(self, request: router_pb2.ListWorkersRequest) -> router_pb2.ListWorkersResponse:
         self._router.check_ready()
         workers = self._router.registry.workers(request.model)
-        return router_pb2.ListWorkersResponse(
-            workers=[messages.worker_info(worker, self._router.report(worker)) for worker in workers]
-        )
+        return router_pb2.ListWorkersResponse(workers=messages.worker_infos(workers, self._router.report))
 
     @_unary("loads")
     async def GetLoads(self, request: router_pb2.GetLoadsRequest) -> router_pb2.GetLoadsResponse:
@@ -251,8 +258,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         try:
             async with self._router.owners.stream(owner):
                 while not watch.ended:
-                    for update in await watch.next():
-                        yield messages.change_of(update, self._router.report(update.worker) if update.worker else b"")
+                    for message in messages.changes_of(await watch.next(), self._router.report):
+                        yield message
             await abort(context, _stopping())
         finally:
             self._router.registry.unwatch(watch)
@@ -298,9 +305,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     async def _serve_attached(self, attachment: WorkerStream, sequences: dict[int, int], context: Context) -> None:
         worker = attachment.worker
-        open_stream = _OpenStream(worker, Inbox(INBOX_LIMIT))
+        open_stream = _OpenStream(worker, Inbox(INBOX_LIMIT, size=size_of))
         self._replace(open_stream)
-        reading = asyncio.create_task(_read(open_stream, context))
+        reading = asyncio.create_task(read_messages(open_stream.inbox, worker, context))
         try:
             lease_ms = self._router.config.lease_ms
             attached = router_pb2.Attached(
@@ -365,13 +372,23 @@ def _not_allowed(caller: Caller, worker_id: str) -> SluiceError:
     )
 
 
-async def _read(open_stream: _OpenStream, context: Context) -> None:
-    inbox, worker = open_stream.inbox, open_stream.worker
+async def read_messages(inbox: Inbox[WorkerMessage], worker: Worker, context: Context) -> None:
+    """Reads the messages of an attached worker into its inbox, at a bounded rate, until the stream ends."""
+    pace = read_pace(worker)
     try:
         while (message := await context.read()) is not grpc.aio.EOF:
-            await inbox.put(messages.message_of(message, worker))
+            if message is None:  # gRPC could not parse it, and has logged the failure
+                raise invalid("The message cannot be parsed, or has too many tiny parts.", param="message")
+            content = messages.message_of(message, worker)
+            message = None  # it takes more than its content, and may wait for space
+            await inbox.put(content)
+            if pause_s := pace.pause_s():
+                await asyncio.sleep(pause_s)
         inbox.end()
     except SluiceError as error:
-        inbox.end(error)
+        inbox.end(error.with_traceback(None))  # which refers to the message and to the inbox
     except (grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError):
         inbox.end()  # the call has ended
+    except Exception:
+        log.exception("reading a worker's message failed", extra={"worker": worker.worker_id})
+        inbox.end(SluiceError(ErrorKind.INTERNAL, "The message cannot be read; see the router's log."))

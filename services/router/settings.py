@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, SecretStr
 
@@ -22,6 +22,8 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
 
     model_config = settings_config("router")
 
+    max_message_mb: ClassVar[int] = 6  # prompts as token ids
+
     listen: str = Field("127.0.0.1:50052", description="host:port of the gRPC server")
     redis_url: SecretStr = Field(
         SecretStr(""),
@@ -36,46 +38,11 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     policies: Path | None = Field(
         None, description="YAML file of composed policies, and of the policy of each model; unset: none"
     )
-    policy_timeout_ms: int = Field(
-        100, ge=1, le=10_000, description="longest ranking by stages of policies that are not built in, milliseconds"
-    )
-    policy_memory_mb: int = Field(
-        512, ge=16, description="memory that the process of stages that are not built in can allocate, MiB"
-    )
     prefill_load_scale: float = Field(
         PREFILL_LOAD_SCALE, ge=0, description="weight of prefill load relative to decode load"
     )
-    encoder_load_scale: float = Field(
-        1.0, ge=0, description="weight of encoding a media item relative to computing as many prompt tokens"
-    )
-    device_credit: float = Field(
-        1.0, ge=0, le=1, description="share of a block's computation saved if it is in device memory"
-    )
-    host_credit: float = Field(
-        0.75, ge=0, le=1, description="share of a block's computation saved if it is in host memory"
-    )
-    disk_credit: float = Field(0.25, ge=0, le=1, description="share of a block's computation saved if it is on disk")
-    predicted_credit: float = Field(
-        0.9,
-        ge=0,
-        le=1,
-        description="share of a block's computation saved if it is predicted: not reported, but left by past requests",
-    )
-    predicted_ttl_s: float = Field(
-        120.0, gt=0, description="lifetime in seconds of predicted blocks on engines without KV events"
-    )
-    predicted_bridge_s: float = Field(
-        2.0, gt=0, description="lifetime in seconds of predicted blocks after prefill on engines with KV events"
-    )
-    predicted_computing_s: float = Field(
-        60.0, gt=0, description="longest time in seconds for which predicted blocks count as not computed yet"
-    )
-    predicted_blocks: int = Field(100_000, ge=1, description="maximum predicted blocks per data-parallel rank")
     temperature: float = Field(
         0.0, ge=0, description="0: choose the cheapest worker; above: sample from a softmax over the costs"
-    )
-    session_ttl_s: float = Field(
-        600.0, gt=0, description="lifetime in seconds of a session's affinity after its last request"
     )
     busy_kv_share: float = Field(
         0.0, ge=0, le=1, description="a worker with this share of its KV blocks reserved or in use is busy; 0: never"
@@ -96,28 +63,26 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     models: CommaList = Field(
         [], description="models that are known even if none of their workers registered within an hour"
     )
-    queue_limit: int = Field(1_000, ge=1, description="maximum length of each model's admission queue")
-    queue_mb: int = Field(256, ge=1, description="maximum size of all waiting prompts, MiB")
     wait_for_prefill: bool = Field(
         False, description="requests wait for the first prefill worker while decode workers have none"
     )
     enforce_disagg: bool = Field(False, description="fail instead of running prefill and decode on one worker")
-    prefill_wait_s: float = Field(30.0, ge=0, description="longest wait in seconds for the first prefill worker")
     bypass_uncached_tokens: int = Field(
         0, ge=0, description="prompts with at most this many uncached tokens bypass prefill workers; 0: none"
     )
     preprocess: AddressList = Field(
         [], description="host:port of preprocess; names resolve to all addresses; empty: reject OpenAI bodies"
     )
-    preprocess_timeout_s: float = Field(15.0, gt=0, description="timeout of calls to preprocess in seconds")
     http_listen: Address = Field("", description="host:port of the HTTP/JSON API; empty: off")
-    http_max_body_mb: int = Field(4, ge=1, le=256, description="maximum size of a request body of the HTTP API, MiB")
-    http_max_body_memory_mb: int = Field(
-        64, ge=1, description="memory for all request bodies of the HTTP API together, MiB"
+    http_allowed_hosts: CommaList = Field(
+        [],
+        description="names accepted in Host headers by the HTTP API; '*': any; on loopback it always accepts localhost "
+        "and loopback addresses and rejects other names; empty: any name, unless it listens on loopback",
     )
-    http_max_connections: int = Field(1_024, ge=1, description="maximum number of open connections of the HTTP API")
-    http_timeout_s: float = Field(
-        10.0, gt=0, description="longest time in which the headers, and then the body, of an HTTP request arrive"
+    http_allowed_origins: CommaList = Field(
+        [],
+        description="origins of web pages that may use the HTTP API, in addition to its own; only used where Host "
+        "headers are checked, and for the types of bodies; '*': any",
     )
     picker_listen: Address = Field(
         "", description="host:port of the endpoint picker for Envoy (ext_proc), such as 0.0.0.0:9002; empty: none"
@@ -142,13 +107,13 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         le=16,
         description="number of endpoints to try after the chosen one; 0 for clusters of type ORIGINAL_DST",
     )
-    picker_tokenize_ms: int = Field(
-        2_000, ge=1, description="the picker selects by load alone if tokenizing takes this many milliseconds"
+    picker_body_mb: int = Field(
+        10,
+        ge=1,
+        description="longest request body of the picker, MiB; the same as the gateways' max-body-mb; all bodies "
+        "together may take four times as much, and at least 64 MiB",
     )
-    picker_body_mb: int = Field(16, ge=1, description="longest request body of the picker, MiB")
-    picker_bodies_mb: int = Field(512, ge=1, description="maximum size of all request bodies in the picker, MiB")
     picker_body_s: float = Field(60.0, gt=0, description="longest time in seconds for a request body to arrive")
-    picker_streams: int = Field(10_000, ge=1, description="maximum number of requests in progress at the picker")
     picker_close_after_choice: bool = Field(
         False,
         description="the picker ends its stream once an endpoint is chosen: cheaper, but bookings end by the load "
@@ -174,11 +139,7 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
     lease_ms: int = Field(
         6_000, ge=300, description="lease of a worker in milliseconds; without a heartbeat for this long it is removed"
     )
-    drift_after_s: float = Field(
-        30.0, gt=0, description="age in seconds from which a reservation missing in its worker's reports is released"
-    )
     owner_lease_ms: int = Field(
-        10_000, ge=300, description="reservations of an owner disconnected for this many milliseconds are released"
+        4_000, ge=300, description="reservations of an owner disconnected for this many milliseconds are released"
     )
-    decisions_kept: int = Field(1_000, ge=1, le=1_000_000, description="maximum decision records kept by this replica")
     reservation_ttl_s: float = Field(600.0, gt=0, description="lifetime in seconds of a reservation that is not freed")

@@ -26,15 +26,21 @@ from sluice.v1 import router_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+REGISTERING = "registering with a router"
 FLUSH_S = 2.0
 STOP_SERVER_S = 0.2
+MAX_GRAMMAR = 2 << 20
+"""Characters of a constraint: a schema, regular expression, grammar or all texts of a choice; more are refused."""
+MAX_MEDIA_MB = 64
+"""MiB of one media file, which must also fit into the cache; a larger one is refused with TOO_LARGE."""
 
 
 class WorkerServer:
     """Owns the engine, the worker, its gRPC server and its registration.
 
     The server listens from the beginning so that probes can observe a starting worker. Requests are accepted once the
-    engine is ready; registration follows.
+    engine is ready; registration follows. Health waits for the first registration, so that a rolling update does not go
+    on to the next worker before this one gets requests. Later outages of the routers do not change it.
     """
 
     def __init__(self, settings: WorkerSettings, stop: Stop) -> None:
@@ -49,15 +55,17 @@ class WorkerServer:
             max_live=settings.max_live,
             strict=settings.strict_streams,
             processing=settings.processing_options,
-            grammar=Budget("grammar_characters", settings.max_grammar_kb << 10, "--max-grammar-kb"),
+            grammar=Budget("grammar_characters", MAX_GRAMMAR, ""),
             media_bytes=settings.media_cache_mb << 20,
-            max_media_bytes=min(settings.max_media_mb, settings.media_cache_mb) << 20,
+            max_media_bytes=min(MAX_MEDIA_MB, settings.media_cache_mb) << 20,
         )
         scraping.health = self.health
         self.worker.gate.on_serving = self._serving_changed
         self.worker.on_card = self._card_changed
         self.service = WorkerService(self.worker, Controls(self.worker, self._resync), settings.session_pause_s)
         self.registration: Registration | None = None
+        self._was_registered = not settings.routers
+        self._suspended = ""
         self._engine_metrics = EngineMetrics(self.engine.metrics_text)
         self._routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub] | None = None
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.server.server)
@@ -77,20 +85,22 @@ class WorkerServer:
         # A vocabulary lives as long as the process; exclude it from every later garbage collection.
         gc.collect()
         gc.freeze()
-        await self.server.set_serving(True)
         if settings.routers:
             await self._register()
+        else:
+            await self._update_health()
         if settings.canary_s:
-            canary = Canary(self.worker, settings.canary_s, settings.canary_timeout_s, settings.canary_failures)
+            canary = Canary(self.worker, settings.canary_s)
             self._tasks.spawn(canary.run(), "canary")
 
     def health(self) -> dict[str, object]:
         """Returns the body of `/health` on the metrics port: the status and, while not serving, the current phase."""
         worker, phases = self.worker, self.worker.phases
+        phase = phases.name or ("" if self._was_registered else REGISTERING)
         return {
-            "status": "draining" if worker.draining else "ok" if not phases.name else "waiting",
+            "status": "draining" if worker.draining else "ok" if not phase else "waiting",
             "worker_id": worker.worker_id,
-            "phase": phases.name,
+            "phase": phase,
             "phase_share": phases.share,
             "phase_seconds": round(phases.seconds, 1),
             "registration": "" if self.registration is None else self.registration.trouble,
@@ -108,12 +118,22 @@ class WorkerServer:
         self.registration = Registration(self.worker, address, self._routers, http_address, settings.label_values)
         await self._routers.start()
         self._tasks.spawn(self.registration.run(), "registration")
+        self._tasks.spawn(self._await_registered(self.registration), "first-registration")
+
+    async def _await_registered(self, registration: Registration) -> None:
+        await registration.attached.wait()
+        self._was_registered = True
+        await self._update_health()
+
+    async def _update_health(self) -> None:
+        await self.server.set_serving(self._was_registered and not self._suspended and not self.worker.draining)
 
     def _serving_changed(self, why: str) -> None:
         """Updates health and registration when the worker is suspended, or resumed with an empty `why`."""
         if self.worker.draining:
             return
-        self._tasks.spawn(self.server.set_serving(not why), "health")
+        self._suspended = why
+        self._tasks.spawn(self._update_health(), "health")
         if self.registration is not None:
             if why:
                 self.registration.pause(why)

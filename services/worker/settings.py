@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, FilePath, field_validator
 
 from services.common.media.spans import MediaKind
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
-from services.common.security.settings import RouterTokenSettings
 from services.common.settings import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
 from services.worker.processing_options import ProcessingOptions
 
 
-class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
+class WorkerSettings(GrpcServiceSettings):
     """Sluice worker: runs one engine and streams its tokens.
 
     Every flag can also be set by an environment variable: --log-level is SLUICE_WORKER_LOG_LEVEL.
     """
 
     model_config = settings_config("worker")
+
+    max_message_mb: ClassVar[int] = 64  # tensors of prompts
 
     listen: str = Field("127.0.0.1:50061", description="host:port that the gRPC server listens on")
     worker_id: str = Field(
@@ -51,24 +52,9 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     canary_s: float = Field(
         30.0, ge=0, description="seconds without a finished generation before a one-token canary runs; 0: no canaries"
     )
-    canary_timeout_s: float = Field(10.0, gt=0, description="maximum seconds a canary generation may take")
-    canary_failures: int = Field(
-        2, ge=1, description="consecutive canary failures after which the worker leaves discovery"
-    )
     strict_streams: bool = Field(
         False, description="raise contract violations into the engine, for tests; otherwise only the request fails"
     )
-
-    max_grammar_kb: int = Field(
-        2048,
-        ge=1,
-        description="maximum size of a structured-output constraint, in Ki characters: a schema, regular expression, "
-        "grammar, or all texts of a choice",
-    )
-    grammar_timeout_s: float = Field(
-        10.0, gt=0, description="maximum seconds a request waits for its grammar to be compiled or validated"
-    )
-    grammar_threads: int = Field(2, ge=1, le=64, description="number of grammars compiled or validated concurrently")
 
     processing: Literal["none", "prompts", "full"] = Field(
         "prompts",
@@ -76,7 +62,6 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         "chat prompts; full: also return text and tool calls. When set explicitly, the worker does not start if the "
         "tokenizer cannot be loaded",
     )
-    processing_cache_mb: int = Field(16, ge=0, description="size in MiB of the cache of tokenized prompts; 0: no cache")
 
     media_cache_mb: int = Field(
         256,
@@ -84,7 +69,6 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         le=1 << 20,
         description="size in MiB of the media files kept for prompts, unfinished uploads included",
     )
-    max_media_mb: int = Field(32, ge=1, le=1 << 20, description="maximum size in MiB of one media file")
 
     engine: str = Field("mock", description="name of the engine, or package.module:Class of a custom one")
     engine_args: str = Field(
@@ -118,8 +102,8 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     )
 
     speedup: float = Field(1.0, gt=0, description="mock engine: factor by which simulated time runs faster")
-    timing: Literal["modelled", "polynomial", "fixed", "table"] = Field(
-        "modelled", description="mock engine: model of step durations; modelled and polynomial are the same"
+    timing: Literal["modelled", "fixed", "table"] = Field(
+        "modelled", description="mock engine: model of step durations"
     )
     timing_file: str = Field("", description="mock engine, table timing: JSON file with measured step durations")
     fixed_step_ms: float = Field(5.0, ge=0, description="mock engine, fixed timing: milliseconds per step")
@@ -127,16 +111,11 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
         20.0, ge=0, description="mock engine, fixed timing: microseconds per computed prompt token"
     )
     fault: CommaList = Field(
-        [], description="mock engine: faults to inject from the start, such as slow=5,error_after=3"
+        [], description="mock engine: faults to inject from the start, such as hang or error_after=3"
     )
-    transfer_gbps: float = Field(
-        100.0, gt=0, description="mock engine, decode role: KV-cache transfer rate in gigabits per second"
-    )
-    kv_token_bytes: int = Field(131_072, ge=1, description="mock engine: bytes of KV cache per token")
     data_parallel_size: int = Field(
         1, ge=1, le=64, description="mock engine: number of data-parallel ranks, each with its own blocks and batch"
     )
-    embedding_width: int = Field(256, ge=1, le=65_536, description="mock engine: dimensions of an embedding")
     labels: CommaList = Field(
         [], max_length=1_024, description="mock engine: classes of a model that classifies texts; empty: it embeds"
     )
@@ -189,11 +168,7 @@ class WorkerSettings(RouterTokenSettings, GrpcServiceSettings):
     @property
     def processing_options(self) -> ProcessingOptions:
         """The options of local processing."""
-        return ProcessingOptions(
-            self.processing,
-            "processing" in self.model_fields_set,
-            self.processing_cache_mb << 20,
-        )
+        return ProcessingOptions(self.processing, "processing" in self.model_fields_set)
 
     @property
     def spec(self) -> ModelSpec:

@@ -32,7 +32,8 @@ _TRUST_DOMAIN = re.compile(r"[a-z0-9._-]+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _HOST_NAME = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,250}[A-Za-z0-9_.])?")
 CLOCK_SKEW = timedelta(minutes=5)
-MAX_COMMON_NAME = 64  # of X.509
+MAX_COMMON_NAME = 64
+"""Characters of the common name of a certificate, as in X.509; the rest is left out."""
 
 
 @dataclass(frozen=True)

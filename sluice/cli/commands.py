@@ -39,6 +39,10 @@ for _commands in (commands_up, commands_live, commands_worker, commands_security
 
 def invoke(arguments: list[str]) -> int:
     """Runs a command; an invalid command line prints one sentence to standard error and returns exit code 2."""
+    if arguments[:1] == ["up"]:
+        from services.common.settings import spelled_out
+
+        arguments = spelled_out(arguments, commands_up.SWITCHES)
     try:
         return int(app(arguments, standalone_mode=False) or 0)
     except _CommandLineError as error:

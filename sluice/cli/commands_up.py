@@ -13,15 +13,17 @@ from rich.console import Console
 from services.common.net.ports import free_port
 from services.gateway.pipeline.config import Disaggregation, PresetName, Routing, StageLocation
 from sluice.cli.up import follow, supervisor
-from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.engines.entries import EngineEntry
 from sluice.cli.up.engines.file import EngineFile
 from sluice.cli.up.engines.workers import EngineWorkers
 from sluice.cli.up.follow import FollowOptions
 from sluice.cli.up.pipeline import PipelineFlags
-from sluice.cli.up.plan import Options, Process, check, engine_process, plan
+from sluice.cli.up.plan import Options, Process, check, engine_process, plan, secured
 from sluice.cli.up.processing import ProcessingFlags
 from sluice.cli.up.progress import View
+
+SWITCHES = ("migration", "migration-enabled", "native-parsers")
+"""Flags of `sluice up` that are on or off, both of which can be given."""
 
 
 def add_to(app: typer.Typer) -> None:
@@ -195,7 +197,7 @@ def up_suite(
     name = check(options).name
     processes = plan(options, free_port)
     if tls is not None:
-        processes = tls_flags.secured(processes, tls)
+        processes = secured(processes, tls)
     view = View(processes, Console(stderr=True, highlight=False))
     if note := options.processing.note(engine):
         view.report(note, "bold yellow")
@@ -250,4 +252,4 @@ def follow_engines(
 def _worker_of(options: Options, processes: Sequence[Process], entry: EngineEntry, port: int) -> Process:
     routers = ",".join(process.address for process in processes if process.kind == "router")
     process = engine_process(options, entry, routers, port)
-    return process if options.tls is None else tls_flags.secured([process], options.tls)[0]
+    return process if options.tls is None else secured([process], options.tls)[0]

@@ -1,8 +1,9 @@
-"""The commands for workers, engines, models and tokenizers: `worker`, `engines`, `conformance`, `tiny-model` and
-`diff-tokenizers`."""
+"""The commands for workers, engines, models and tokenizers: `worker`, `engines`, `extensions`, `conformance`,
+`tiny-model` and `diff-tokenizers`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,9 +20,18 @@ def add_to(app: typer.Typer) -> None:
     passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     app.command("worker", context_settings=passed_on)(worker)
     app.command("engines")(engines)
+    app.command("extensions")(extensions)
     app.command("diff-tokenizers")(diff_tokenizers)
     app.command("conformance")(conformance)
     app.command("tiny-model")(tiny_model)
+
+
+def _import_from_here() -> None:
+    """Makes custom classes in the working directory importable, as the processes of `sluice up` do."""
+    import services  # noqa: F401 - before the folder is on the path, where another one may have that name
+
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def worker() -> None:
@@ -29,6 +39,7 @@ def worker() -> None:
 
     In addition, --tls DIR sets its TLS flags to the certificates that `sluice certs DIR` created.
     """
+    _import_from_here()
     with needs_extra("worker", "worker"):
         from sluice.cli import worker as command
     command.run_worker(sys.argv[sys.argv.index("worker") + 1 :])  # unparsed: the engine's own flags follow `--`
@@ -52,6 +63,13 @@ def engines(
         typer.echo("\n".join(engine_names()))
 
 
+def extensions(as_json: AsJson = False) -> None:
+    """List what installed packages add: engines and policies; exit code 1 if one cannot be used."""
+    with needs_extra("extensions", "worker"):
+        from sluice.cli import extensions as command
+    raise typer.Exit(command.run(as_json, console()))
+
+
 def diff_tokenizers(
     left: Annotated[str, typer.Argument(metavar="A", help="SOURCE[@PROCESSOR], such as ./model@hf")],
     right: Annotated[str, typer.Argument(metavar="B", help="SOURCE[@PROCESSOR] to compare with, such as ./model@vllm")],
@@ -62,6 +80,7 @@ def diff_tokenizers(
     sglang_python: Annotated[str, typer.Option(help="Python interpreter that has sglang; default: this one")] = "",
 ) -> None:
     """Show where two tokenizers produce different prompts, side by side; exit code 1 if they do."""
+    _import_from_here()
     with needs_extra("diff-tokenizers", "preprocess"):
         from services.preprocess.tokenizers.engine import EngineOptions
         from sluice.cli import diff

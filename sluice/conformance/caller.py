@@ -11,9 +11,9 @@ import grpc
 from services.common.errors import SluiceError
 from services.common.media.spans import content_hash
 from services.common.packing import pack_u32, unpack_u32
+from sluice.conformance.exceptions import RuleFailed
 from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.patience import Patience
-from sluice.conformance.rule import RuleFailed
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 CLOSE_S = 2.0

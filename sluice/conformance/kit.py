@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 import grpc
 
 from services.common.errors import SluiceError, invalid, unavailable
-from services.common.rpc.channels import open_channel
+from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, open_channel
 from services.common.rpc.errors import from_rpc_error
 from sluice.conformance import rules
+from sluice.conformance.exceptions import NotChecked, NotClaimed, RuleFailed
 from sluice.conformance.patience import Patience
-from sluice.conformance.rule import NotChecked, NotClaimed, Report, Result, Rule, RuleFailed, Verdict
+from sluice.conformance.rule import Report, Result, Rule, Verdict
 from sluice.conformance.subject import Subject, Target
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
@@ -54,7 +55,7 @@ async def run(
         SluiceError: the worker cannot be reached or is not serving.
     """
     patience = patience or Patience()
-    channel = open_channel(target.address, target.credentials)
+    channel = open_channel(target.address, target.credentials, keepalive_ms=FOREIGN_KEEPALIVE_MS)
     try:
         subject = Subject(target, channel, patience, await _get_info(channel, patience))
         report = Report(target.address, f"{subject.info.engine} {subject.info.engine_version}".strip())

@@ -10,8 +10,9 @@ import grpc
 
 from services.common.errors import ErrorKind
 from services.common.rpc.errors import DETAIL_KEY, from_rpc_error
+from sluice.conformance.exceptions import NotClaimed, RuleFailed
 from sluice.conformance.observed_stream import REASONS, ObservedStream
-from sluice.conformance.rule import NotClaimed, RuleFailed, expect
+from sluice.conformance.rule import expect
 from sluice.conformance.subject import Subject
 from sluice.v1 import common_pb2, worker_pb2
 

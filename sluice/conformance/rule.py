@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sluice.conformance.subject import Subject
+from sluice.conformance.exceptions import RuleFailed
+from sluice.conformance.subject import Subject
 
-Check = Callable[["Subject"], Awaitable[str]]
-
-
-class RuleFailed(Exception):
-    """The worker violates the clause; the message describes the observed behaviour."""
-
-
-class NotClaimed(Exception):
-    """The card does not claim the capability of the rule; the message describes how the worker refuses it."""
-
-
-class NotChecked(Exception):
-    """The rule could not be run; the message states the reason and, if possible, what to change."""
+Check = Callable[[Subject], Awaitable[str]]
 
 
 class Verdict(StrEnum):

@@ -13,13 +13,13 @@ from typing import TypeVar
 import grpc
 
 from services.common.packing import pack_u32, unpack_u32
-from services.common.rpc.channels import open_channel
+from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.worker.contract.capabilities import Capability
 from sluice.conformance.caller import ConformanceClient
+from sluice.conformance.exceptions import RuleFailed
 from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.patience import Patience
-from sluice.conformance.rule import RuleFailed
 from sluice.conformance.watching import Watcher
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -162,7 +162,7 @@ class Subject:
     @asynccontextmanager
     async def peer(self, address: str) -> AsyncIterator[Subject]:
         """Connects to another worker."""
-        channel = open_channel(address, self.target.credentials)
+        channel = open_channel(address, self.target.credentials, keepalive_ms=FOREIGN_KEEPALIVE_MS)
         try:
             stub = worker_pb2_grpc.WorkerStub(channel)
             info = await self.call(stub.GetInfo(worker_pb2.GetInfoRequest()))

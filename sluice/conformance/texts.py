@@ -10,7 +10,7 @@ from pathlib import Path
 from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.errors import SluiceError
 from services.common.models import ModelSpec
-from sluice.conformance.rule import NotChecked
+from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 

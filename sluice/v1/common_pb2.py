@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sluice/v1/common.proto\x12\tsluice.v1\"\x8a\x01\n\x0b\x45rrorDetail\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.sluice.v1.ErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x11\n\tretryable\x18\x06 \x01(\x08\"E\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\x12\x0c\n\x04link\x18\x03 \x01(\t\"j\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\xcd\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).sluice.v1.SamplingOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x01(\x0c\x12\x11\n\tbad_words\x18\x0b \x03(\x0c\x12\"\n\x15thinking_token_budget\x18\x0c \x01(\rH\x08\x88\x01\x01\x12\x1b\n\x13\x65ngine_options_json\x18\r \x01(\x0c\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x18\n\x16_thinking_token_budget\"\x8c\x01\n\x0bStopOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x01(\x0c\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x15\n\reos_token_ids\x18\x05 \x01(\x0c\x42\r\n\x0b_max_tokens\"e\n\rOutputOptions\x12\x15\n\x08logprobs\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xdb\x01\n\x0eGuidedDecoding\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x36\n\x06\x63hoice\x18\x04 \x01(\x0b\x32$.sluice.v1.GuidedDecoding.ChoiceListH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x1a\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\tB\t\n\x07grammar\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.sluice.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.sluice.v1.TokenLogprob\"~\n\rTokenizerSpec\x12\x11\n\tprocessor\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x1a\n\x12prompt_fingerprint\x18\x04 \x01(\t\x12\x19\n\x11media_fingerprint\x18\x05 \x01(\t\"\x8d\x01\n\tMediaSpan\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.sluice.v1.MediaKind\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\x16\n\x0eunexpanded_ids\x18\x05 \x01(\x0c\x12\x16\n\x0e\x65ncoder_tokens\x18\x06 \x01(\r\";\n\tMediaFile\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x12\n\nmedia_type\x18\x03 \x01(\t\"\xae\x03\n\tModelCard\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\ttokenizer\x18\x02 \x01(\x0b\x32\x18.sluice.v1.TokenizerSpec\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x13\n\x0bhash_scheme\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_sequences\x18\x08 \x01(\r\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\n \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x0b \x03(\t\x12\x15\n\reos_token_ids\x18\x0c \x01(\x0c\x12\x10\n\x08\x61\x64\x61pters\x18\r \x03(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x0e \x01(\x03\x12\x15\n\rchat_template\x18\x0f \x01(\t\x12\x13\n\x0btool_parser\x18\x10 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x11 \x01(\t\x12\x0e\n\x06labels\x18\x12 \x03(\t\"\x95\x01\n\nWorkerLoad\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x13\n\x0bused_blocks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\x12\x0f\n\x07step_ms\x18\x06 \x01(\x02*\xb0\x04\n\tErrorKind\x12\x1a\n\x16\x45RROR_KIND_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_KIND_INVALID_ARGUMENT\x10\x01\x12\x18\n\x14\x45RROR_KIND_NOT_FOUND\x10\x02\x12\x18\n\x14\x45RROR_KIND_TOO_LARGE\x10\x03\x12\x19\n\x15\x45RROR_KIND_OVERLOADED\x10\x04\x12\x1a\n\x16\x45RROR_KIND_UNAVAILABLE\x10\x05\x12\"\n\x1e\x45RROR_KIND_FAILED_PRECONDITION\x10\x06\x12 \n\x1c\x45RROR_KIND_DEADLINE_EXCEEDED\x10\x07\x12\x18\n\x14\x45RROR_KIND_CANCELLED\x10\x08\x12\x17\n\x13\x45RROR_KIND_INTERNAL\x10\t\x12\x1e\n\x1a\x45RROR_KIND_UNAUTHENTICATED\x10\n\x12 \n\x1c\x45RROR_KIND_PERMISSION_DENIED\x10\x0b\x12\x1d\n\x19\x45RROR_KIND_CANNOT_CONNECT\x10\x14\x12!\n\x1d\x45RROR_KIND_CONNECTION_TIMEOUT\x10\x15\x12\x1b\n\x17\x45RROR_KIND_DISCONNECTED\x10\x16\x12\x1e\n\x1a\x45RROR_KIND_ENGINE_SHUTDOWN\x10\x17\x12 \n\x1c\x45RROR_KIND_STREAM_INCOMPLETE\x10\x18\x12\x1f\n\x1b\x45RROR_KIND_RESPONSE_TIMEOUT\x10\x19*\xce\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x19\n\x15\x46INISH_REASON_HANDOFF\x10\x06*\x8e\x01\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03\x12\x16\n\x12WORKER_ROLE_ENCODE\x10\x04*h\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41\x43HE_TIER_DEVICE\x10\x01\x12\x13\n\x0f\x43\x41\x43HE_TIER_HOST\x10\x02\x12\x13\n\x0f\x43\x41\x43HE_TIER_DISK\x10\x03*i\n\tMediaKind\x12\x1a\n\x16MEDIA_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEDIA_KIND_IMAGE\x10\x01\x12\x14\n\x10MEDIA_KIND_AUDIO\x10\x02\x12\x14\n\x10MEDIA_KIND_VIDEO\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16sluice/v1/common.proto\x12\tsluice.v1\"\x8a\x01\n\x0b\x45rrorDetail\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.sluice.v1.ErrorKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x0c\n\x04\x63ode\x18\x04 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x11\n\tretryable\x18\x06 \x01(\x08\"E\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\x12\x0c\n\x04link\x18\x03 \x01(\t\"\x81\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\rB\x10\n\x0e_cached_tokens\"\xcd\x04\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).sluice.v1.SamplingOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x01(\x0c\x12\x11\n\tbad_words\x18\x0b \x03(\x0c\x12\"\n\x15thinking_token_budget\x18\x0c \x01(\rH\x08\x88\x01\x01\x12\x1b\n\x13\x65ngine_options_json\x18\r \x01(\x0c\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x18\n\x16_thinking_token_budget\"\x8c\x01\n\x0bStopOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x01(\x0c\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\x15\n\reos_token_ids\x18\x05 \x01(\x0c\x42\r\n\x0b_max_tokens\"e\n\rOutputOptions\x12\x15\n\x08logprobs\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xdb\x01\n\x0eGuidedDecoding\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x0e\n\x04\x65\x62nf\x18\x03 \x01(\tH\x00\x12\x36\n\x06\x63hoice\x18\x04 \x01(\x0b\x32$.sluice.v1.GuidedDecoding.ChoiceListH\x00\x12\x15\n\x0bjson_object\x18\x05 \x01(\x08H\x00\x12\x18\n\x0estructural_tag\x18\x06 \x01(\tH\x00\x1a\x1d\n\nChoiceList\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\tB\t\n\x07grammar\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.sluice.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.sluice.v1.TokenLogprob\"~\n\rTokenizerSpec\x12\x11\n\tprocessor\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x1a\n\x12prompt_fingerprint\x18\x04 \x01(\t\x12\x19\n\x11media_fingerprint\x18\x05 \x01(\t\"\x8d\x01\n\tMediaSpan\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.sluice.v1.MediaKind\x12\x0c\n\x04hash\x18\x02 \x01(\x0c\x12\x0e\n\x06offset\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\x16\n\x0eunexpanded_ids\x18\x05 \x01(\x0c\x12\x16\n\x0e\x65ncoder_tokens\x18\x06 \x01(\r\";\n\tMediaFile\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x12\n\nmedia_type\x18\x03 \x01(\t\"\xcc\x03\n\tModelCard\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\ttokenizer\x18\x02 \x01(\x0b\x32\x18.sluice.v1.TokenizerSpec\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x13\n\x0bhash_scheme\x18\x06 \x01(\t\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_sequences\x18\x08 \x01(\r\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\n \x01(\r\x12\x14\n\x0c\x63\x61pabilities\x18\x0b \x03(\t\x12\x15\n\reos_token_ids\x18\x0c \x01(\x0c\x12\x10\n\x08\x61\x64\x61pters\x18\r \x03(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x0e \x01(\x03\x12\x15\n\rchat_template\x18\x0f \x01(\t\x12\x13\n\x0btool_parser\x18\x10 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x11 \x01(\t\x12\x0e\n\x06labels\x18\x12 \x03(\t\x12\x1c\n\x14min_ping_interval_ms\x18\x13 \x01(\r\"\x95\x01\n\nWorkerLoad\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x13\n\x0bused_blocks\x18\x03 \x01(\r\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x05 \x01(\r\x12\x0f\n\x07step_ms\x18\x06 \x01(\x02*\xb0\x04\n\tErrorKind\x12\x1a\n\x16\x45RROR_KIND_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x45RROR_KIND_INVALID_ARGUMENT\x10\x01\x12\x18\n\x14\x45RROR_KIND_NOT_FOUND\x10\x02\x12\x18\n\x14\x45RROR_KIND_TOO_LARGE\x10\x03\x12\x19\n\x15\x45RROR_KIND_OVERLOADED\x10\x04\x12\x1a\n\x16\x45RROR_KIND_UNAVAILABLE\x10\x05\x12\"\n\x1e\x45RROR_KIND_FAILED_PRECONDITION\x10\x06\x12 \n\x1c\x45RROR_KIND_DEADLINE_EXCEEDED\x10\x07\x12\x18\n\x14\x45RROR_KIND_CANCELLED\x10\x08\x12\x17\n\x13\x45RROR_KIND_INTERNAL\x10\t\x12\x1e\n\x1a\x45RROR_KIND_UNAUTHENTICATED\x10\n\x12 \n\x1c\x45RROR_KIND_PERMISSION_DENIED\x10\x0b\x12\x1d\n\x19\x45RROR_KIND_CANNOT_CONNECT\x10\x14\x12!\n\x1d\x45RROR_KIND_CONNECTION_TIMEOUT\x10\x15\x12\x1b\n\x17\x45RROR_KIND_DISCONNECTED\x10\x16\x12\x1e\n\x1a\x45RROR_KIND_ENGINE_SHUTDOWN\x10\x17\x12 \n\x1c\x45RROR_KIND_STREAM_INCOMPLETE\x10\x18\x12\x1f\n\x1b\x45RROR_KIND_RESPONSE_TIMEOUT\x10\x19*\xce\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x12\x19\n\x15\x46INISH_REASON_HANDOFF\x10\x06*\x8e\x01\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x01\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x02\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x03\x12\x16\n\x12WORKER_ROLE_ENCODE\x10\x04*h\n\tCacheTier\x12\x1a\n\x16\x43\x41\x43HE_TIER_UNSPECIFIED\x10\x00\x12\x15\n\x11\x43\x41\x43HE_TIER_DEVICE\x10\x01\x12\x13\n\x0f\x43\x41\x43HE_TIER_HOST\x10\x02\x12\x13\n\x0f\x43\x41\x43HE_TIER_DISK\x10\x03*i\n\tMediaKind\x12\x1a\n\x16MEDIA_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEDIA_KIND_IMAGE\x10\x01\x12\x14\n\x10MEDIA_KIND_AUDIO\x10\x02\x12\x14\n\x10MEDIA_KIND_VIDEO\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,46 +33,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ERRORKIND']._serialized_start=2500
-  _globals['_ERRORKIND']._serialized_end=3060
-  _globals['_FINISHREASON']._serialized_start=3063
-  _globals['_FINISHREASON']._serialized_end=3269
-  _globals['_WORKERROLE']._serialized_start=3272
-  _globals['_WORKERROLE']._serialized_end=3414
-  _globals['_CACHETIER']._serialized_start=3416
-  _globals['_CACHETIER']._serialized_end=3520
-  _globals['_MEDIAKIND']._serialized_start=3522
-  _globals['_MEDIAKIND']._serialized_end=3627
+  _globals['_ERRORKIND']._serialized_start=2554
+  _globals['_ERRORKIND']._serialized_end=3114
+  _globals['_FINISHREASON']._serialized_start=3117
+  _globals['_FINISHREASON']._serialized_end=3323
+  _globals['_WORKERROLE']._serialized_start=3326
+  _globals['_WORKERROLE']._serialized_end=3468
+  _globals['_CACHETIER']._serialized_start=3470
+  _globals['_CACHETIER']._serialized_end=3574
+  _globals['_MEDIAKIND']._serialized_start=3576
+  _globals['_MEDIAKIND']._serialized_end=3681
   _globals['_ERRORDETAIL']._serialized_start=38
   _globals['_ERRORDETAIL']._serialized_end=176
   _globals['_TRACECONTEXT']._serialized_start=178
   _globals['_TRACECONTEXT']._serialized_end=247
-  _globals['_USAGE']._serialized_start=249
-  _globals['_USAGE']._serialized_end=355
-  _globals['_SAMPLINGOPTIONS']._serialized_start=358
-  _globals['_SAMPLINGOPTIONS']._serialized_end=947
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=752
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=800
-  _globals['_STOPOPTIONS']._serialized_start=950
-  _globals['_STOPOPTIONS']._serialized_end=1090
-  _globals['_OUTPUTOPTIONS']._serialized_start=1092
-  _globals['_OUTPUTOPTIONS']._serialized_end=1193
-  _globals['_GUIDEDDECODING']._serialized_start=1196
-  _globals['_GUIDEDDECODING']._serialized_end=1415
-  _globals['_GUIDEDDECODING_CHOICELIST']._serialized_start=1375
-  _globals['_GUIDEDDECODING_CHOICELIST']._serialized_end=1404
-  _globals['_TOKENLOGPROB']._serialized_start=1417
-  _globals['_TOKENLOGPROB']._serialized_end=1480
-  _globals['_POSITIONLOGPROBS']._serialized_start=1482
-  _globals['_POSITIONLOGPROBS']._serialized_end=1579
-  _globals['_TOKENIZERSPEC']._serialized_start=1581
-  _globals['_TOKENIZERSPEC']._serialized_end=1707
-  _globals['_MEDIASPAN']._serialized_start=1710
-  _globals['_MEDIASPAN']._serialized_end=1851
-  _globals['_MEDIAFILE']._serialized_start=1853
-  _globals['_MEDIAFILE']._serialized_end=1912
-  _globals['_MODELCARD']._serialized_start=1915
-  _globals['_MODELCARD']._serialized_end=2345
-  _globals['_WORKERLOAD']._serialized_start=2348
-  _globals['_WORKERLOAD']._serialized_end=2497
+  _globals['_USAGE']._serialized_start=250
+  _globals['_USAGE']._serialized_end=379
+  _globals['_SAMPLINGOPTIONS']._serialized_start=382
+  _globals['_SAMPLINGOPTIONS']._serialized_end=971
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=776
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=824
+  _globals['_STOPOPTIONS']._serialized_start=974
+  _globals['_STOPOPTIONS']._serialized_end=1114
+  _globals['_OUTPUTOPTIONS']._serialized_start=1116
+  _globals['_OUTPUTOPTIONS']._serialized_end=1217
+  _globals['_GUIDEDDECODING']._serialized_start=1220
+  _globals['_GUIDEDDECODING']._serialized_end=1439
+  _globals['_GUIDEDDECODING_CHOICELIST']._serialized_start=1399
+  _globals['_GUIDEDDECODING_CHOICELIST']._serialized_end=1428
+  _globals['_TOKENLOGPROB']._serialized_start=1441
+  _globals['_TOKENLOGPROB']._serialized_end=1504
+  _globals['_POSITIONLOGPROBS']._serialized_start=1506
+  _globals['_POSITIONLOGPROBS']._serialized_end=1603
+  _globals['_TOKENIZERSPEC']._serialized_start=1605
+  _globals['_TOKENIZERSPEC']._serialized_end=1731
+  _globals['_MEDIASPAN']._serialized_start=1734
+  _globals['_MEDIASPAN']._serialized_end=1875
+  _globals['_MEDIAFILE']._serialized_start=1877
+  _globals['_MEDIAFILE']._serialized_end=1936
+  _globals['_MODELCARD']._serialized_start=1939
+  _globals['_MODELCARD']._serialized_end=2399
+  _globals['_WORKERLOAD']._serialized_start=2402
+  _globals['_WORKERLOAD']._serialized_end=2551
 # @@protoc_insertion_point(module_scope)

@@ -47,7 +47,7 @@ class _ErrorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorKind.V
     ERROR_KIND_UNAVAILABLE: _ErrorKind.ValueType  # 5
     """no replica or worker can serve this now; HTTP 503"""
     ERROR_KIND_FAILED_PRECONDITION: _ErrorKind.ValueType  # 6
-    """valid, but not possible in this state or with this engine; HTTP 409 or 400"""
+    """valid, but not possible in this state or with this engine; HTTP 400"""
     ERROR_KIND_DEADLINE_EXCEEDED: _ErrorKind.ValueType  # 7
     """a stage exceeded its share of the deadline; HTTP 504"""
     ERROR_KIND_CANCELLED: _ErrorKind.ValueType  # 8
@@ -91,7 +91,7 @@ ERROR_KIND_OVERLOADED: ErrorKind.ValueType  # 4
 ERROR_KIND_UNAVAILABLE: ErrorKind.ValueType  # 5
 """no replica or worker can serve this now; HTTP 503"""
 ERROR_KIND_FAILED_PRECONDITION: ErrorKind.ValueType  # 6
-"""valid, but not possible in this state or with this engine; HTTP 409 or 400"""
+"""valid, but not possible in this state or with this engine; HTTP 400"""
 ERROR_KIND_DEADLINE_EXCEEDED: ErrorKind.ValueType  # 7
 """a stage exceeded its share of the deadline; HTTP 504"""
 ERROR_KIND_CANCELLED: ErrorKind.ValueType  # 8
@@ -330,7 +330,7 @@ class Usage(_message.Message):
     completion_tokens: _builtins.int
     """generated tokens, including the end-of-sequence token"""
     cached_tokens: _builtins.int
-    """prompt tokens found in the prefix cache"""
+    """prompt tokens found in the prefix cache; absent if the engine does not report them"""
     reasoning_tokens: _builtins.int
     """the completion tokens inside reasoning; counted by postprocess"""
     def __init__(
@@ -338,14 +338,16 @@ class Usage(_message.Message):
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
-        cached_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int | None = ...,
         reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_tokens) -> _WhichOneofReturnType__cached_tokens | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
@@ -811,6 +813,7 @@ class ModelCard(_message.Message):
     TOOL_PARSER_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    MIN_PING_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name, as clients send it in "model" """
     context_length: _builtins.int
@@ -839,6 +842,8 @@ class ModelCard(_message.Message):
     """tool parser that "auto" selects; empty: detected from the template"""
     reasoning_parser: _builtins.str
     """reasoning parser that "auto" selects; empty: detected from the template"""
+    min_ping_interval_ms: _builtins.int
+    """how often the worker's server permits HTTP/2 pings; 0: every 5 minutes"""
     @_builtins.property
     def tokenizer(self) -> Global___TokenizerSpec: ...
     @_builtins.property
@@ -874,10 +879,11 @@ class ModelCard(_message.Message):
         tool_parser: _builtins.str = ...,
         reasoning_parser: _builtins.str = ...,
         labels: _abc.Iterable[_builtins.str] | None = ...,
+        min_ping_interval_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "capabilities", b"capabilities", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_s", b"created_unix_s", "data_parallel_size", b"data_parallel_size", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "labels", b"labels", "max_batched_tokens", b"max_batched_tokens", "max_sequences", b"max_sequences", "model", b"model", "reasoning_parser", b"reasoning_parser", "tokenizer", b"tokenizer", "tool_parser", b"tool_parser", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size", b"block_size", "capabilities", b"capabilities", "chat_template", b"chat_template", "context_length", b"context_length", "created_unix_s", b"created_unix_s", "data_parallel_size", b"data_parallel_size", "eos_token_ids", b"eos_token_ids", "hash_scheme", b"hash_scheme", "labels", b"labels", "max_batched_tokens", b"max_batched_tokens", "max_sequences", b"max_sequences", "min_ping_interval_ms", b"min_ping_interval_ms", "model", b"model", "reasoning_parser", b"reasoning_parser", "tokenizer", b"tokenizer", "tool_parser", b"tool_parser", "total_blocks", b"total_blocks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from sluice.v1 import common_pb2 as sluice_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsluice/v1/postprocess.proto\x12\tsluice.v1\x1a\x16sluice/v1/common.proto\"\xc2\x03\n\rStreamOptions\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x1b\n\x13include_stop_string\x18\x04 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x05 \x01(\x0c\x12\x15\n\reos_token_ids\x18\x06 \x01(\x0c\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x13\n\x0bprompt_tail\x18\x08 \x01(\x0c\x12\x13\n\x0btool_parser\x18\t \x01(\t\x12\x18\n\x10reasoning_parser\x18\n \x01(\t\x12\x12\n\ntools_json\x18\x0b \x01(\x0c\x12\x18\n\x10tool_choice_json\x18\x0c \x01(\x0c\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x18\n\x10single_tool_call\x18\x0e \x01(\x08\x12\x0e\n\x06guided\x18\x0f \x01(\x08\x12\x13\n\x0btoken_texts\x18\x10 \x01(\x08\x12!\n\x19\x63hat_template_kwargs_json\x18\x11 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x12 \x01(\rB\x16\n\x14_skip_special_tokens\"\x97\x01\n\x12PostSessionRequest\x12$\n\x05opens\x18\x01 \x03(\x0b\x32\x15.sluice.v1.OpenStream\x12\'\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.sluice.v1.TokenColumns\x12\"\n\x04\x65nds\x18\x03 \x03(\x0b\x32\x14.sluice.v1.EndStream\x12\x0e\n\x06\x63loses\x18\x04 \x01(\x0c\"\xaa\x01\n\nOpenStream\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12)\n\x07options\x18\x03 \x01(\x0b\x32\x18.sluice.v1.StreamOptions\x12&\n\x05trace\x18\x04 \x01(\x0b\x32\x17.sluice.v1.TraceContext\x12\'\n\x06resume\x18\x05 \x01(\x0b\x32\x17.sluice.v1.StreamResume\"\x85\x01\n\x0cStreamResume\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\ttext_sent\x18\x02 \x01(\r\x12\x16\n\x0ereasoning_sent\x18\x03 \x01(\r\x12\"\n\x05\x63\x61lls\x18\x04 \x03(\x0b\x32\x13.sluice.v1.CallSent\x12\x13\n\x0btokens_sent\x18\x05 \x01(\r\"1\n\x08\x43\x61llSent\x12\r\n\x05index\x18\x01 \x01(\r\x12\x16\n\x0e\x61rguments_sent\x18\x02 \x01(\r\"@\n\x0cTokenColumns\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\"w\n\tEndStream\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"x\n\tTextBatch\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x14\n\x0ctext_lengths\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.sluice.v1.StreamEvent\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"\xec\x02\n\x0bStreamEvent\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btokens_seen\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\x12\x11\n\treasoning\x18\x07 \x01(\t\x12,\n\ntool_calls\x18\x08 \x03(\x0b\x32\x18.sluice.v1.ToolCallDelta\x12%\n\x05\x65rror\x18\t \x01(\x0b\x32\x16.sluice.v1.ErrorDetail\x12\x10\n\x08\x64\x65graded\x18\n \x01(\t\x12%\n\x06tokens\x18\x0c \x01(\x0b\x32\x15.sluice.v1.TokenTexts\x12\x0c\n\x04text\x18\x0b \x01(\tB\x10\n\x0e_stop_token_id\"C\n\nTokenTexts\x12\x0f\n\x07lengths\x18\x01 \x01(\x0c\x12\x0e\n\x06pieces\x18\x02 \x01(\x0c\x12\x14\n\x0ctext_offsets\x18\x03 \x01(\x0c\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"|\n\x0cParseRequest\x12)\n\x07options\x18\x01 \x01(\x0b\x32\x18.sluice.v1.StreamOptions\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.sluice.v1.FinishReason\"\x86\x01\n\rParseResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\t\x12,\n\ntool_calls\x18\x03 \x03(\x0b\x32\x18.sluice.v1.ToolCallDelta\x12&\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x16.sluice.v1.StreamEvent\"6\n\x12TokenPiecesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"6\n\x13TokenPiecesResponse\x12\x0f\n\x07lengths\x18\x01 \x01(\x0c\x12\x0e\n\x06pieces\x18\x02 \x01(\x0c\x32\xdb\x01\n\x0bPostprocess\x12\x42\n\x07Session\x12\x1d.sluice.v1.PostSessionRequest\x1a\x14.sluice.v1.TextBatch(\x01\x30\x01\x12:\n\x05Parse\x12\x17.sluice.v1.ParseRequest\x1a\x18.sluice.v1.ParseResponse\x12L\n\x0bTokenPieces\x12\x1d.sluice.v1.TokenPiecesRequest\x1a\x1e.sluice.v1.TokenPiecesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bsluice/v1/postprocess.proto\x12\tsluice.v1\x1a\x16sluice/v1/common.proto\"\xea\x03\n\rStreamOptions\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x13skip_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x1b\n\x13include_stop_string\x18\x04 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x05 \x01(\x0c\x12\x15\n\reos_token_ids\x18\x06 \x01(\x0c\x12\x12\n\nmin_tokens\x18\x07 \x01(\r\x12\x13\n\x0bprompt_tail\x18\x08 \x01(\x0c\x12\x13\n\x0btool_parser\x18\t \x01(\t\x12\x18\n\x10reasoning_parser\x18\n \x01(\t\x12\x12\n\ntools_json\x18\x0b \x01(\x0c\x12\x18\n\x10tool_choice_json\x18\x0c \x01(\x0c\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x18\n\x10single_tool_call\x18\x0e \x01(\x08\x12\x0e\n\x06guided\x18\x0f \x01(\x08\x12\x13\n\x0btoken_texts\x18\x10 \x01(\x08\x12!\n\x19\x63hat_template_kwargs_json\x18\x11 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x12 \x01(\r\x12\x14\n\x0cguided_calls\x18\x13 \x01(\x08\x12\x10\n\x08thinking\x18\x14 \x01(\x08\x42\x16\n\x14_skip_special_tokens\"\x97\x01\n\x12PostSessionRequest\x12$\n\x05opens\x18\x01 \x03(\x0b\x32\x15.sluice.v1.OpenStream\x12\'\n\x06tokens\x18\x02 \x01(\x0b\x32\x17.sluice.v1.TokenColumns\x12\"\n\x04\x65nds\x18\x03 \x03(\x0b\x32\x14.sluice.v1.EndStream\x12\x0e\n\x06\x63loses\x18\x04 \x01(\x0c\"\xaa\x01\n\nOpenStream\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12)\n\x07options\x18\x03 \x01(\x0b\x32\x18.sluice.v1.StreamOptions\x12&\n\x05trace\x18\x04 \x01(\x0b\x32\x17.sluice.v1.TraceContext\x12\'\n\x06resume\x18\x05 \x01(\x0b\x32\x17.sluice.v1.StreamResume\"\x85\x01\n\x0cStreamResume\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x11\n\ttext_sent\x18\x02 \x01(\r\x12\x16\n\x0ereasoning_sent\x18\x03 \x01(\r\x12\"\n\x05\x63\x61lls\x18\x04 \x03(\x0b\x32\x13.sluice.v1.CallSent\x12\x13\n\x0btokens_sent\x18\x05 \x01(\r\"1\n\x08\x43\x61llSent\x12\r\n\x05index\x18\x01 \x01(\r\x12\x16\n\x0e\x61rguments_sent\x18\x02 \x01(\r\"@\n\x0cTokenColumns\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\"w\n\tEndStream\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"x\n\tTextBatch\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x14\n\x0ctext_lengths\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12&\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x16.sluice.v1.StreamEvent\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"\xec\x02\n\x0bStreamEvent\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x03 \x01(\t\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0btokens_seen\x18\x05 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x06 \x01(\r\x12\x11\n\treasoning\x18\x07 \x01(\t\x12,\n\ntool_calls\x18\x08 \x03(\x0b\x32\x18.sluice.v1.ToolCallDelta\x12%\n\x05\x65rror\x18\t \x01(\x0b\x32\x16.sluice.v1.ErrorDetail\x12\x10\n\x08\x64\x65graded\x18\n \x01(\t\x12%\n\x06tokens\x18\x0c \x01(\x0b\x32\x15.sluice.v1.TokenTexts\x12\x0c\n\x04text\x18\x0b \x01(\tB\x10\n\x0e_stop_token_id\"C\n\nTokenTexts\x12\x0f\n\x07lengths\x18\x01 \x01(\x0c\x12\x0e\n\x06pieces\x18\x02 \x01(\x0c\x12\x14\n\x0ctext_offsets\x18\x03 \x01(\x0c\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"|\n\x0cParseRequest\x12)\n\x07options\x18\x01 \x01(\x0b\x32\x18.sluice.v1.StreamOptions\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12.\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x17.sluice.v1.FinishReason\"\x86\x01\n\rParseResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\treasoning\x18\x02 \x01(\t\x12,\n\ntool_calls\x18\x03 \x03(\x0b\x32\x18.sluice.v1.ToolCallDelta\x12&\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x16.sluice.v1.StreamEvent\"6\n\x12TokenPiecesRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"6\n\x13TokenPiecesResponse\x12\x0f\n\x07lengths\x18\x01 \x01(\x0c\x12\x0e\n\x06pieces\x18\x02 \x01(\x0c\x32\xdb\x01\n\x0bPostprocess\x12\x42\n\x07Session\x12\x1d.sluice.v1.PostSessionRequest\x1a\x14.sluice.v1.TextBatch(\x01\x30\x01\x12:\n\x05Parse\x12\x17.sluice.v1.ParseRequest\x1a\x18.sluice.v1.ParseResponse\x12L\n\x0bTokenPieces\x12\x1d.sluice.v1.TokenPiecesRequest\x1a\x1e.sluice.v1.TokenPiecesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,35 +33,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sluice.v1.postprocess_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STREAMOPTIONS']._serialized_start=67
-  _globals['_STREAMOPTIONS']._serialized_end=517
-  _globals['_POSTSESSIONREQUEST']._serialized_start=520
-  _globals['_POSTSESSIONREQUEST']._serialized_end=671
-  _globals['_OPENSTREAM']._serialized_start=674
-  _globals['_OPENSTREAM']._serialized_end=844
-  _globals['_STREAMRESUME']._serialized_start=847
-  _globals['_STREAMRESUME']._serialized_end=980
-  _globals['_CALLSENT']._serialized_start=982
-  _globals['_CALLSENT']._serialized_end=1031
-  _globals['_TOKENCOLUMNS']._serialized_start=1033
-  _globals['_TOKENCOLUMNS']._serialized_end=1097
-  _globals['_ENDSTREAM']._serialized_start=1099
-  _globals['_ENDSTREAM']._serialized_end=1218
-  _globals['_TEXTBATCH']._serialized_start=1220
-  _globals['_TEXTBATCH']._serialized_end=1340
-  _globals['_STREAMEVENT']._serialized_start=1343
-  _globals['_STREAMEVENT']._serialized_end=1707
-  _globals['_TOKENTEXTS']._serialized_start=1709
-  _globals['_TOKENTEXTS']._serialized_end=1776
-  _globals['_TOOLCALLDELTA']._serialized_start=1778
-  _globals['_TOOLCALLDELTA']._serialized_end=1853
-  _globals['_PARSEREQUEST']._serialized_start=1855
-  _globals['_PARSEREQUEST']._serialized_end=1979
-  _globals['_PARSERESPONSE']._serialized_start=1982
-  _globals['_PARSERESPONSE']._serialized_end=2116
-  _globals['_TOKENPIECESREQUEST']._serialized_start=2118
-  _globals['_TOKENPIECESREQUEST']._serialized_end=2172
-  _globals['_TOKENPIECESRESPONSE']._serialized_start=2174
-  _globals['_TOKENPIECESRESPONSE']._serialized_end=2228
-  _globals['_POSTPROCESS']._serialized_start=2231
-  _globals['_POSTPROCESS']._serialized_end=2450
+  _globals['_STREAMOPTIONS']._serialized_end=557
+  _globals['_POSTSESSIONREQUEST']._serialized_start=560
+  _globals['_POSTSESSIONREQUEST']._serialized_end=711
+  _globals['_OPENSTREAM']._serialized_start=714
+  _globals['_OPENSTREAM']._serialized_end=884
+  _globals['_STREAMRESUME']._serialized_start=887
+  _globals['_STREAMRESUME']._serialized_end=1020
+  _globals['_CALLSENT']._serialized_start=1022
+  _globals['_CALLSENT']._serialized_end=1071
+  _globals['_TOKENCOLUMNS']._serialized_start=1073
+  _globals['_TOKENCOLUMNS']._serialized_end=1137
+  _globals['_ENDSTREAM']._serialized_start=1139
+  _globals['_ENDSTREAM']._serialized_end=1258
+  _globals['_TEXTBATCH']._serialized_start=1260
+  _globals['_TEXTBATCH']._serialized_end=1380
+  _globals['_STREAMEVENT']._serialized_start=1383
+  _globals['_STREAMEVENT']._serialized_end=1747
+  _globals['_TOKENTEXTS']._serialized_start=1749
+  _globals['_TOKENTEXTS']._serialized_end=1816
+  _globals['_TOOLCALLDELTA']._serialized_start=1818
+  _globals['_TOOLCALLDELTA']._serialized_end=1893
+  _globals['_PARSEREQUEST']._serialized_start=1895
+  _globals['_PARSEREQUEST']._serialized_end=2019
+  _globals['_PARSERESPONSE']._serialized_start=2022
+  _globals['_PARSERESPONSE']._serialized_end=2156
+  _globals['_TOKENPIECESREQUEST']._serialized_start=2158
+  _globals['_TOKENPIECESREQUEST']._serialized_end=2212
+  _globals['_TOKENPIECESRESPONSE']._serialized_start=2214
+  _globals['_TOKENPIECESRESPONSE']._serialized_end=2268
+  _globals['_POSTPROCESS']._serialized_start=2271
+  _globals['_POSTPROCESS']._serialized_end=2490
 # @@protoc_insertion_point(module_scope)

@@ -43,6 +43,8 @@ class StreamOptions(_message.Message):
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    GUIDED_CALLS_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """served name; determines tokenizer and parsers"""
     skip_special_tokens: _builtins.bool
@@ -81,6 +83,12 @@ class StreamOptions(_message.Message):
     """engines' own parsers; empty: none
     maximum tokens of the generation; a further one is dropped and ends the stream
     """
+    guided_calls: _builtins.bool
+    """with FINISH_REASON_LENGTH; 0: no limit
+    a grammar constrains the output to tool calls: no reasoning unless the model reasons first
+    """
+    thinking: _builtins.bool
+    """TokenizeResponse.thinking"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """stop strings; the text ends before the first one"""
@@ -106,10 +114,12 @@ class StreamOptions(_message.Message):
         token_texts: _builtins.bool = ...,
         chat_template_kwargs_json: _builtins.bytes = ...,
         max_tokens: _builtins.int = ...,
+        guided_calls: _builtins.bool = ...,
+        thinking: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "chat_template_kwargs_json", b"chat_template_kwargs_json", "eos_token_ids", b"eos_token_ids", "guided", b"guided", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt_tail", b"prompt_tail", "reasoning_parser", b"reasoning_parser", "single_tool_call", b"single_tool_call", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "token_texts", b"token_texts", "tool_choice_json", b"tool_choice_json", "tool_parser", b"tool_parser", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "chat_template_kwargs_json", b"chat_template_kwargs_json", "eos_token_ids", b"eos_token_ids", "guided", b"guided", "guided_calls", b"guided_calls", "ignore_eos", b"ignore_eos", "include_stop_string", b"include_stop_string", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt_tail", b"prompt_tail", "reasoning_parser", b"reasoning_parser", "single_tool_call", b"single_tool_call", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "thinking", b"thinking", "token_texts", b"token_texts", "tool_choice_json", b"tool_choice_json", "tool_parser", b"tool_parser", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015

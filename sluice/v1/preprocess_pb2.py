@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from sluice.v1 import common_pb2 as sluice_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asluice/v1/preprocess.proto\x12\tsluice.v1\x1a\x16sluice/v1/common.proto\"\xa1\x02\n\tChatInput\x12\x15\n\rmessages_json\x18\x01 \x01(\x0c\x12\x12\n\ntools_json\x18\x02 \x01(\x0c\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\x0c\x12\x15\n\rchat_template\x18\x04 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x12\x16\n\x0e\x64ocuments_json\x18\x07 \x01(\x0c\x12\x18\n\x10tool_choice_json\x18\x08 \x01(\x0c\x12$\n\x05media\x18\t \x03(\x0b\x32\x15.sluice.v1.MediaInputB\x18\n\x16_add_generation_prompt\"\x8b\x01\n\nMediaInput\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.sluice.v1.MediaKind\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12\r\n\x03url\x18\x04 \x01(\tH\x00\x12\x12\n\nmedia_type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\tB\x08\n\x06source\"f\n\tTextInput\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x0bsecond_text\x18\x03 \x01(\tB\x15\n\x13_add_special_tokens\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\"\xe9\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.sluice.v1.ChatInputH\x00\x12$\n\x04text\x18\x03 \x01(\x0b\x32\x14.sluice.v1.TextInputH\x00\x12\'\n\x06tokens\x18\x04 \x01(\x0b\x32\x15.sluice.v1.TokenInputH\x00\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x0c\n\x04lora\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x13\n\x0bhashes_only\x18\x08 \x01(\x08\x42\x07\n\x05input\"\xc2\x03\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bhash_scheme\x18\x03 \x01(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x01(\x0c\x12\x15\n\reos_token_ids\x18\x05 \x01(\x0c\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12\x13\n\x0bprompt_tail\x18\x07 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x34\n\x10\x64\x65\x66\x61ult_sampling\x18\t \x01(\x0b\x32\x1a.sluice.v1.SamplingOptions\x12\x1f\n\x12\x64\x65\x66\x61ult_max_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0ewithout_effect\x18\x0b \x03(\t\x12\x15\n\rprompt_tokens\x18\r \x01(\r\x12\x16\n\x0esecond_text_at\x18\x0c \x01(\r\x12#\n\x05media\x18\x0e \x03(\x0b\x32\x14.sluice.v1.MediaSpan\x12%\n\x07\x66\x65tched\x18\x0f \x03(\x0b\x32\x14.sluice.v1.MediaFileB\x15\n\x13_default_max_tokens\"H\n\rTokenizeCalls\x12&\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x17.sluice.v1.TokenizeCall\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x01(\x0c\"\xb5\x01\n\x0cTokenizeCall\x12\x0e\n\x06number\x18\x01 \x01(\r\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.sluice.v1.TokenizeRequest\x12\x37\n\x08metadata\x18\x03 \x03(\x0b\x32%.sluice.v1.TokenizeCall.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"=\n\x0fTokenizeAnswers\x12*\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x19.sluice.v1.TokenizeAnswer\"v\n\x0eTokenizeAnswer\x12\x0e\n\x06number\x18\x01 \x01(\r\x12-\n\x08response\x18\x02 \x01(\x0b\x32\x1b.sluice.v1.TokenizeResponse\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.sluice.v1.ErrorDetail\"B\n\rRenderRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.sluice.v1.ChatInput\"\x1e\n\x0eRenderResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"`\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x0c\n\x04\x65\x61\x63h\x18\x04 \x01(\x08\"0\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04\x65\x61\x63h\x18\x02 \x03(\t\"\x17\n\x15ListTokenizersRequest\"B\n\x16ListTokenizersResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.sluice.v1.TokenizerInfo\"\xef\x01\n\rTokenizerInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\ttokenizer\x18\x02 \x01(\x0b\x32\x18.sluice.v1.TokenizerSpec\x12\x0e\n\x06loaded\x18\x03 \x01(\x08\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x15\n\rcache_refusal\x18\x08 \x01(\t\x12#\n\x05media\x18\t \x03(\x0e\x32\x14.sluice.v1.MediaKind\"&\n\x15GetFingerprintRequest\x12\r\n\x05model\x18\x01 \x01(\t\"c\n\x16GetFingerprintResponse\x12+\n\ttokenizer\x18\x01 \x01(\x0b\x32\x18.sluice.v1.TokenizerSpec\x12\x1c\n\x14template_fingerprint\x18\x02 \x01(\t2\xca\x03\n\nPreprocess\x12\x43\n\x08Tokenize\x12\x1a.sluice.v1.TokenizeRequest\x1a\x1b.sluice.v1.TokenizeResponse\x12\x43\n\x07Session\x12\x18.sluice.v1.TokenizeCalls\x1a\x1a.sluice.v1.TokenizeAnswers(\x01\x30\x01\x12=\n\x06Render\x12\x18.sluice.v1.RenderRequest\x1a\x19.sluice.v1.RenderResponse\x12I\n\nDetokenize\x12\x1c.sluice.v1.DetokenizeRequest\x1a\x1d.sluice.v1.DetokenizeResponse\x12Q\n\nListModels\x12 .sluice.v1.ListTokenizersRequest\x1a!.sluice.v1.ListTokenizersResponse\x12U\n\x0eGetFingerprint\x12 .sluice.v1.GetFingerprintRequest\x1a!.sluice.v1.GetFingerprintResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asluice/v1/preprocess.proto\x12\tsluice.v1\x1a\x16sluice/v1/common.proto\"\xb1\x02\n\tChatInput\x12\x15\n\rmessages_json\x18\x01 \x01(\x0c\x12\x12\n\ntools_json\x18\x02 \x01(\x0c\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\x0c\x12\x15\n\rchat_template\x18\x04 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x12\x16\n\x0e\x64ocuments_json\x18\x07 \x01(\x0c\x12\x18\n\x10tool_choice_json\x18\x08 \x01(\x0c\x12$\n\x05media\x18\t \x03(\x0b\x32\x15.sluice.v1.MediaInput\x12\x0e\n\x06origin\x18\n \x01(\tB\x18\n\x16_add_generation_prompt\"\x8b\x01\n\nMediaInput\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.sluice.v1.MediaKind\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x12\r\n\x03url\x18\x04 \x01(\tH\x00\x12\x12\n\nmedia_type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\tB\x08\n\x06source\"f\n\tTextInput\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x0bsecond_text\x18\x03 \x01(\tB\x15\n\x13_add_special_tokens\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\"\xe9\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.sluice.v1.ChatInputH\x00\x12$\n\x04text\x18\x03 \x01(\x0b\x32\x14.sluice.v1.TextInputH\x00\x12\'\n\x06tokens\x18\x04 \x01(\x0b\x32\x15.sluice.v1.TokenInputH\x00\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x0c\n\x04lora\x18\x06 \x01(\t\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x13\n\x0bhashes_only\x18\x08 \x01(\x08\x42\x07\n\x05input\"\xe3\x03\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x13\n\x0bhash_scheme\x18\x03 \x01(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x01(\x0c\x12\x15\n\reos_token_ids\x18\x05 \x01(\x0c\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12\x13\n\x0bprompt_tail\x18\x07 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x34\n\x10\x64\x65\x66\x61ult_sampling\x18\t \x01(\x0b\x32\x1a.sluice.v1.SamplingOptions\x12\x1f\n\x12\x64\x65\x66\x61ult_max_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0ewithout_effect\x18\x0b \x03(\t\x12\x15\n\rprompt_tokens\x18\r \x01(\r\x12\x16\n\x0esecond_text_at\x18\x0c \x01(\r\x12#\n\x05media\x18\x0e \x03(\x0b\x32\x14.sluice.v1.MediaSpan\x12%\n\x07\x66\x65tched\x18\x0f \x03(\x0b\x32\x14.sluice.v1.MediaFile\x12\r\n\x05notes\x18\x10 \x03(\t\x12\x10\n\x08thinking\x18\x11 \x01(\x08\x42\x15\n\x13_default_max_tokens\"H\n\rTokenizeCalls\x12&\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x17.sluice.v1.TokenizeCall\x12\x0f\n\x07\x63\x61ncels\x18\x02 \x01(\x0c\"\xb5\x01\n\x0cTokenizeCall\x12\x0e\n\x06number\x18\x01 \x01(\r\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.sluice.v1.TokenizeRequest\x12\x37\n\x08metadata\x18\x03 \x03(\x0b\x32%.sluice.v1.TokenizeCall.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"=\n\x0fTokenizeAnswers\x12*\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x19.sluice.v1.TokenizeAnswer\"v\n\x0eTokenizeAnswer\x12\x0e\n\x06number\x18\x01 \x01(\r\x12-\n\x08response\x18\x02 \x01(\x0b\x32\x1b.sluice.v1.TokenizeResponse\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.sluice.v1.ErrorDetail\"B\n\rRenderRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.sluice.v1.ChatInput\"\x1e\n\x0eRenderResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"`\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x0c\n\x04\x65\x61\x63h\x18\x04 \x01(\x08\"0\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x0c\n\x04\x65\x61\x63h\x18\x02 \x03(\t\"\x17\n\x15ListTokenizersRequest\"B\n\x16ListTokenizersResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.sluice.v1.TokenizerInfo\"\x86\x02\n\rTokenizerInfo\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\ttokenizer\x18\x02 \x01(\x0b\x32\x18.sluice.v1.TokenizerSpec\x12\x0e\n\x06loaded\x18\x03 \x01(\x08\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x0f\n\x07\x62\x61\x63kend\x18\x07 \x01(\t\x12\x15\n\rcache_refusal\x18\x08 \x01(\t\x12#\n\x05media\x18\t \x03(\x0e\x32\x14.sluice.v1.MediaKind\x12\x15\n\rtemplate_json\x18\n \x01(\x0c\"&\n\x15GetFingerprintRequest\x12\r\n\x05model\x18\x01 \x01(\t\"c\n\x16GetFingerprintResponse\x12+\n\ttokenizer\x18\x01 \x01(\x0b\x32\x18.sluice.v1.TokenizerSpec\x12\x1c\n\x14template_fingerprint\x18\x02 \x01(\t2\xca\x03\n\nPreprocess\x12\x43\n\x08Tokenize\x12\x1a.sluice.v1.TokenizeRequest\x1a\x1b.sluice.v1.TokenizeResponse\x12\x43\n\x07Session\x12\x18.sluice.v1.TokenizeCalls\x1a\x1a.sluice.v1.TokenizeAnswers(\x01\x30\x01\x12=\n\x06Render\x12\x18.sluice.v1.RenderRequest\x1a\x19.sluice.v1.RenderResponse\x12I\n\nDetokenize\x12\x1c.sluice.v1.DetokenizeRequest\x1a\x1d.sluice.v1.DetokenizeResponse\x12Q\n\nListModels\x12 .sluice.v1.ListTokenizersRequest\x1a!.sluice.v1.ListTokenizersResponse\x12U\n\x0eGetFingerprint\x12 .sluice.v1.GetFingerprintRequest\x1a!.sluice.v1.GetFingerprintResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,45 +35,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZECALL_METADATAENTRY']._loaded_options = None
   _globals['_TOKENIZECALL_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_CHATINPUT']._serialized_start=66
-  _globals['_CHATINPUT']._serialized_end=355
-  _globals['_MEDIAINPUT']._serialized_start=358
-  _globals['_MEDIAINPUT']._serialized_end=497
-  _globals['_TEXTINPUT']._serialized_start=499
-  _globals['_TEXTINPUT']._serialized_end=601
-  _globals['_TOKENINPUT']._serialized_start=603
-  _globals['_TOKENINPUT']._serialized_end=634
-  _globals['_TOKENIZEREQUEST']._serialized_start=637
-  _globals['_TOKENIZEREQUEST']._serialized_end=870
-  _globals['_TOKENIZERESPONSE']._serialized_start=873
-  _globals['_TOKENIZERESPONSE']._serialized_end=1323
-  _globals['_TOKENIZECALLS']._serialized_start=1325
-  _globals['_TOKENIZECALLS']._serialized_end=1397
-  _globals['_TOKENIZECALL']._serialized_start=1400
-  _globals['_TOKENIZECALL']._serialized_end=1581
-  _globals['_TOKENIZECALL_METADATAENTRY']._serialized_start=1534
-  _globals['_TOKENIZECALL_METADATAENTRY']._serialized_end=1581
-  _globals['_TOKENIZEANSWERS']._serialized_start=1583
-  _globals['_TOKENIZEANSWERS']._serialized_end=1644
-  _globals['_TOKENIZEANSWER']._serialized_start=1646
-  _globals['_TOKENIZEANSWER']._serialized_end=1764
-  _globals['_RENDERREQUEST']._serialized_start=1766
-  _globals['_RENDERREQUEST']._serialized_end=1832
-  _globals['_RENDERRESPONSE']._serialized_start=1834
-  _globals['_RENDERRESPONSE']._serialized_end=1864
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1866
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1962
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1964
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2012
-  _globals['_LISTTOKENIZERSREQUEST']._serialized_start=2014
-  _globals['_LISTTOKENIZERSREQUEST']._serialized_end=2037
-  _globals['_LISTTOKENIZERSRESPONSE']._serialized_start=2039
-  _globals['_LISTTOKENIZERSRESPONSE']._serialized_end=2105
-  _globals['_TOKENIZERINFO']._serialized_start=2108
-  _globals['_TOKENIZERINFO']._serialized_end=2347
-  _globals['_GETFINGERPRINTREQUEST']._serialized_start=2349
-  _globals['_GETFINGERPRINTREQUEST']._serialized_end=2387
-  _globals['_GETFINGERPRINTRESPONSE']._serialized_start=2389
-  _globals['_GETFINGERPRINTRESPONSE']._serialized_end=2488
-  _globals['_PREPROCESS']._serialized_start=2491
-  _globals['_PREPROCESS']._serialized_end=2949
+  _globals['_CHATINPUT']._serialized_end=371
+  _globals['_MEDIAINPUT']._serialized_start=374
+  _globals['_MEDIAINPUT']._serialized_end=513
+  _globals['_TEXTINPUT']._serialized_start=515
+  _globals['_TEXTINPUT']._serialized_end=617
+  _globals['_TOKENINPUT']._serialized_start=619
+  _globals['_TOKENINPUT']._serialized_end=650
+  _globals['_TOKENIZEREQUEST']._serialized_start=653
+  _globals['_TOKENIZEREQUEST']._serialized_end=886
+  _globals['_TOKENIZERESPONSE']._serialized_start=889
+  _globals['_TOKENIZERESPONSE']._serialized_end=1372
+  _globals['_TOKENIZECALLS']._serialized_start=1374
+  _globals['_TOKENIZECALLS']._serialized_end=1446
+  _globals['_TOKENIZECALL']._serialized_start=1449
+  _globals['_TOKENIZECALL']._serialized_end=1630
+  _globals['_TOKENIZECALL_METADATAENTRY']._serialized_start=1583
+  _globals['_TOKENIZECALL_METADATAENTRY']._serialized_end=1630
+  _globals['_TOKENIZEANSWERS']._serialized_start=1632
+  _globals['_TOKENIZEANSWERS']._serialized_end=1693
+  _globals['_TOKENIZEANSWER']._serialized_start=1695
+  _globals['_TOKENIZEANSWER']._serialized_end=1813
+  _globals['_RENDERREQUEST']._serialized_start=1815
+  _globals['_RENDERREQUEST']._serialized_end=1881
+  _globals['_RENDERRESPONSE']._serialized_start=1883
+  _globals['_RENDERRESPONSE']._serialized_end=1913
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1915
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2011
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2013
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2061
+  _globals['_LISTTOKENIZERSREQUEST']._serialized_start=2063
+  _globals['_LISTTOKENIZERSREQUEST']._serialized_end=2086
+  _globals['_LISTTOKENIZERSRESPONSE']._serialized_start=2088
+  _globals['_LISTTOKENIZERSRESPONSE']._serialized_end=2154
+  _globals['_TOKENIZERINFO']._serialized_start=2157
+  _globals['_TOKENIZERINFO']._serialized_end=2419
+  _globals['_GETFINGERPRINTREQUEST']._serialized_start=2421
+  _globals['_GETFINGERPRINTREQUEST']._serialized_end=2459
+  _globals['_GETFINGERPRINTRESPONSE']._serialized_start=2461
+  _globals['_GETFINGERPRINTRESPONSE']._serialized_end=2560
+  _globals['_PREPROCESS']._serialized_start=2563
+  _globals['_PREPROCESS']._serialized_end=3021
 # @@protoc_insertion_point(module_scope)

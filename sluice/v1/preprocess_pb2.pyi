@@ -34,6 +34,7 @@ class ChatInput(_message.Message):
     DOCUMENTS_JSON_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_JSON_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     messages_json: _builtins.bytes
     """JSON array of OpenAI messages, UTF-8. JSON, so that templates receive exactly what the client sent."""
     tools_json: _builtins.bytes
@@ -50,6 +51,10 @@ class ChatInput(_message.Message):
     """JSON array of documents for retrieval templates; empty: none"""
     tool_choice_json: _builtins.bytes
     """OpenAI tool_choice as JSON; empty: unset"""
+    origin: _builtins.str
+    """For whom chat_template is rendered, such as a tenant: templates of different origins take turns in the processes
+    that they share. At most 256 characters; empty: all such calls are one origin.
+    """
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaInput]:
         """Media items of the messages. A content part {"type": "image", "media": N} (or "audio", "video") refers to item N."""
@@ -66,10 +71,11 @@ class ChatInput(_message.Message):
         documents_json: _builtins.bytes = ...,
         tool_choice_json: _builtins.bytes = ...,
         media: _abc.Iterable[Global___MediaInput] | None = ...,
+        origin: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "media", b"media", "messages_json", b"messages_json", "template_kwargs_json", b"template_kwargs_json", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "media", b"media", "messages_json", b"messages_json", "origin", b"origin", "template_kwargs_json", b"template_kwargs_json", "tool_choice_json", b"tool_choice_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
@@ -244,6 +250,8 @@ class TokenizeResponse(_message.Message):
     SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
     FETCHED_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """packed u32"""
     block_hashes: _builtins.bytes
@@ -266,6 +274,8 @@ class TokenizeResponse(_message.Message):
     """length of the prompt"""
     second_text_at: _builtins.int
     """of a pair of texts: index of the first token of the second one; 0: none"""
+    thinking: _builtins.bool
+    """the prompt ends inside a thought, which the message that the model continues leaves open"""
     @_builtins.property
     def default_sampling(self) -> _common_pb2.SamplingOptions:
         """Defaults from the model's files (generation_config.json) for fields that clients leave unset. Fields that the files
@@ -283,6 +293,12 @@ class TokenizeResponse(_message.Message):
     @_builtins.property
     def fetched(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.MediaFile]:
         """Files of the media items that were fetched, each once; the caller has the others. Unset with hashes_only."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What the prompt shows in another place or form than the chat, because the model's template would lose or refuse it,
+        such as "system_as_user".
+        """
 
     def __init__(
         self,
@@ -302,10 +318,12 @@ class TokenizeResponse(_message.Message):
         second_text_at: _builtins.int = ...,
         media: _abc.Iterable[_common_pb2.MediaSpan] | None = ...,
         fetched: _abc.Iterable[_common_pb2.MediaFile] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        thinking: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fetched", b"fetched", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "media", b"media", "prompt_tail", b"prompt_tail", "prompt_tokens", b"prompt_tokens", "second_text_at", b"second_text_at", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens", "block_hashes", b"block_hashes", "context_length", b"context_length", "default_max_tokens", b"default_max_tokens", "default_sampling", b"default_sampling", "eos_token_ids", b"eos_token_ids", "fetched", b"fetched", "fingerprint", b"fingerprint", "hash_scheme", b"hash_scheme", "media", b"media", "notes", b"notes", "prompt_tail", b"prompt_tail", "prompt_tokens", b"prompt_tokens", "second_text_at", b"second_text_at", "stop_token_ids", b"stop_token_ids", "thinking", b"thinking", "token_ids", b"token_ids", "without_effect", b"without_effect"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_max_tokens: _TypeAlias = _typing.Literal["default_max_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_max_tokens: _TypeAlias = _typing.Literal["_default_max_tokens", b"_default_max_tokens"]  # noqa: Y015
@@ -596,6 +614,7 @@ class TokenizerInfo(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     CACHE_REFUSAL_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    TEMPLATE_JSON_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     loaded: _builtins.bool
     """in memory; otherwise loaded on first use"""
@@ -609,6 +628,8 @@ class TokenizerInfo(_message.Message):
     """library that encodes text, such as "tokenizers"; empty: the processor, or not loaded"""
     cache_refusal: _builtins.str
     """why ids of prompt segments are not cached; empty: they are, or not loaded"""
+    template_json: _builtins.bytes
+    """what the model's chat template shows, as a JSON object; empty: not known"""
     @_builtins.property
     def tokenizer(self) -> _common_pb2.TokenizerSpec:
         """fingerprint is set once the tokenizer is loaded"""
@@ -629,10 +650,11 @@ class TokenizerInfo(_message.Message):
         backend: _builtins.str = ...,
         cache_refusal: _builtins.str = ...,
         media: _abc.Iterable[_common_pb2.MediaKind.ValueType] | None = ...,
+        template_json: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cache_refusal", b"cache_refusal", "context_length", b"context_length", "has_chat_template", b"has_chat_template", "loaded", b"loaded", "media", b"media", "model", b"model", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "cache_refusal", b"cache_refusal", "context_length", b"context_length", "has_chat_template", b"has_chat_template", "loaded", b"loaded", "media", b"media", "model", b"model", "template_json", b"template_json", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -141,6 +141,9 @@ class RouteQueryRequest(_message.Message):
     TOKENIZE_MS_FIELD_NUMBER: _builtins.int
     FALLBACKS_FIELD_NUMBER: _builtins.int
     HEADERS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REQUIRE_PAIR_FIELD_NUMBER: _builtins.int
+    BYPASS_UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
     mode: Global___RouteQueryRequest.Mode.ValueType
     request_id: _builtins.str
     """required to reserve"""
@@ -195,6 +198,19 @@ class RouteQueryRequest(_message.Message):
     """
     fallbacks: _builtins.int
     """number of RouteQueryResponse.fallbacks"""
+    role: _common_pb2.WorkerRole.ValueType
+    """Half of the request to select a worker for. PREFILL: `prefill` of the response is set, `decode` is not; DECODE: the
+    reverse. AGGREGATED: one worker that runs both halves alone. Unset: whatever the router decides, a pair or one worker.
+    To reserve both halves, call twice with different request ids.
+    """
+    require_pair: _builtins.bool
+    """Fail with UNAVAILABLE (`no_prefill_workers`) rather than select one worker for the whole request. Without effect on a
+    request that bypasses prefill workers, and with `role`. Unset: the router's settings decide.
+    """
+    bypass_uncached_tokens: _builtins.int
+    """Select one worker if it can run the request alone and has at most so many tokens of the prompt left to compute.
+    0: the router's setting.
+    """
     @_builtins.property
     def prompt(self) -> Global___PromptRef: ...
     @_builtins.property
@@ -234,10 +250,13 @@ class RouteQueryRequest(_message.Message):
         tokenize_ms: _builtins.int = ...,
         fallbacks: _builtins.int = ...,
         headers: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        role: _common_pb2.WorkerRole.ValueType = ...,
+        require_pair: _builtins.bool = ...,
+        bypass_uncached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cost", b"cost", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "fallbacks", b"fallbacks", "first_token_ms", b"first_token_ms", "headers", b"headers", "lora", b"lora", "max_wait_for_workers_ms", b"max_wait_for_workers_ms", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "tokenize_ms", b"tokenize_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bypass_uncached_tokens", b"bypass_uncached_tokens", "cache_salt", b"cache_salt", "candidates", b"candidates", "cost", b"cost", "expected_output_tokens", b"expected_output_tokens", "explain", b"explain", "fairness_id", b"fairness_id", "fallbacks", b"fallbacks", "first_token_ms", b"first_token_ms", "headers", b"headers", "lora", b"lora", "max_wait_for_workers_ms", b"max_wait_for_workers_ms", "max_wait_ms", b"max_wait_ms", "mode", b"mode", "model", b"model", "owner", b"owner", "policy", b"policy", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "require_pair", b"require_pair", "return_token_ids", b"return_token_ids", "role", b"role", "session_id", b"session_id", "session_ttl_ms", b"session_ttl_ms", "tokenize_ms", b"tokenize_ms", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -481,7 +500,7 @@ class RouteQueryResponse(_message.Message):
     """that selected the worker"""
     @_builtins.property
     def decode(self) -> Global___WorkerTarget:
-        """the worker that generates the output"""
+        """the worker that generates the output; unset if only the prefill half was asked for"""
 
     @_builtins.property
     def prefill(self) -> Global___WorkerTarget:
@@ -497,7 +516,7 @@ class RouteQueryResponse(_message.Message):
 
     @_builtins.property
     def headers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """for schedulers that route by header"""
+        """for schedulers that route by header; of one half if only that was asked for"""
 
     @_builtins.property
     def fallbacks(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerTarget]:
@@ -1306,6 +1325,7 @@ class WorkerInfo(_message.Message):
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    SET_ASIDE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     address: _builtins.str
     epoch: _builtins.int
@@ -1316,6 +1336,10 @@ class WorkerInfo(_message.Message):
     engine_version: _builtins.str
     http_address: _builtins.str
     """as registered"""
+    set_aside: _builtins.str
+    """Why the worker is registered but receives no requests: `tokenizer_differs` from that of the model's other workers,
+    or `unproven_name`, see Registration.named_by_server. Empty: it receives requests. WatchWorkers omits such workers.
+    """
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
     @_builtins.property
@@ -1340,10 +1364,11 @@ class WorkerInfo(_message.Message):
         engine_version: _builtins.str = ...,
         http_address: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        set_aside: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "labels", b"labels", "load", b"load", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "draining", b"draining", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "labels", b"labels", "load", b"load", "role", b"role", "set_aside", b"set_aside", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1390,7 +1415,7 @@ class WorkerChange(_message.Message):
         KIND_UP: WorkerChange._Kind.ValueType  # 1
         """available: new or changed"""
         KIND_DOWN: WorkerChange._Kind.ValueType  # 2
-        """unavailable: left, lease expired, or draining"""
+        """unavailable: left, lease expired, draining, or set aside (worker.set_aside, sent at the start too)"""
         KIND_SYNCED: WorkerChange._Kind.ValueType  # 3
         """all workers alive at the start have been sent; worker is unset"""
 
@@ -1400,7 +1425,7 @@ class WorkerChange(_message.Message):
     KIND_UP: WorkerChange.Kind.ValueType  # 1
     """available: new or changed"""
     KIND_DOWN: WorkerChange.Kind.ValueType  # 2
-    """unavailable: left, lease expired, or draining"""
+    """unavailable: left, lease expired, draining, or set aside (worker.set_aside, sent at the start too)"""
     KIND_SYNCED: WorkerChange.Kind.ValueType  # 3
     """all workers alive at the start have been sent; worker is unset"""
 
@@ -1708,6 +1733,7 @@ class Registration(_message.Message):
     LEASE_KEY_FIELD_NUMBER: _builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    NAMED_BY_SERVER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique among the workers of all models. While one process holds the lease, another one is rejected with
     `worker_id_taken` and the time left; only a caller whose identity names this very worker can take over the id, with
@@ -1729,6 +1755,10 @@ class Registration(_message.Message):
     """
     http_address: _builtins.str
     """host:port of the engine's own HTTP server, if it has one, to which an endpoint picker may send requests; empty: none."""
+    named_by_server: _builtins.bool
+    """The engine's server chose the model's name, not the operator: then the worker serves requests beside other workers
+    of the model only if its tokenizer is known to be theirs.
+    """
     @_builtins.property
     def card(self) -> _common_pb2.ModelCard: ...
     @_builtins.property
@@ -1750,10 +1780,11 @@ class Registration(_message.Message):
         lease_key: _builtins.bytes = ...,
         http_address: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        named_by_server: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "labels", b"labels", "lease_key", b"lease_key", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "card", b"card", "engine", b"engine", "engine_version", b"engine_version", "epoch", b"epoch", "http_address", b"http_address", "labels", b"labels", "lease_key", b"lease_key", "named_by_server", b"named_by_server", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

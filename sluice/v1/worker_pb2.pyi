@@ -386,6 +386,7 @@ class TokenExtra(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_LATER_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """unspecified: in progress"""
@@ -394,9 +395,11 @@ class TokenExtra(_message.Message):
     handoff: _builtins.bytes
     """with FINISH_REASON_HANDOFF: opaque data for the decode worker"""
     cached_tokens: _builtins.int
-    """on the first delta: prompt tokens found in the prefix cache; 0 if only `usage` will have them"""
+    """on the first delta: prompt tokens found in the prefix cache"""
     prompt_token_ids: _builtins.bytes
     """On the first delta, if the worker tokenized the prompt (text or messages): the ids, packed u32."""
+    cached_tokens_later: _builtins.bool
+    """with cached_tokens 0: the number is not known before `usage` has it"""
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
         """with FINISH_REASON_ERROR"""
@@ -431,10 +434,11 @@ class TokenExtra(_message.Message):
         cached_tokens: _builtins.int | None = ...,
         events: _abc.Iterable[_postprocess_pb2.StreamEvent] | None = ...,
         prompt_token_ids: _builtins.bytes = ...,
+        cached_tokens_later: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "error", b"error", "events", b"events", "finish_reason", b"finish_reason", "handoff", b"handoff", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "slot", b"slot", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens", "_stop_token_id", b"_stop_token_id", "cached_tokens", b"cached_tokens", "cached_tokens_later", b"cached_tokens_later", "error", b"error", "events", b"events", "finish_reason", b"finish_reason", "handoff", b"handoff", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "slot", b"slot", "stop_token_id", b"stop_token_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cached_tokens: _TypeAlias = _typing.Literal["cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__cached_tokens: _TypeAlias = _typing.Literal["_cached_tokens", b"_cached_tokens"]  # noqa: Y015

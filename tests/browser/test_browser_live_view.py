@@ -44,7 +44,7 @@ def suite() -> Iterator[Suite]:
 
 @pytest.fixture
 def open_page(chrome: Browser) -> Iterator[Open]:
-    """Opens the live view of a gateway; afterwards nothing was complained about and nobody else was asked."""
+    """Opens the live view of a gateway; afterwards the console shows no message and no other host was contacted."""
     opened = []
 
     def opener(url: str, width: int = 1280, height: int = 900, quiet: bool = True, **more: Any) -> Page:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.servers.compose_suite import ROOT, TAG, Suite, standin
+from tests.support.repository import ROOT
+from tests.support.servers.compose_suite import TAG, Suite, standin
 
 pytestmark = pytest.mark.compose
 HARDENED = ["--read-only", "--tmpfs", "/tmp:exec", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true"]

@@ -36,7 +36,7 @@ def redis(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         (mounts["tls"] / as_mounted).chmod(0o444)
     (mounts["password"] / "sluice_router_redis_password").write_text("0123abcd")
     for above in (folder, folder.parent, folder.parent.parent):
-        above.chmod(0o755)  # pytest's folders are for their owner, and the container is somebody else
+        above.chmod(0o755)  # pytest's folders are for their owner, and the container runs as another user
     name = f"sluice-test-redis-{free_port()}"
     flags = [
         f"--volume={mounts[one['name']]}:{one['mountPath']}:ro"

@@ -17,7 +17,8 @@ import pytest
 from tests.support.clients.chat_load import ChatLoad
 from tests.support.oracles.prometheus_queries import answers, dashboard_queries
 from tests.support.oracles.promql import series
-from tests.support.servers.compose_suite import ROOT, SERVICES, Suite, get_json
+from tests.support.repository import ROOT
+from tests.support.servers.compose_suite import SERVICES, Suite, get_json
 
 OBSERVABILITY = ROOT / "deploy/observability"
 

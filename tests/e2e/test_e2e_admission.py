@@ -24,11 +24,11 @@ OTHER, OTHER_RECORD = create("other", models=["something-else"])
 OPERATOR, OPERATOR_RECORD = create("operator", scopes=["operate"])
 
 
-@pytest.fixture(scope="module", params=["uvicorn", "granian"])
-def suite(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     file = tmp_path_factory.mktemp("keys") / "keys.json"
     write(file, [FREE_RECORD, TIGHT_RECORD, OTHER_RECORD, OPERATOR_RECORD])
-    env = {"SLUICE_GATEWAY_API_KEYS_FILE": str(Path(file)), "SLUICE_GATEWAY_HTTP_SERVER": request.param}
+    env = {"SLUICE_GATEWAY_API_KEYS_FILE": str(Path(file))}
     with Suite("--speedup", "20", env=env) as running:
         yield running
 

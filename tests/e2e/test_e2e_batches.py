@@ -126,6 +126,7 @@ def test_broken_lines_are_errors_of_their_own(client: openai.OpenAI) -> None:
     assert (done.status, done.request_counts.completed, done.request_counts.failed) == ("completed", 2, 5)
     assert set(results(client, done.output_file_id)) == {"request-0", "request-1"}
     errors = [json.loads(line) for line in client.files.content(done.error_file_id).text.splitlines()]
+    errors.sort(key=lambda error: error["id"])
     assert [error["error"] and error["error"]["code"] for error in errors] == [
         "invalid_json_line",
         "duplicate_custom_id",
@@ -140,6 +141,28 @@ def test_broken_lines_are_errors_of_their_own(client: openai.OpenAI) -> None:
 def test_file_without_lines_fails_the_batch(client: openai.OpenAI) -> None:
     done = ended(client, started(client, ["", " "]).id)
     assert (done.status, done.errors.data[0].code) == ("failed", "empty_file")
+
+
+def test_file_of_more_broken_lines_than_allowed_fails_the_batch_with_some_of_them(client: openai.OpenAI) -> None:
+    done = ended(client, started(client, ["{"] * 1_001).id)
+    assert (done.status, done.output_file_id, done.error_file_id) == ("failed", None, None)
+    first, *rest = done.errors.data
+    assert (first.code, first.param) == ("too_many_broken_lines", "input_file_id")
+    assert [(error.code, error.line) for error in rest] == [("invalid_json_line", at + 1) for at in range(10)]
+
+
+def test_deleted_batch_is_gone_with_its_results(suite: Suite, client: openai.OpenAI) -> None:
+    batch = started(client, lines(400, max_tokens=200, ignore_eos=True))
+    url = f"{suite.url}/v1/batches/{batch.id}"
+    refused = httpx.delete(url)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "batch_in_progress")
+    until(lambda: completed(client, batch.id))
+    client.batches.cancel(batch.id)
+    done = ended(client, batch.id)
+    assert httpx.delete(url).json() == {"id": batch.id, "object": "batch", "deleted": True}
+    for gone in (httpx.get(url), httpx.delete(url), httpx.get(f"{suite.url}/v1/files/{done.output_file_id}")):
+        assert gone.status_code == 404
+    assert client.files.retrieve(batch.input_file_id).id == batch.input_file_id
 
 
 def test_cancelled_batch_keeps_the_results_that_it_has(client: openai.OpenAI) -> None:
@@ -188,9 +211,10 @@ def test_wrong_upload_is_refused(suite: Suite, client: openai.OpenAI) -> None:
 
 def test_tenants_neither_see_nor_run_each_others_batches(tmp_path_factory: pytest.TempPathFactory) -> None:
     one, one_record = create("one", models=("tekken",))
-    two, two_record = create("two", models=("other",))
+    two, two_record = create("two", models=("tekken",))
+    three, three_record = create("three", models=("other",))
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
-    write(keys, [one_record, two_record])
+    write(keys, [one_record, two_record, three_record])
     with Suite("--speedup", "20", env={"SLUICE_GATEWAY_API_KEYS_FILE": str(keys)}) as running:
         first, second = (
             openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60) for key in (one, two)
@@ -202,10 +226,13 @@ def test_tenants_neither_see_nor_run_each_others_batches(tmp_path_factory: pytes
         with pytest.raises(openai.NotFoundError):
             second.files.content(batch.input_file_id)
         assert list(second.batches.list()) == []
-        done = ended(second, started(second, lines(2)).id)
+        done = ended(second, started(second, lines(2, model="other")).id)
         assert (done.request_counts.completed, done.request_counts.failed) == (0, 2)
         statuses = {line["response"]["status_code"] for line in results(second, done.error_file_id).values()}
         assert statuses == {403}
+        third = openai.OpenAI(base_url=f"{running.url}/v1", api_key=three, max_retries=0)
+        with pytest.raises(openai.PermissionDeniedError, match="none of the models"):
+            third.files.create(file=("x.jsonl", b"{}"), purpose="batch")
 
 
 @pytest.fixture

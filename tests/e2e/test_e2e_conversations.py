@@ -68,6 +68,18 @@ def test_responses_continue_a_conversation(client: openai.OpenAI, stream: bool) 
     assert kinds(client, made.id) == ["message"] * 7
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_unstored_response_reads_its_conversation_and_adds_nothing(client: openai.OpenAI, stream: bool) -> None:
+    made = client.conversations.create(items=[user("My name is Alice.")])
+    body: Any = {"model": "tekken", "conversation": made.id, "input": "Hi.", "max_output_tokens": 5, "store": False}
+    response = client.responses.create(**body, stream=stream)
+    final = list(response)[-1].response if stream else response
+    assert final.conversation.id == made.id
+    alone = client.responses.create(**{**body, "conversation": None})
+    assert final.usage.input_tokens > alone.usage.input_tokens
+    assert kinds(client, made.id) == ["message"]
+
+
 async def test_a_background_response_continues_a_conversation(client: openai.OpenAI) -> None:
     made = client.conversations.create()
     client.responses.create(model="tekken", conversation=made.id, input="Hi.", background=True, max_output_tokens=4)

@@ -34,14 +34,14 @@ def refused(suite: Suite, status: int, headers: dict[str, str] | None = None, **
 
 @pytest.mark.parametrize("name", [*WORKER, ENDPOINT])
 def test_header_of_an_absent_worker_is_named(direct: Suite, name: str) -> None:
-    error = refused(direct, 400, {name: "gone-1"})
+    error = refused(direct, 503, {name: "gone-1"})
     assert (error["param"], error["code"]) == (name, "worker_not_found")
     assert "gone-1" in error["message"]
 
 
 @pytest.mark.parametrize("name", PREFILL)
 def test_header_of_an_absent_prefill_worker_is_named(direct: Suite, name: str) -> None:
-    error = refused(direct, 400, {"x-sluice-worker": "worker-0", name: "gone-1"})
+    error = refused(direct, 503, {"x-sluice-worker": "worker-0", name: "gone-1"})
     assert (error["param"], error["code"]) == (name, "worker_not_found")
 
 
@@ -66,13 +66,15 @@ def test_header_of_a_rank_that_is_not_there_is_named(direct: Suite, name: str, r
 
 @pytest.mark.parametrize("field", ["decode_worker_id", "backend_instance_id"])
 def test_field_of_an_absent_worker_is_named(direct: Suite, field: str) -> None:
-    error = refused(direct, 400, nvext={field: "gone-1"})
+    error = refused(direct, 503, nvext={field: "gone-1"})
     assert (error["param"], error["code"]) == (f"nvext.{field}", "worker_not_found")
 
 
-@pytest.mark.parametrize(("worker", "code"), [("gone-1", "worker_not_found"), ("worker-0", "wrong_role")])
-def test_field_of_a_prefill_worker_is_named(direct: Suite, worker: str, code: str) -> None:
-    error = refused(direct, 400, nvext={"decode_worker_id": "worker-0", "prefill_worker_id": worker})
+@pytest.mark.parametrize(
+    ("worker", "status", "code"), [("gone-1", 503, "worker_not_found"), ("worker-0", 400, "wrong_role")]
+)
+def test_field_of_a_prefill_worker_is_named(direct: Suite, worker: str, status: int, code: str) -> None:
+    error = refused(direct, status, nvext={"decode_worker_id": "worker-0", "prefill_worker_id": worker})
     assert (error["param"], error["code"]) == ("nvext.prefill_worker_id", code)
 
 
@@ -98,18 +100,18 @@ def test_unknown_model_is_not_found_whatever_worker_is_named(direct: Suite) -> N
 
 
 def test_header_counts_before_the_field_and_is_named(direct: Suite) -> None:
-    error = refused(direct, 400, {"x-dp-rank": "0", "x-sluice-worker": "gone-1"}, nvext={"decode_worker_id": "gone-2"})
+    error = refused(direct, 503, {"x-dp-rank": "0", "x-sluice-worker": "gone-1"}, nvext={"decode_worker_id": "gone-2"})
     assert error["param"] == "x-sluice-worker"
     assert "gone-2" not in error["message"]
 
 
 @pytest.mark.parametrize("name", WORKER)
 def test_header_of_an_absent_worker_is_named_where_a_router_chooses(suite: Suite, name: str) -> None:
-    error = refused(suite, 400, {name: "gone-1"})
+    error = refused(suite, 503, {name: "gone-1"})
     assert (error["param"], error["code"]) == (name, "worker_not_found")
 
 
 def test_subset_without_a_worker_is_named_where_a_router_chooses(suite: Suite) -> None:
     error = refused(suite, 503, {SUBSET: "10.0.0.1:9"})
     assert (error["param"], error["code"]) == (SUBSET, "no_workers")
-    assert refused(suite, 400, nvext={"decode_worker_id": "gone-1"})["param"] == "nvext.decode_worker_id"
+    assert refused(suite, 503, nvext={"decode_worker_id": "gone-1"})["param"] == "nvext.decode_worker_id"

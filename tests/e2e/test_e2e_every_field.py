@@ -137,13 +137,13 @@ async def test_a_wrong_value_is_refused_and_its_field_named(
         ("/v1/responses/{id}/input_items", {"limit": "101"}, {}, "limit"),
         ("/v1/responses/{id}/input_items", {"limit": "x"}, {}, "limit"),
         ("/v1/responses/{id}/input_items", {"order": "up"}, {}, "order"),
-        ("/v1/responses/{id}/input_items", {"after": "nobody"}, {}, "after"),
+        ("/v1/responses/{id}/input_items", {"after": "unknown"}, {}, "after"),
         ("/v1/responses/{id}", {"stream": "perhaps"}, {}, "stream"),
         ("/v1/responses/{id}", {"stream": "true"}, {}, "stream"),
         ("/v1/models", {"limit": "0"}, {"anthropic-version": "2023-06-01"}, "limit"),
         ("/v1/models", {"limit": "1001"}, {"anthropic-version": "2023-06-01"}, "limit"),
-        ("/v1/models", {"after_id": "nobody"}, {"anthropic-version": "2023-06-01"}, "after_id"),
-        ("/v1/models", {"before_id": "nobody"}, {"anthropic-version": "2023-06-01"}, "before_id"),
+        ("/v1/models", {"after_id": "unknown"}, {"anthropic-version": "2023-06-01"}, "after_id"),
+        ("/v1/models", {"before_id": "unknown"}, {"anthropic-version": "2023-06-01"}, "before_id"),
     ],
 )
 def test_a_wrong_query_is_refused_and_its_parameter_named(

@@ -110,7 +110,7 @@ async def test_direct_gateway_takes_the_ids_of_a_query_in_place_of_the_prompt(pa
     ids = unpack_u32(found.token_ids).tolist()
     headers = {name: value for name, value in found.headers.items() if name.startswith("x-dynamo-")}
     assert set(headers) >= {"x-dynamo-worker-instance-id", "x-dynamo-prefill-instance-id"}
-    other = [{"role": "user", "content": "What nobody asks."}]
+    other = [{"role": "user", "content": "An unrelated prompt."}]
     routed = ask(pair, headers, messages=other, nvext={"token_data": ids})
     assert routed == ask(pair, DIRECTED)
     assert routed[1] == len(ids)

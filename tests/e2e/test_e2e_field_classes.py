@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
+from scripts.pages.fields import SCHEMAS, rows
 from services.gateway.apis.openai.unsupported_fields import FieldClass, class_of, neutral_values
-from sluice.fields import SCHEMAS, rows
 from tests.support.servers.suite import Suite
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -28,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "hi", "max_output_tokens": 2, "store": False},
     MESSAGES: {"messages": USER, "max_tokens": 2},
 }
-AROUND: dict[str, dict[str, Any]] = {"structured_outputs": {"regex": "a"}, "sampling_params": {"max_tokens": 2}}
+AROUND: dict[str, dict[str, Any]] = {"structured_outputs": {"choice": ["a"]}, "sampling_params": {"max_tokens": 2}}
 """What objects need besides the field in question."""
 VALUES: dict[tuple[str, str], Any] = {
     (MESSAGES, "cache_control"): {"type": "ephemeral", "ttl": "1h", "scope": "global"},

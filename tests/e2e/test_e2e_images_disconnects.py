@@ -41,7 +41,6 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LooseSuite
         patch.setenv(SCRIPTED_NAMES, str(folder / "names.json"))
         patch.setenv("SLUICE_PREPROCESS_MEDIA_HOSTS", f"media.test:{host.port}")
         patch.setenv("SLUICE_PREPROCESS_MEDIA_FETCH_S", str(LIMIT_S))
-        patch.setenv("SLUICE_PREPROCESS_MEDIA_READ_S", str(LIMIT_S))
         host.answers["/silent"] = _silent
         flags = ("--tokenize-timeout-s", str(2 * LIMIT_S), "--request-timeout-s", str(4 * LIMIT_S))
         through = "tests.support.servers.scripted_names"

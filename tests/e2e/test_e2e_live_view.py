@@ -19,6 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sluice.cli.commands import app
+from tests.support.data.small_tekken import small_tekken
 from tests.support.servers.suite import SLUICE, Suite
 
 WITHIN_S = 30
@@ -65,7 +66,7 @@ def events(suite: Suite, number: int) -> list[tuple[str, dict[str, Any]]]:
 def test_the_stream_begins_with_everything_and_goes_on_with_what_changes(suite: Suite) -> None:
     (first, whole), *deltas = events(suite, 9)
     assert first == "whole"
-    assert {row["health"] for row in whole["workers"]} <= {"ok"}  # who was there when somebody looked last
+    assert {row["health"] for row in whole["workers"]} <= {"ok"}  # those listed at the last look
     assert whole["models"] == ["tekken"]
     assert {name: len(node["serving"]) for name, node in whole["nodes"].items()} == {
         "preprocess": 1,
@@ -244,7 +245,8 @@ def test_other_commands_take_the_same_folder(secured: Any) -> None:
     given = [word for pair in zip(files, paths, strict=True) for word in pair]
     assert told(suite, "workers", *given, "--router", suite.address("router"))[0]["health"] == "serving"
 
-    flags = ("--worker-id", "by-hand", "--speedup", "20", "--routers", suite.address("router"))
+    model = ("--model", f"tekken={small_tekken()}")
+    flags = (*model, "--worker-id", "by-hand", "--speedup", "20", "--routers", suite.address("router"))
     command = [str(SLUICE), "worker", "--listen", "127.0.0.1:0", "--tls", str(folder), *flags]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as worker:
         try:

@@ -8,7 +8,7 @@ from collections import defaultdict
 import httpx
 import pytest
 
-from sluice import metrics
+from scripts.pages import metrics
 from tests.support.oracles.scraped import METRICS_EVERYWHERE, endpoints, families, value
 from tests.support.servers.suite import Suite
 

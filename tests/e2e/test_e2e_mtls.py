@@ -1,4 +1,4 @@
-"""A suite that trusts nobody: mTLS on every hop, a token for each service that another one calls, HTTPS, an audit log,
+"""A suite with zero trust: mTLS on every hop, a token for each service that another one calls, HTTPS, an audit log,
 and every log line written. Everything works, strangers are refused on every port, certificates and tokens rotate under
 load, and no log holds what it must not.
 """
@@ -68,10 +68,10 @@ class Guarded:
             self.secrets |= {line.split()[0] for line in path.read_text().splitlines()}
 
     def token(self, caller: str, callee: str) -> str:
-        """What a service shows to another one; for a caller that there is not, a token that nobody made."""
+        """What a service shows to another one; for an unknown caller, a token that is not listed."""
         path = self.tokens / caller / "shown-tokens"
         lines = path.read_text().splitlines() if path.exists() else []
-        return next((line.split()[0] for line in lines if line.endswith(f" {callee}")), f"{MARK}-token-of-nobody")
+        return next((line.split()[0] for line in lines if line.endswith(f" {callee}")), f"{MARK}-token-unlisted")
 
     def trust(self, name: str) -> TlsSettings:
         """What a service shows and trusts."""
@@ -181,7 +181,7 @@ HELLOS = (
 
 
 async def talks(address: str, trust: ssl.SSLContext | None) -> bool:
-    """Whether a port says a word to somebody who shows this: gRPC, HTTP or Redis, in plain text or TLS."""
+    """Whether a port answers a client with these credentials: gRPC, HTTP or Redis, in plain text or TLS."""
     host, _, port = address.rpartition(":")
     name = {"ssl": trust, "server_hostname": "localhost"} if trust else {}
     for hello in HELLOS:
@@ -203,14 +203,14 @@ async def test_a_chat_goes_through_all_of_it(guarded: Guarded) -> None:
         assert (await http.get("/ready")).status_code == 200
         await chat(http, f"{MARK}-prompt of a stream")
     with Redis(port=guarded.redis.port, password=f"{MARK}-password") as routers:
-        assert routers.exists("{sluice}:models")  # nobody but the router writes it, and not in plain text
+        assert routers.exists("{sluice}:models")  # only the router writes it, and not in plain text
     async with httpx.AsyncClient(trust_env=False) as plain:
         with pytest.raises(httpx.TransportError):
             await plain.get(guarded.suite.url.replace("https", "http"))
 
 
 def shows(certificates: Path, name: str = "", authority: Path | None = None) -> ssl.SSLContext:
-    """Somebody who shows a certificate of this folder, or none."""
+    """A client with a certificate of this folder, or none."""
     context = ssl.create_default_context(cafile=str(authority or certificates / "ca.pem"))
     context.set_alpn_protocols(["h2", "http/1.1"])
     if name:
@@ -248,7 +248,7 @@ async def test_a_service_may_call_what_it_needs_and_nothing_else(guarded: Guarde
 
     assert await kind("gateway", "router") is None
     assert await kind("worker", "router") is ErrorKind.PERMISSION_DENIED
-    assert await kind("nobody", "router") is ErrorKind.UNAUTHENTICATED
+    assert await kind("unlisted", "router") is ErrorKind.UNAUTHENTICATED
     assert await kind("gateway", "worker") is ErrorKind.PERMISSION_DENIED
     assert await kind("operator", "worker") not in (ErrorKind.PERMISSION_DENIED, ErrorKind.UNAUTHENTICATED)
 

@@ -1,10 +1,9 @@
-"""What an operator does to workers that serve: adapters, sleep, caches, profiles. The suite is then as it was."""
+"""What an operator does to workers that serve: adapters, sleep, caches. The suite is then as it was."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import grpc
 import httpx
@@ -99,7 +98,7 @@ def test_an_adapter_is_a_model_on_the_worker_that_holds_it(suite: Suite) -> None
 
 
 def test_an_adapter_that_nobody_holds_is_named(suite: Suite) -> None:
-    answer = complete(suite.url, "tekken", lora_path="nobody")
+    answer = complete(suite.url, "tekken", lora_path="unknown")
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "lora_path"
     assert answer.json()["error"]["code"] == "adapter_not_found"
@@ -145,14 +144,11 @@ def test_a_cleared_cache_is_cold(suite: Suite) -> None:
     assert cached(suite.url, "tekken", prompt) == 0
 
 
-def test_a_profile_is_taken_while_it_serves(suite: Suite) -> None:
-    address = suite.address("worker")
-    control(address, Action.ACTION_START_PROFILE)
-    for number in range(4):
-        assert complete(suite.url, "tekken", f"Profile {number}.").status_code == 200
-    path = Path((control(address, Action.ACTION_STOP_PROFILE))["path"])
-    assert path.stat().st_size > 0
-    path.unlink()
+def test_profile_of_an_engine_without_a_profiler_is_refused_while_it_serves(suite: Suite) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        control(suite.address("worker"), Action.ACTION_START_PROFILE)
+    assert (refused.value.code(), "profile" in refused.value.details()) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+    assert complete(suite.url, "tekken").status_code == 200
 
 
 def post(suite: Suite, path: str, **body: object) -> httpx.Response:
@@ -163,7 +159,7 @@ def test_adapter_loaded_over_http_is_on_every_worker_and_on_one_that_lost_it(sui
     loaded = post(suite, "/v1/load_lora_adapter", lora_name=ADAPTER)
     assert (loaded.status_code, len(loaded.json()["workers"])) == (200, 2), loaded.text
     try:
-        until(lambda: complete(suite.url, ADAPTER).status_code == 200)
+        assert complete(suite.url, ADAPTER).status_code == 200
         (gateway,) = suite.processes("gateway")
         workers = suite.addresses("worker")
         gateway.suspend()  # its loop would load the adapter again at once
@@ -180,6 +176,17 @@ def test_adapter_loaded_over_http_is_on_every_worker_and_on_one_that_lost_it(sui
     until(lambda: complete(suite.url, ADAPTER).status_code == 404)
     gone = post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER)
     assert (gone.status_code, gone.json()["error"]["param"]) == (404, "lora_name")
+
+
+def test_adapter_is_usable_when_its_load_has_answered_and_gone_when_its_unload_has(suite: Suite) -> None:
+    prompt = "The same beginning of a prompt, longer than a block of tokens. " * 20
+    for _ in range(3):
+        assert len(post(suite, "/v1/load_lora_adapter", lora_name=ADAPTER).json()["workers"]) == 2
+        assert len(post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER).json()["workers"]) == 2
+        assert complete(suite.url, ADAPTER).status_code == 404
+        assert len(post(suite, "/v1/load_lora_adapter", lora_name=ADAPTER).json()["workers"]) == 2
+        assert cached(suite.url, ADAPTER, prompt) == 0, "blocks of an earlier load are not used"
+        assert post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["../etc", "/etc/passwd", "a/b", "", "x" * 129, "a b"])

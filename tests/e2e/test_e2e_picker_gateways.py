@@ -163,17 +163,17 @@ async def test_pair_is_booked_named_and_run(pair: TwoStages) -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "code"),
+    ("headers", "status", "code"),
     [
-        ({}, "no_worker_named"),
-        ({"x-sluice-worker": "gone"}, "worker_not_found"),
-        ({"x-sluice-worker": "worker-0", "x-sluice-dp-rank": "7"}, "invalid_value"),
+        ({}, 400, "no_worker_named"),
+        ({"x-sluice-worker": "gone"}, 503, "worker_not_found"),
+        ({"x-sluice-worker": "worker-0", "x-sluice-dp-rank": "7"}, 400, "invalid_value"),
     ],
     ids=["missing", "unknown", "rank"],
 )
 async def test_second_stage_without_a_valid_worker_is_rejected(
-    whole: TwoStages, headers: dict[str, str], code: str
+    whole: TwoStages, headers: dict[str, str], status: int, code: str
 ) -> None:
     answer = await ask(whole, headers)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert whole.booked() == 0

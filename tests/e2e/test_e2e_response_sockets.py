@@ -90,7 +90,7 @@ def test_a_warm_up_without_output_is_continued(suite: Suite) -> None:
         ('{"type": "response.create", "model": "tekken", "input": "a", "generate": 1.5}', "invalid_value"),
         ('{"type": "response.create", "model": "unknown", "input": "a"}', "model_not_found"),
         (b"\x00\xff", "binary_message"),
-        ("[" * 100_000, "invalid_request_error"),
+        ("[" * 100_000, "budget_exceeded"),
     ],
 )
 def test_a_wrong_message_is_answered_with_an_error_event(suite: Suite, sent: str | bytes, code: str) -> None:

@@ -35,7 +35,7 @@ class Balancer:
     def __init__(self, targets: Sequence[tuple[str, int]]) -> None:
         self._targets = list(targets)
         self._turn = 0
-        self._passing: set[object] = set()  # asyncio itself forgets tasks that nobody holds
+        self._passing: set[object] = set()  # asyncio keeps only weak references to tasks
 
     async def pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._turn += 1

@@ -83,7 +83,7 @@ async def test_a_drained_postprocess_replica_hands_its_streams_over(suite: Loose
     before = await moves(suite)
     heard = await disturbed(suite, numbers, "postprocess-0", signal.SIGTERM)
     assert [answer.same for answer in heard] == [answer.same for answer in told]
-    assert not any(answer.choice.get("degraded") for answer in heard), "nobody notices"
+    assert not any(answer.choice.get("degraded") for answer in heard), "no answer is degraded"
     after = await moves(suite)
     assert after["drained"] > before["drained"], "nothing outlasted the notice"
     assert after["lost"] == before["lost"], "nothing was cut"

@@ -21,7 +21,7 @@ REQUESTS = 40
 
 @contextmanager
 def listening() -> Iterator[tuple[socket.socket, str]]:
-    """Somebody who takes connections and never says a word."""
+    """A server that accepts connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", free_port()))
         listener.listen(64)

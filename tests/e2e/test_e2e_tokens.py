@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from services.preprocess.protocol import ChatRequest
@@ -74,6 +75,7 @@ def test_a_models_entry_says_whose_ids_it_gets(client: httpx.Client) -> None:
     fingerprint = small_tokenizer().facts.fingerprint
     prompts = model["tokenizer"].pop("prompt_fingerprint")
     assert prompts == prompt_fingerprint(small_tokenizer())
+    assert model["tokenizer"].pop("template") == orjson.loads(orjson.dumps(small_tokenizer().facts.template))
     assert model["tokenizer"] == {
         "parity": "same_prompts",  # the worker has made them too
         "media_parity": "unknown",  # the worker takes no images

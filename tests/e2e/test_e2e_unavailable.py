@@ -57,7 +57,7 @@ async def until_ready(url: str, ready: bool, within_s: float = 120) -> dict[str,
     async with httpx.AsyncClient(timeout=5) as client:
         while True:
             with contextlib.suppress(httpx.TransportError):
-                response = await client.get(f"{url}/ready")
+                response = await client.get(f"{url}/ready?workers=0")
                 if (response.status_code == 200) == ready:
                     state: dict[str, object] = response.json()
                     return state

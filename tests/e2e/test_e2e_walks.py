@@ -1,4 +1,4 @@
-"""The walks of docs/structure.md are true: their modules run in this order when a request is served."""
+"""The walks of docs/structure.md are true: their modules run in this order when a chat is served, and so many run."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ WALKS = (
     ("From an engine's KV event", 14),
     ("From `RouteQuery`", 15),
 )
+
+PROCESSES = {
+    "gateway": "gateway",
+    "preprocess": "preprocess",
+    "router": "router",
+    "worker": "worker-0",
+    "postprocess": "postprocess-0",
+}
+PERIODIC = 3
+"""Modules that may run or not within a recording, in periodic tasks."""
 
 FROM_ZMQ = {f"worker/kv_events/{name}.py" for name in ("zmq_feed", "wire", "event_sequencer", "translation")}
 """Only engines that publish over ZMQ use these; test_worker_kv_events_zmq runs them."""
@@ -51,7 +61,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         with LooseSuite(
             Path(DEFAULT_SOURCE), workers=1, postprocess=1, through="tests.support.servers.traced_service"
         ) as suite:
-            names = ("gateway", "router", "worker-0")
+            names = PROCESSES.values()
             _ask(suite, "warm up " * 100)
             for name in names:
                 os.kill(suite.pid(name), signal.SIGUSR1)
@@ -98,6 +108,19 @@ def test_walk_of_a_kv_event_is_the_order_of_calls_in_each_process(traced: dict[s
         calls = iter(traced[process])
         expected = [each for each in modules if each.startswith(service) and each not in FROM_ZMQ]
         assert [each for each in expected if not _follows(each, calls)] == []
+
+
+@pytest.mark.parametrize("service", PROCESSES)
+def test_structure_page_has_the_number_of_modules_that_run(service: str, traced: dict[str, list[str]]) -> None:
+    page = (ROOT / "docs" / "structure.md").read_text()
+    row = re.search(rf"^\| {service} \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert row is not None
+    modules = set(traced[PROCESSES[service]])
+    own = {module for module in modules if module.startswith(f"{service}/")}
+    assert [int(number) for number in row.groups()] == [
+        pytest.approx(len(own), abs=PERIODIC),
+        pytest.approx(len(modules - own), abs=PERIODIC),
+    ], f"{len(own)} and {len(modules - own)} run"
 
 
 def _follows(module: str, calls: Iterator[str]) -> bool:

@@ -211,12 +211,14 @@ def request(
     request_id: str, prompt: Sequence[int], max_tokens: int = 16, *, ignore_eos: bool = True, **fields: Any
 ) -> worker_pb2.GenerateRequest:
     """A greedy request that runs to its length; keywords are fields of GenerateRequest."""
-    defaults = {"sampling": common_pb2.SamplingOptions(temperature=0.0)}
+    defaults: dict[str, Any] = {
+        "sampling": common_pb2.SamplingOptions(temperature=0.0),
+        "stop": common_pb2.StopOptions(max_tokens=max_tokens, ignore_eos=ignore_eos),
+    }
     return worker_pb2.GenerateRequest(
         request_id=request_id,
         model="tiny",
         tokens=worker_pb2.TokenPrompt(token_ids=pack_u32(prompt)),
-        stop=common_pb2.StopOptions(max_tokens=max_tokens, ignore_eos=ignore_eos),
         **{**defaults, **fields},
     )
 
@@ -537,7 +539,8 @@ async def bad_input_is_refused_and_serving_goes_on(worker: RunningWorker) -> Non
     for name, message in (
         ("ids", request("bad-ids", [card.vocab_size + 3])),
         ("long", request("bad-long", [20] * card.context_length)),
-        ("lora", request("bad-lora", [20, 21], lora="nobody")),
+        ("lora", request("bad-lora", [20, 21], lora="unknown")),
+        ("stop", request("bad-stop", [20, 21], stop=_stop_at(card.vocab_size))),
     ):
         with pytest.raises(SluiceError) as caught:
             await generate(worker, message)
@@ -545,6 +548,11 @@ async def bad_input_is_refused_and_serving_goes_on(worker: RunningWorker) -> Non
         assert caught.value.kind in kinds, name
         assert "Traceback" not in caught.value.message
     assert len((await generate(worker, request("good", [20, 21], 3))).token_ids) == 3
+
+
+def _stop_at(token_id: int) -> common_pb2.StopOptions:
+    """An id that no logit has, which an engine would suppress before min_tokens."""
+    return common_pb2.StopOptions(max_tokens=5, min_tokens=1, stop_token_ids=pack_u32([token_id]))
 
 
 async def sigterm_lets_running_requests_finish(engine: EngineUnderTest, live: int = 16) -> None:

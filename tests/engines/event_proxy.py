@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 
@@ -46,23 +46,32 @@ class EventProxy:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def sent(self, data: bytes) -> None:
+        """Is called with what the target sends, before it is forwarded."""
+
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             writer.close()
             return
-        for source, target in ((reader, to_writer), (to_reader, writer)):
-            task = asyncio.create_task(_copy(source, target))
+        for source, target, seen in ((reader, to_writer, None), (to_reader, writer, self.sent)):
+            task = asyncio.create_task(_copy(source, target, seen))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
 
-async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def _copy(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter, seen: Callable[[bytes], None] | None
+) -> None:
     try:
         while part := await source.read(1 << 16):
+            if seen is not None:
+                seen(part)
             target.write(part)
             await target.drain()
+    except ConnectionError:
+        pass  # either end has gone
     finally:
         target.close()
 

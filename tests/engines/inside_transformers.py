@@ -9,14 +9,25 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from services.common.errors import ErrorKind
 from services.common.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksStored, KvEvent
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import GenerateContext
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, SamplingParams, StopParams
+from services.worker.contract.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    StopParams,
+    StructuredOutput,
+)
 from services.worker.engines.transformers.engine import TransformersEngine
 from services.worker.settings import WorkerSettings
 
@@ -152,7 +163,7 @@ async def sampling(folder: str) -> None:
 
 
 async def death(folder: str) -> None:
-    """A step that fails ends the thread: it is told at once, and requests hear a retryable error."""
+    """A lost device ends the thread: it is told at once, and requests hear a retryable error."""
     engine = await engine_of(folder)
     told: list[str] = []
     engine.on_failure = lambda name, error: told.append(f"{name}: {error}")
@@ -166,7 +177,7 @@ async def death(folder: str) -> None:
     assert started is not None
 
     def broken(*arguments: Any, **named: Any) -> None:
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("CUDA error: the device is gone")
 
     started.runner.batch_processor.model_runner.compute_batch = broken
     began = time.monotonic()
@@ -175,7 +186,178 @@ async def death(folder: str) -> None:
     assert last.error.retryable
     await until(lambda: bool(told))
     assert time.monotonic() - began < 2
-    assert told == ["transformers-steps: the device is gone"]
+    assert told == ["transformers-steps: CUDA error: the device is gone"]
+    await engine.cleanup()
+
+
+def beside(engine: TransformersEngine, name: str, **bad: Any) -> Coroutine[Any, Any, list[list[Delta]]]:
+    """The outputs of 20 requests and, at last, of one with other fields, which run together."""
+    options = [
+        {"sampling": GREEDY},
+        {"sampling": SamplingParams(temperature=1.0, seed=5)},
+        {"sampling": SamplingParams(temperature=0.7, seed=6, top_p=0.9, top_k=20)},
+        {"sampling": SamplingParams(temperature=0.0, presence_penalty=1.0), "logprobs": 2},
+    ]
+    runs = [run(engine, f"{name}-{i}", list(range(20 + i, 50 + i)), 24, **options[i % 4]) for i in range(20)]
+    return asyncio.gather(*runs, run(engine, f"{name}-bad", list(range(300, 330)), 24, **bad))  # type: ignore[return-value]
+
+
+def said(deltas: list[Delta]) -> tuple[list[int], list[Any]]:
+    """Tokens and log-probabilities of a request that ended well, without the noise of other batches."""
+    return ids(deltas), [position.chosen.token_id for delta in deltas for position in delta.logprobs]
+
+
+async def rows(folder: str) -> None:
+    """What one row raises, in each part of a step, ends its request; 20 beside it say what they say undisturbed."""
+    engine = await engine_of(folder, total_blocks=512, max_sequences=32)
+    told: list[str] = []
+    engine.on_failure = lambda name, error: told.append(f"{name}: {error}")
+    everything = {
+        "sampling": SamplingParams(temperature=1.0, seed=3, presence_penalty=1.0, bad_words=((21, 22),)),
+        "logprobs": 2,
+        "guided": StructuredOutput("regex", "[a-z]{40}"),
+    }
+    undisturbed = [said(one) for one in (await beside(engine, "calm", **everything))[:-1]]
+    batcher = engine._started.runner  # type: ignore[union-attr]
+
+    def broken(*arguments: Any, **named: Any) -> Any:
+        raise IndexError("index 542 is out of bounds for dimension 0")
+
+    def poison(at: int, break_row: Callable[[Any], None]) -> None:
+        """Breaks the request with a grammar from its token `at` on."""
+        add = batcher.add
+
+        def added(key: str, batch_request: Any, *more: Any) -> bool:
+            if batch_request.sampler.constraint is not None:
+                batch_request.sampler = breaking(batch_request.sampler, at, break_row)
+            return bool(add(key, batch_request, *more))
+
+        batcher.add = added
+
+    def breaking(sampler: Any, at: int, break_row: Callable[[Any], None]) -> Any:
+        record, count = sampler.record, 0
+
+        def recorded(token_id: int) -> None:
+            nonlocal count
+            count += 1
+            record(token_id)
+            if count == at:
+                break_row(sampler)
+
+        sampler.record = recorded
+        if at == 0:
+            break_row(sampler)
+        return sampler
+
+    def break_edit(sampler: Any) -> None:
+        sampler.edit = broken
+
+    def break_mask(sampler: Any) -> None:
+        sampler.constraint.mask = broken
+
+    def break_draw(sampler: Any) -> None:
+        sampler.generator = object()
+
+    def break_record(sampler: Any) -> None:
+        sampler.record = broken
+
+    def break_accept(sampler: Any) -> None:
+        sampler.constraint.accept = broken
+
+    def break_penalty(sampler: Any) -> None:
+        sampler.history.counts = {1 << 40: 1}
+
+    def break_logprobs(sampler: Any) -> None:
+        sampler.plan = replace(sampler.plan, logprobs="two")
+
+    def break_stop(sampler: Any) -> None:  # F2: the id that follows the last one of the vocabulary
+        sampler.constraint = None
+        sampler.plan = replace(sampler.plan, min_tokens=30, stop_ids=(engine._started.config.vocab_size,))  # type: ignore[union-attr]
+
+    add = type(batcher).add.__get__(batcher)
+    breaks = (
+        break_edit,
+        break_mask,
+        break_draw,
+        break_record,
+        break_accept,
+        break_penalty,
+        break_logprobs,
+        break_stop,
+    )
+    for break_row in breaks:
+        for at in (0, 1, 7):
+            name = f"{break_row.__name__}-{at}"
+            await engine.clear_cache()
+            poison(at, break_row)
+            *others, bad = await beside(engine, name, **everything)
+            batcher.add = add
+            assert [said(one) for one in others] == undisturbed, name
+            error = bad[-1].error
+            assert bad[-1].finish_reason is FinishReason.ERROR, name
+            assert error is not None
+            assert error.kind is ErrorKind.INTERNAL, name
+            assert not error.retryable, name
+            assert "542" not in error.message
+            assert len([token for delta in bad for token in delta.token_ids]) <= at, name
+    assert not told
+    await quiet(engine)
+    await engine.cleanup()
+
+
+async def steps(folder: str) -> None:
+    """A step that fails as a whole ends its requests as retryable; the engine goes on and holds nothing."""
+    engine = await engine_of(folder)
+    told: list[str] = []
+    engine.on_failure = lambda name, error: told.append(f"{name}: {error}")
+    calm = ids(await run(engine, "calm", list(range(20, 50)), 20))
+    batcher: Any = engine._started.runner  # type: ignore[union-attr]
+    processor = batcher.batch_processor
+    runner = processor.model_runner
+    compute, update, schedule = runner.compute_batch, processor.update_batch, processor.scheduler.schedule_batch
+
+    def failing_once(work: Callable[..., Any], after: int, error: Exception) -> Callable[..., Any]:
+        left = after
+
+        def called(*arguments: Any, **named: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise error
+            return work(*arguments, **named)
+
+        return called
+
+    causes = [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"),
+        ValueError("of the library"),
+    ]
+    for number, error in enumerate(causes):
+        for after in (1, 2, 9):
+            for part in ("compute", "update", "schedule"):
+                if part == "compute":
+                    runner.compute_batch = failing_once(compute, after, error)
+                elif part == "update":
+                    processor.update_batch = failing_once(update, after, error)
+                else:
+                    processor.scheduler.schedule_batch = failing_once(schedule, after, error)
+                name = f"{part}-{number}-{after}"
+                runs = [run(engine, f"{name}-{i}", list(range(20 + i, 50 + i)), 20) for i in range(5)]
+                outputs = await asyncio.gather(*runs)
+                runner.compute_batch, processor.update_batch = compute, update
+                processor.scheduler.schedule_batch = schedule
+                failed = [one[-1].error for one in outputs if one[-1].error is not None]
+                assert failed, name
+                for failure in failed:
+                    assert (failure.code, failure.retryable) == ("step_failed", True), (name, failure)
+                    assert ("memory" in failure.message) == (number < 2), failure.message
+                await engine.clear_cache()
+                assert ids(await run(engine, f"{name}-later", list(range(20, 50)), 20)) == calm, name
+                await quiet(engine)
+    assert not told
+    assert batcher.alive
+    assert not batcher.batch_requests
     await engine.cleanup()
 
 
@@ -203,6 +385,6 @@ async def surface(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    cases = {case.__name__: case for case in (overflow, events, sampling, death, surface)}
+    cases = {case.__name__: case for case in (overflow, events, sampling, death, rows, steps, surface)}
     asyncio.run(cases[sys.argv[2]](sys.argv[1]))
     print("ok")

@@ -31,7 +31,7 @@ from services.worker.contract.generation import (
     SamplingParams,
     StopParams,
 )
-from services.worker.engines.transformers.engine import MOST_ENCODED, TransformersEngine
+from services.worker.engines.transformers.engine import MAX_ENCODED, TransformersEngine
 from services.worker.settings import WorkerSettings
 from tests.engines.offline_transformers_images import Reference
 from tests.support.data.tiny_vlm import LLAVA_TOKENS_PER_IMAGE
@@ -260,7 +260,7 @@ async def cancels(folder: str) -> None:
     assert await beside == asked.expected[0]
     await until_quiet(engine)
     deadline = time.monotonic() + 60
-    while engine._pictures._free._value != MOST_ENCODED:
+    while engine._pictures._free._value != MAX_ENCODED:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     assert not engine._pictures._held
@@ -305,7 +305,7 @@ async def refusals(folder: str) -> None:
 
 
 async def death(folder: str) -> None:
-    """A step that fails ends the thread: requests end with a retryable error, and the worker is notified."""
+    """A lost device ends the thread: requests end with a retryable error, and the worker is notified."""
     asked = Asked(folder, 2, tokens=200)
     engine = await engine_of(folder)
     told: list[str] = []
@@ -320,7 +320,7 @@ async def death(folder: str) -> None:
     assert vision is not None
 
     def broken(*arguments: Any, **named: Any) -> None:
-        raise RuntimeError("the device is gone")
+        raise RuntimeError("CUDA error: the device is gone")
 
     vision.logits = broken  # type: ignore[method-assign]
     for deltas in (running, streams[1].deltas()):
@@ -331,7 +331,7 @@ async def death(folder: str) -> None:
     while not told:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
-    assert told == ["transformers-steps: the device is gone"]
+    assert told == ["transformers-steps: CUDA error: the device is gone"]
     await engine.cleanup()
 
 

@@ -1,7 +1,7 @@
 """Makes `prompt_embeds` fields of a model's own input embeddings: JSON in, JSON out, run where torch is.
 
 In: {"model": folder, "prompts": [[id, ...], ...], "trap": path}. Out: {"plain": one field for each prompt, and one
-field of the first prompt for each other way to save it}. Whoever runs a trap's pickle makes the file at `trap`.
+field of the first prompt for each other way to save it}. Running a trap's pickle creates the file at `trap`.
 """
 
 from __future__ import annotations

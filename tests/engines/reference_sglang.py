@@ -49,7 +49,7 @@ async def main(services_folder: str, folder: str) -> None:
     services = types.ModuleType("services")
     services.__path__ = [services_folder]
     sys.modules["services"] = services
-    from services.common.engine_packages import NOT_NEEDED, stand_in_for_absent
+    from services.common.packages.engines import NOT_NEEDED, stand_in_for_absent
 
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -88,8 +88,12 @@ class Said:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return scripted_model(tmp_path_factory.mktemp("scripted"))
+
+
+def scripted_model(within: Path) -> Path:
     """A model both can serve whose tokenizer has the marks as tokens of their own."""
-    folder = build_servable(tmp_path_factory.mktemp("scripted")).model
+    folder = build_servable(within).model
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))

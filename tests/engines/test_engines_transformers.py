@@ -131,7 +131,7 @@ async def test_routing_follows_the_cache(engine: suite.EngineUnderTest, tmp_path
     await suite.events_reach_a_router_and_routing_follows(engine, tmp_path)
 
 
-@pytest.mark.parametrize("case", ["surface", "events", "sampling", "overflow", "death"])
+@pytest.mark.parametrize("case", ["surface", "events", "sampling", "overflow", "death", "rows", "steps"])
 async def test_checks_inside_the_engine_environment_pass(engine: suite.EngineUnderTest, case: str) -> None:
     await suite.checks_inside(engine, "inside_transformers.py", case)
 

@@ -150,7 +150,7 @@ async def test_bad_input_is_rejected_and_serving_continues(running: ServedModel)
     for status, more in (
         (400, {"prompt": [card.vocab_size + 3]}),
         (400, {"prompt": [20] * card.context_length}),
-        (404 if "lora" in card.capabilities else 400, {"prompt": [20, 21], "lora_path": "nobody"}),
+        (404 if "lora" in card.capabilities else 400, {"prompt": [20, 21], "lora_path": "unknown"}),
     ):
         answer = await running.client.post("/v1/completions", json={**GREEDY, "max_tokens": 4, **more})
         error = answer.json()["error"]

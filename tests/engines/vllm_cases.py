@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, unpack_u64
@@ -14,6 +15,12 @@ from tests.support.servers.router_child import RouterChild, router_children
 
 BLOCK = 32
 WAIT_S = 60
+
+NOT_COMPILED: tuple[dict[str, Any], ...] = (
+    {"json": {"type": "object", "patternProperties": {"^(": {}}}},
+    {"grammar": 'root ::= "a" | '},
+)
+"""Constraints that vLLM's validation accepts and its compiler refuses."""
 
 
 async def events_reach_the_router_and_routing_follows(engine: suite.EngineUnderTest, folder: Path) -> None:

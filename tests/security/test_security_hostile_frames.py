@@ -8,6 +8,7 @@ import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
+import grpc
 import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -146,13 +147,15 @@ class Arena:
         await self.worker.__aenter__()
         self._attached = await self.worker.attach(self._suite.address("router"))
         await self.worker.connected()
+        self._lease = asyncio.create_task(self._keep_lease())
         self._victims = [asyncio.create_task(self._keep_asking()) for _ in range(VICTIMS)]
 
     async def close(self) -> None:
         """Ends the victims first, so that none waits for a worker that is gone."""
         for victim in self._victims:
             victim.cancel()
-        await asyncio.gather(*self._victims, return_exceptions=True)
+        self._lease.cancel()
+        await asyncio.gather(*self._victims, self._lease, return_exceptions=True)
         await self._attached.close()
         await self.honest.__aexit__(None, None, None)
         await self.worker.__aexit__(None, None, None)
@@ -161,6 +164,13 @@ class Arena:
         """Ends the loop."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+
+    async def _keep_lease(self) -> None:
+        """Attaches again after a lost connection or late heartbeats, as workers do: this process may be paused."""
+        late = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+        while await self._attached.call.code() in late:
+            await self._attached.close()
+            self._attached = await self.worker.attach(self._suite.address("router"))
 
     async def _keep_asking(self) -> None:
         """Requests that run on the hostile worker; each is answered with a 200 or a typed error."""

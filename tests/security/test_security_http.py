@@ -23,14 +23,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common import budgets
-from services.gateway.http.connection import Bounds
+from services.common.http.bounds import Bounds
 from services.gateway.http.middleware.hosts import HostMiddleware, host_policy
 from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings
 from tests.support.clients.raw_http import WAIT_S, answer
 from tests.support.servers.lone_gateway import LoneGateway
 
-MOST_MIB = 300
+MAX_MIB = 300
 PROMPT_S = 5.0
 """An answer within this time did not wait for what the hostile clients hold: that would take 15 s or longer."""
 
@@ -39,7 +39,7 @@ CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: 
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[LoneGateway]:
-    with LoneGateway("--header-timeout-s", "15", "--body-timeout-s", "30") as running:
+    with LoneGateway() as running:
         yield running
 
 
@@ -134,7 +134,7 @@ async def innocent(gateway: LoneGateway) -> AsyncIterator[Innocent]:
 async def watch_memory(gateway: LoneGateway, seconds: float) -> float:
     """The most MiB that the gateway holds within some time; ends at once above the bound."""
     peak, until = 0.0, monotonic() + seconds
-    while monotonic() < until and peak < MOST_MIB:
+    while monotonic() < until and peak < MAX_MIB:
         peak = max(peak, gateway.rss_mib())
         await asyncio.sleep(0.05)
     return peak
@@ -170,7 +170,7 @@ class Flood:
     async def watch_memory(self) -> float:
         """The most MiB that the gateway holds until it takes hardly anything; ends at once above the bound."""
         peak, sent, until = 0.0, 0, monotonic() + WAIT_S
-        while monotonic() < until and peak < MOST_MIB:
+        while monotonic() < until and peak < MAX_MIB:
             peak = max(peak, await watch_memory(self._gateway, 0.75))
             if self.sent - sent < 4 << 20 and sent:
                 break
@@ -192,7 +192,7 @@ async def test_bodies_unfinished_hold_bounded_memory_and_delay_no_other_client(
         for sender in senders:
             sender.cancel()
         await asyncio.gather(*senders, return_exceptions=True)
-    assert peak < MOST_MIB
+    assert peak < MAX_MIB
 
 
 async def test_requests_with_large_bodies_leave_time_to_others() -> None:
@@ -497,7 +497,8 @@ def test_a_body_of_json_or_of_no_kind_is_read(gateway: LoneGateway, kind: str | 
 
 def checked(**settings: Any) -> httpx.AsyncClient:
     """A client of an application behind the host check that these settings give."""
-    policy = host_policy(GatewaySettings(**settings))
+    chosen = GatewaySettings(**settings)
+    policy = host_policy(chosen.listen, chosen.allowed_hosts, chosen.allowed_origins)
     return httpx.AsyncClient(transport=httpx.ASGITransport(HostMiddleware(App(), policy, lambda reason: None)))
 
 

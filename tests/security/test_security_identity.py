@@ -40,6 +40,7 @@ from tests.support.clients.callers import Calls, now_us
 from tests.support.data.authority import Authority
 from tests.support.data.tokens import accept
 from tests.support.servers.router_cluster import FakeWorker, routers, until
+from tests.support.servers.survival import Bookings
 
 REFUSED = (ErrorKind.UNAUTHENTICATED, ErrorKind.PERMISSION_DENIED)
 
@@ -80,7 +81,7 @@ async def gateway_links(settings: GatewaySettings) -> AsyncIterator[ConnectionMa
     """What a gateway has of its workers: it follows the router and opens a session to each of them."""
     credentials = channel_credentials(settings)
     tasks = TaskOwner()
-    stream_manager = StreamManager(4, lambda *_: None, lambda *_: None, GatewayMetrics())
+    stream_manager = StreamManager(4, Bookings(), GatewayMetrics())
     connections = ConnectionManager([], credentials, 5.0, stream_manager, tasks)
     client = RouterClient(settings.router, credentials, 20, owner="me")
     registry = WorkerRegistry(client.replicas, connections.worker_up, connections.worker_down, client.owner)
@@ -125,7 +126,7 @@ async def test_worker_is_shown_no_token_that_another_service_accepts(tmp_path: P
 
 async def test_token_of_one_worker_is_refused_by_another_worker(tmp_path: Path) -> None:
     made_tokens.make(tmp_path, made_tokens.Options(workers=["w1", "w2"]))
-    show = shown_tokens(SecretStr(""), tmp_path / "gateway" / made_tokens.SHOWN, SecretStr(""), None)
+    show = shown_tokens(SecretStr(""), tmp_path / "gateway" / made_tokens.SHOWN)
     assert show is not None
     accepted = tmp_path / f"worker-w2/{made_tokens.ACCEPTED}"
     server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0", tokens_file=accepted), worker_pb2.DESCRIPTOR)
@@ -290,7 +291,7 @@ async def test_caller_may_make_its_own_calls_and_no_other(tmp_path: Path, proof:
             caller: {"tls": authority.issue(caller.replace("/", "-"), f"spiffe://sluice/{caller}")}
             for caller in CALLERS
         }
-        shown["nobody"] = {"tls": authority.issue("unnamed", named=False)}
+        shown["unnamed"] = {"tls": authority.issue("unnamed", named=False)}
         shown["elsewhere"] = {"tls": authority.issue("elsewhere", "spiffe://other/operator")}
     async with answering(**settings) as port:
         for caller, how in shown.items():

@@ -77,7 +77,7 @@ async def test_reservation_is_freed_marked_and_reported_on_by_the_caller_that_ma
 
 
 async def test_reservation_made_on_a_session_is_freed_by_the_same_caller(tmp_path: Path) -> None:
-    """Calls that share a stream are the calls of whoever opened it."""
+    """Calls that share a stream are calls of the client that opened it."""
     async with booked(tmp_path) as (gateway, _, reservation):
         credentials = PeerCredentials(None, shows("g", "router"))
         client = RouterClient([f"127.0.0.1:{gateway.port}"], credentials, 20, owner="me")

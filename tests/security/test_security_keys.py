@@ -215,7 +215,7 @@ def test_a_tenant_does_not_find_out_what_another_one_has_sent(suite: Suite) -> N
 
 
 def test_no_salt_that_a_client_chooses_reaches_another_tenant(suite: Suite) -> None:
-    text = "a river with a name that nobody else would think of " * 20
+    text = "a river with a name that no other client sends " * 20
     for salt in ({}, {"cache_salt": "mine"}):
         assert cached(suite, ALICE, text, **salt) == 0
         assert cached(suite, ALICE, text, **salt) > 0

@@ -28,15 +28,14 @@ PART = "messages[2].content[1]"
 REFUSED, FAILED, INVALID, TOO_LARGE = "media_fetch_refused", "media_fetch_failed", "invalid_media", "media_too_large"
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 FILE_MB = 4
-MOST_GROWTH_MIB = 160
+MAX_GROWTH_MIB = 160
 """Growth of preprocess: some files in flight, of FILE_MB each, and their base64 text."""
-MOST_CHILD_MIB = 400
+MAX_CHILD_MIB = 400
 """Peak of a process that decodes: 40 million pixels of four bytes, and Python."""
 SIDE = 6_300
 DECODED_MIB = 3 * SIDE * SIDE / (1 << 20)
 LIMITS = {
     "SLUICE_PREPROCESS_MEDIA_MB": str(FILE_MB),
-    "SLUICE_PREPROCESS_MEDIA_READ_S": "1",
     "SLUICE_PREPROCESS_MEDIA_FETCH_S": "2",
 }
 
@@ -353,7 +352,6 @@ FILES: dict[str, tuple[str, bytes]] = {
     "photo of many scans": ("image/jpeg", jpeg_of_scans(SIDE, SIDE, 500)),
     "picture cut off": ("image/png", picture(RED)[:-20]),
     "photo cut off": ("image/jpeg", image_file(64, 48, "JPEG")[:300]),
-    "another type": ("image/png", image_file(64, 48, "JPEG")),
     "nothing": ("image/png", b""),
     "noise": ("image/png", b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 8),
 }
@@ -375,7 +373,6 @@ def test_hostile_file_is_refused_by_part(attacked: Attacked, name: str) -> None:
         "data:image/png,AAAA",
         "data:;base64,AAAA",
         "data:image/png;base64",
-        "data:text/html;base64," + base64.b64encode(picture(RED)).decode(),
     ],
 )
 def test_broken_data_url_is_refused_by_part(attacked: Attacked, url: str) -> None:
@@ -410,7 +407,7 @@ def test_memory_stays_bounded_and_all_processes_live_on(attacked: Attacked) -> N
     attacked.peaks.measure()
     found = dict(attacked.peaks.found)
     own = found.pop(attacked.peaks.pid)
-    assert own - attacked.peaks.before < MOST_GROWTH_MIB
-    assert DECODED_MIB < max(found.values()) < MOST_CHILD_MIB
+    assert own - attacked.peaks.before < MAX_GROWTH_MIB
+    assert DECODED_MIB < max(found.values()) < MAX_CHILD_MIB
     attacked.suite.wait_ready(1)
     assert text_of(attacked.post(image_url(BLUE))).startswith(described(BLUE))

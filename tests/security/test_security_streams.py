@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from services.common.errors import ErrorKind
+from services.common.rows.sendable_text import sendable
 from services.gateway.core.request import GenerationRequest, SamplingParams, StopParams
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
+from tests.support.clients.agents import script
 from tests.support.clients.honest_clients import HonestClients
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.data.wrong_values import Document
@@ -55,6 +57,47 @@ async def test_completion_with_logprobs_zero_leaves_running_streams_alone(attack
             assert len(logprobs["token_logprobs"]) == 4
             assert all(len(top) == 1 for top in logprobs["top_logprobs"]), "0 asks for the chosen token only"
     honest.check()
+
+
+HALVES = [
+    (r'"{\"t\":\"\ud801\"}"', "\ufffd"),
+    (r'"{\"t\":\"\ud83d\ude00\"}"', "😀"),
+    (r'"{\"t\":\"\\ud801\"}"', "\ufffd"),
+    (r'{"t":"\ud801"}', "\ufffd"),
+]
+NOTE = {"name": "note", "parameters": {"type": "object", "properties": {"t": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(("arguments", "value"), HALVES)
+async def test_call_with_half_a_surrogate_pair_arrives_and_leaves_running_streams_alone(
+    attacked: Suite, arguments: str, value: str
+) -> None:
+    written = script(f'[TOOL_CALLS] [{{"name": "note", "arguments": {arguments}}}]')
+    asked = [{"role": "user", "content": written}]
+    chat = {**MODEL, "messages": asked, "tools": [{"type": "function", "function": NOTE}]}
+    messages = {**MODEL, "messages": asked, "max_tokens": 200}
+    messages["tools"] = [{"name": "note", "input_schema": NOTE["parameters"]}]
+    async with HonestClients(attacked.url, 12) as honest, httpx.AsyncClient(base_url=attacked.url, timeout=60) as http:
+        for _ in range(3):
+            answer = await http.post("/v1/chat/completions", json=chat)
+            assert answer.status_code == 200, answer.text
+            (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+            assert sendable(json.loads(call["function"]["arguments"])["t"]) == value
+            streamed = await http.post("/v1/chat/completions", json={**chat, "stream": True})
+            assert "error" not in streamed.text
+            assert "[DONE]" in streamed.text
+            answer = await http.post("/v1/messages", json=messages)
+            assert answer.status_code == 200, answer.text
+            (block,) = [block for block in answer.json()["content"] if block["type"] == "tool_use"]
+            assert block["input"] == {"t": value}
+            history = [asked[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "noted"}
+            answer = await http.post(
+                "/v1/chat/completions", json={**MODEL, "messages": [*history, result], "max_tokens": 4}
+            )
+            assert answer.status_code == 200, answer.text
+    honest.check()
+    assert honest.answers
 
 
 async def test_every_field_with_every_falsy_value_leaves_running_streams_alone(attacked: Suite) -> None:

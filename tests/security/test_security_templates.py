@@ -10,7 +10,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,6 +34,8 @@ from services.preprocess.limits import Limits
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.templates import templates
+from services.preprocess.templates.child import job
+from services.preprocess.templates.lane import GRACE_S
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
@@ -49,14 +50,17 @@ from tests.support.servers.workers import hosted
 CHAT = ChatRequest([{"role": "user", "content": "hi"}])
 LIMIT_S = 0.5
 
-# Small texts that make something huge in one expression, past every guard: only limits of a process end them.
+# Small texts that make something huge in several steps: no check of a single one finds them.
 NESTED = "{% set a = [1] * 999 %}{% set b = [a] * 999 %}{% set c = [b] * 999 %}"
-PAST_THE_GUARDS = {
+NESTED_BOMBS = {
     "a list's text": NESTED + "{{ c | string | length }}",
     "a list's JSON": NESTED + "{{ c | tojson | length }}",
     "sums": "{% set x = 'a' * 4000000 %}{{ (" + " ~ ".join(["x"] * 400) + ") | length }}",
     "a slow filter": "{% set x = 'a b ' * 900000 %}{{ x | wordwrap(1) | length }}{{ x | wordwrap(2) | length }}",
 }
+
+ENDLESS_CALL = "{{ ([messages * 4000] * 4000) | sum(start=[]) | length }}"
+"""Copies lists for minutes in one native call, which nothing interrupts."""
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +94,8 @@ def test_a_template_of_a_workers_card_takes_no_memory_here_and_is_its_models_fau
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
-@pytest.mark.parametrize("source", PAST_THE_GUARDS.values(), ids=PAST_THE_GUARDS.keys())
-def test_what_no_guard_sees_ends_with_its_process(source: str, tight: Limits) -> None:
+@pytest.mark.parametrize("source", NESTED_BOMBS.values(), ids=NESTED_BOMBS.keys())
+def test_template_that_exhausts_its_process_is_refused_and_the_next_one_runs(source: str, tight: Limits) -> None:
     tokenizer = learned(source, tight)
     with pytest.raises(SluiceError) as caught:
         tokenizer.encode_chat(CHAT)
@@ -137,7 +141,7 @@ def test_a_learned_model_whose_template_is_not_jinja_is_not_loaded(tight: Limits
 
 def test_what_a_template_says_of_the_messages_stays_the_clients_fault(tight: Limits) -> None:
     tokenizer = learned("{{ raise_exception('roles must alternate' * 1000) }}", tight)
-    with pytest.raises(SluiceError, match="rejects these messages: roles must alternate") as caught:
+    with pytest.raises(SluiceError, match="rejects this conversation: roles must alternate") as caught:
         tokenizer.encode_chat(CHAT)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "messages")
     assert len(caught.value.message) < 500
@@ -153,11 +157,11 @@ def test_the_operator_can_trust_the_templates_of_workers(foreign: TemplateProces
 
 async def test_a_model_with_a_hostile_template_slows_no_other_model_and_not_the_event_loop() -> None:
     loop = asyncio.get_running_loop()
-    foreign = TemplateProcesses(1, 1.0, 1 << 20, 256, models=4, loop=loop)
+    foreign = TemplateProcesses(1, 1.0, 1 << 20, 256, models=4, wait_s=30.0, loop=loop)
     bounds = Limits(1 << 20, 1.0, foreign)
     honest = await asyncio.to_thread(learned, "{{ messages[0].content }}", bounds, "honest")
-    # Its probes at load take their time and are given up one after the other.
-    hostile = await asyncio.to_thread(learned, PAST_THE_GUARDS["a list's text"], bounds, "hostile")
+    # The first probe at load is killed, and no other one is rendered.
+    hostile = await asyncio.to_thread(learned, ENDLESS_CALL, bounds, "hostile")
 
     async def ask(tokenizer: HfTokenizer) -> str:
         pending = tokenizer.begin_chat(CHAT)
@@ -188,12 +192,12 @@ async def test_there_are_no_more_processes_than_allowed_and_one_that_rests_makes
     runners = [foreign.of_model(str(number)) for number in range(6)]
     before = len(psutil.Process().children(recursive=True))
     for runner in (*runners, *runners):
-        assert await runner.prepare("{{ messages[0].content }}", {"messages": CHAT.messages})() == "hi"
+        assert await runner.prepare("{{ messages[0].content }}", {"messages": CHAT.messages})() == ("hi", ())
         assert len(psutil.Process().children(recursive=True)) - before <= 1 + 2 + 1, "one of them may still be ending"
     many = await asyncio.gather(
         *(runner.prepare("{{ messages[0].content }}", {"messages": CHAT.messages})() for runner in runners * 5)
     )
-    assert set(many) == {"hi"}
+    assert set(many) == {("hi", ())}
     await foreign.aclose()
 
 
@@ -201,13 +205,13 @@ async def test_a_process_that_a_template_has_taken_over_says_nothing_that_is_bel
     foreign = TemplateProcesses(1, 2.0, 1 << 20, 256, loop=asyncio.get_running_loop())
     runner = foreign.of_model("m")
     ask = runner.prepare("{{ messages[0].content }}", {"messages": CHAT.messages})
-    assert await ask() == "hi"
+    assert await ask() == ("hi", ())
     (lane,) = foreign._models
-    for reply in (b"\1unasked", b"\7", b"", b"\2no json", b'\2{"message": 99}'):
+    for reply in (b"\1unasked", b"\7", b"", b"\2no json", b'\2{"message": 99}', b"\1\xff\xff\xff\xff"):
         assert lane.child is not None
         assert lane.child.on_frame is not None
         lane.child.on_frame(reply)
-        assert await ask() == "hi", "the next request has a process of its own"
+        assert await ask() == ("hi", ()), "the next request has a process of its own"
     await foreign.aclose()
 
 
@@ -241,7 +245,7 @@ HUGE = {
     "slice": "{{ [1] | slice(10 ** 9) | list }}",
     "wordwrap": "{{ ('a' * 4000) | wordwrap(1, wrapstring='b' * 4000) }}",
     "tojson": "{{ [[[1]]] | tojson(indent=10 ** 9) }}",
-    "tojson by a text": "{{ [[[1]]] | tojson(indent='a' * 4000) }}",
+    "tojson by a text": "{{ [[[1] * 4000]] | tojson(indent='a' * 4000) }}",
     "round": "{{ 1 | round(10 ** 9, 'ceil') }}",
     "sum": "{{ ([[1] * 4000] * 4000) | sum(start=[]) | length }}",
     "urlize": "{{ ('http://a.example ' * 4000) | urlize(target='a' * 4000) }}",
@@ -260,41 +264,58 @@ HUGE = {
 
 
 @pytest.mark.parametrize("source", HUGE.values(), ids=HUGE.keys())
-def test_no_single_step_of_a_template_makes_something_huge(source: str) -> None:
-    tracemalloc.start()
-    try:
-        with pytest.raises(SluiceError) as caught:
-            templates.render(source, {"messages": CHAT.messages}, limit_s=30.0, max_chars=1 << 22)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+def test_template_that_multiplies_is_refused_in_time_and_takes_no_memory_here(
+    source: str, foreign: TemplateProcesses
+) -> None:
+    variables = {"messages": CHAT.messages}
+    assert foreign.render("{{ messages[0].content }}", variables) == "hi"  # the process runs
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, monotonic()
+    with pytest.raises(SluiceError) as caught:
+        foreign.render(source, variables)
     assert (caught.value.kind, caught.value.param) == (ErrorKind.INVALID_ARGUMENT, "chat_template")
-    assert any(word in caught.value.message for word in ("too large", "too long", "too big", "Range too big"))
-    assert peak < 128 << 20, f"{peak:,} bytes"
+    assert foreign.render("{{ messages[0].content }}", variables) == "hi"
+    assert monotonic() - began < 10 * LIMIT_S + 2 * GRACE_S
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10
 
 
-USUAL = {
-    "{{ 'a' | center(9) }}|{{ 'a'.ljust(3) }}|{{ '7'.zfill(3) }}": "    a    |a  |007",
-    "{{ '%s is %05.1f%%' % ('x', 2.25) }}|{{ '%d' | format(3) }}": "x is 002.2%|3",
-    "{{ '{0}-{b:>4}'.format('x', b='y') }}|{{ '{a}'.format_map({'a': 1}) }}": "x-   y|1",
-    "{{ [1, 2] | join(', ') }}|{{ ', '.join(messages | map(attribute='role')) }}|{{ 'a'.join('bc') }}": "1, 2|user|bac",
-    "{{ 'aXa'.replace('X', '--') }}|{{ 'aa' | replace('a', 'b', 1) }}": "a--a|ba",
-    "{{ 'a\nb' | indent }}|{{ 'a\nb' | indent(2, first=true) }}": "a\n    b|  a\n  b",
-    "{{ [1, 2, 3] | batch(2, 0) | list }}|{{ [1, 2, 3] | slice(2) | list }}": "[[1, 2], [3, 0]]|[[1, 2], [3]]",
-    "{{ 'a b c' | wordwrap(3) }}|{{ 2.55 | round(1) }}|{{ [1, 2] | sum }}": "a b\nc|2.5|3",
-    "{{ [{'n': 1}, {'n': 2}] | sum(attribute='n') }}|{{ 10 % 3 }}|{{ 5 // 2 }}": "3|1|2",
-    "{% set x %}a{{ 1 }}{% endset %}{{ x }}|{% set y | upper %}b{% endset %}{{ y }}": "a1|B",
-    "{% set a, b = 1, 2 %}{{ a + b }}|{% macro f(x='d') %}<{{ x }}>{% endmacro %}{{ f() }}{{ f(1) }}": "3|<d><1>",
-    "{% call(u) m() %}{{ u }}{% endcall %}": "",
-    "{{ {'a': [1, {'b': none}]} | tojson(indent=1) }}": '{\n "a": [\n  1,\n  {\n   "b": null\n  }\n ]\n}',
-    "{{ range(3) | list }}{{ (1, 2) * 2 }}{{ 'ab' * 2 }}{{ 2 ** 8 }}": "[0, 1, 2](1, 2, 1, 2)abab256",
-    "{{ 'x y'.split() | map('upper') | join }}{{ 'a.b'.split('.')[-1] }}{{ 'abc'[::-1] }}": "XYbcba",
-}
+async def test_renders_beside_templates_that_end_their_process_are_all_answered() -> None:
+    foreign = TemplateProcesses(1, LIMIT_S, 1 << 20, 256, loop=asyncio.get_running_loop())
+    hostile = (
+        HUGE["a product"],
+        HUGE["lists"],
+        NESTED_BOMBS["a list's text"],
+        "{% set x = 'a' | center(10 ** 8) %}{{ x | length }}",
+    )
+    chat = job({"messages": CHAT.messages}, None)
+    calls = [
+        foreign.of_client(source, chat, origin)
+        for number in range(8)
+        for origin, source in (("hostile", hostile[number % 4]), ("honest", "{{ messages[0].content }}" + " " * number))
+    ]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    await foreign.aclose()
+    assert [getattr(result, "text", result) for result in results[1::2]] == ["hi" + " " * number for number in range(8)]
+    refused = [result for result in results[::2] if isinstance(result, SluiceError)]
+    assert {error.param for error in refused} == {"chat_template"}
+    assert len(refused) >= 6
 
 
-@pytest.mark.parametrize("source", [source for source in USUAL if "call(u)" not in source])
-def test_the_guards_change_nothing_that_templates_do(source: str) -> None:
-    assert templates.render(source, {"messages": CHAT.messages}, 5.0, 1 << 20) == USUAL[source]
+async def test_render_in_a_process_whose_memory_earlier_templates_used_up_is_retried_in_another() -> None:
+    foreign = TemplateProcesses(1, 10.0, 1 << 20, 256, loop=asyncio.get_running_loop())
+    chat = job({"messages": CHAT.messages}, None)
+    greedy, honest = (
+        "{% set x = 'a' | center(10000000) %}{{ x | length }}",
+        "{{ (messages[0].content * 40000000) | length }}",
+    )
+    processes = set()
+    try:
+        for number in range(16):  # the compiler folds a constant of 10 MB, which stays in the cache of templates
+            assert (await foreign.of_client(greedy + " " * number, chat, "greedy")).text.strip() == "10000000"
+            assert (await foreign.of_client(honest, chat, "honest")).text == "80000000"
+            processes.add(foreign._clients[0].child)
+    finally:
+        await foreign.aclose()
+    assert len(processes) > 1, "one process has not enough memory for all"
 
 
 # --- what else is in a delivered folder ---
@@ -473,7 +494,7 @@ async def test_a_worker_that_brings_a_hostile_template_fails_its_own_chats_only(
         hosted(tiny_folder(), model=f"good={tiny_folder()}") as good,
         serving(
             *("--workers", ",".join(f"127.0.0.1:{host.server.port}" for host in (evil, good))),
-            *("--tokenizer-cache", str(tmp_path / "cache"), "--template-limit-s", "1"),
+            *("--tokenizer-cache", str(tmp_path / "cache")),
         ) as stub,
     ):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -486,7 +507,7 @@ async def test_a_worker_that_brings_a_hostile_template_fails_its_own_chats_only(
         (text,) = [(await stub.Render(pb.RenderRequest(model="good", chat=request), timeout=120)).text]
         assert list(memoryview(reply.token_ids).cast("I")) == tiny_hf().encode_chat(CHAT)
         assert text == tiny_hf().render(CHAT)
-        own = pb.ChatInput(messages_json=request.messages_json, chat_template=PAST_THE_GUARDS["a list's text"])
+        own = pb.ChatInput(messages_json=request.messages_json, chat_template=NESTED_BOMBS["a list's text"])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Tokenize(pb.TokenizeRequest(model="good", chat=own), timeout=120)
         error = from_rpc_error(caught.value, "preprocess")

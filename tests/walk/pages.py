@@ -20,7 +20,7 @@ REASONS = {
     "cluster": r"\bkubectl\b",
     "registry": r"\bpip3? install\b|(vllm|sglang)",
     "docker": r"\bdocker\b|\broll\.sh\b",
-    "long": r"\bmake (test|bench)|\bsluice conformance\b|\bbenchmarks/",
+    "long": r"\bmake (test|bench|certificate)|\bsluice conformance\b|\bbenchmarks/",
     "fragment": r"",
 }
 """Why a block is not run, and what such a block must contain: a mark is no way around a command that fails."""

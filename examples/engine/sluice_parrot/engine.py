@@ -82,10 +82,7 @@ class ParrotEngine(LLMEngine):
             fingerprint=await asyncio.to_thread(fingerprint, path),
             context_length=self._context_length,
             vocab_size=config["vocab_size"],
-            block_size=0,  # no prefix cache to route on
-            total_blocks=0,
             max_sequences=settings.max_sequences,
-            max_batched_tokens=0,
             eos_token_ids=self._eos_token_ids,
             capabilities=frozenset(self.CAPABILITIES),
             accepted=frozenset(self.ACCEPTED),

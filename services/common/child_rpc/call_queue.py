@@ -17,6 +17,7 @@ from services.common.child_rpc.process import Child
 from services.common.errors import SluiceError
 
 MAX_BATCH_BYTES = 4 << 20
+"""Bytes of the calls that are written to a child at once."""
 
 T = TypeVar("T")
 
@@ -29,11 +30,15 @@ class Call(Generic[T]):
         data: the request.
         future: its result; settled on the queue's event loop only.
         attempts: number of children that ended while they ran it.
+        origin: whom the call is made for, where that matters; else empty.
+        started_at: when a child began to run it, by the event loop's clock.
     """
 
     data: bytes
     future: asyncio.Future[T] | concurrent.futures.Future[T]
     attempts: int = 0
+    origin: str = ""
+    started_at: float = 0.0
 
     def resolve(self, result: T | SluiceError) -> None:
         """Settles the future unless its caller has given up."""
@@ -106,9 +111,9 @@ class CallQueue(ABC, Generic[T]):
             call = self.waiting.popleft()
             if call.future.done():
                 continue
-            if not self.sent:
-                self._start_timer()
             self.sent.append(call)
+            if len(self.sent) == 1:
+                self._start_timer()
             batch.append(call.data)
             size += len(call.data)
         if batch:
@@ -153,6 +158,8 @@ class CallQueue(ABC, Generic[T]):
         """Records that the first sent call starts running now."""
         loop = asyncio.get_running_loop()
         self._head_since = loop.time()
+        if self.sent:
+            self.sent[0].started_at = self._head_since
         if self._timer is None:
             self._timer = loop.call_later(self._limit_s, self._check_deadline)
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from services.common.child_rpc.framing import HEADER, frame
 
 MAX_FORK_REQUEST_BYTES = 1 << 20
+"""Bytes of a request to a fork server."""
 
 
 class Channel:

@@ -19,7 +19,7 @@ from typing import Any, cast
 from services.common.child_rpc.framing import FrameReader, frame
 
 MAX_UNREAD_FRAMES = 16
-"""Frames kept until they are received; a child that sends more is killed."""
+"""Frames of a child that wait until they are received; a child that sends more is killed."""
 
 _SERVICES = Path(__file__).resolve().parents[2]
 # Only `services` is importable from this project; all other packages come from the child's own interpreter.

@@ -6,24 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
+from services.common.budgets import Budget
+from services.common.discovery.discovered_models import DeliverySettings, DiscoveredModel, RetainedModel
 from services.common.discovery.tokenizer_check import check_tokenizer
-from services.common.discovery.tokenizer_delivery import (
-    DeliverySettings,
-    DiscoveredModel,
-    RetainedModel,
-    TokenizerDelivery,
-)
+from services.common.discovery.tokenizer_delivery import TokenizerDelivery
 from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.discovery.worker_watch import WorkerWatch
 from services.common.rpc.replicas import ReplicaSet
-from services.common.security.settings import RouterTokenSettings
 from services.common.security.tls import channel_credentials
 from services.common.settings import ServiceSettings
 from services.common.tasks import Stop, TaskOwner
 from sluice.v1 import router_pb2_grpc
 
 
-class ModelDiscoverySettings(DeliverySettings, RouterTokenSettings, ServiceSettings):
+class ModelDiscoverySettings(DeliverySettings, ServiceSettings):
     """Settings of a service that discovers models."""
 
 
@@ -47,6 +43,7 @@ class ModelDiscovery:
         learner: its `learn` is set to a function that waits for a model being discovered.
         on_model: called with each model that is discovered or whose tokenizer has changed.
         on_gone: called with each model that no worker serves any more.
+        model_bytes: memory that each model may take beside its tokenizer, such as a cache.
     """
 
     def __init__(
@@ -58,6 +55,7 @@ class ModelDiscovery:
         on_model: Callable[[DiscoveredModel], Awaitable[None]],
         on_gone: Callable[[DiscoveredModel], Awaitable[None]],
         stop: Stop,
+        model_bytes: int = 0,
     ) -> None:
         self._learner = learner
         self._stop = stop
@@ -69,11 +67,10 @@ class ModelDiscovery:
         watch = WorkerWatch(self._routers, settings.workers, credentials)
         store = TokenizerStore(
             settings.tokenizer_cache,
-            settings.max_tokenizer_mb << 20,
-            settings.tokenizer_cache_mb << 20,
-            check_tokenizer,
+            check=check_tokenizer,
         )
-        retention = RetainedModel(settings.max_learned_models, settings.model_grace_s)
+        memory = Budget("tokenizer_memory", settings.max_discovered_mb << 20, "--max-discovered-mb")
+        retention = RetainedModel(memory=memory, model_bytes=model_bytes)
         self._delivery = TokenizerDelivery(
             service, watch, store, configured, on_model, credentials, on_gone, retention, learner.by_use
         )

@@ -12,8 +12,8 @@ from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
+from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.discovery.model_discovery import ModelDiscoverySettings
-from services.common.discovery.tokenizer_delivery import DiscoveredModel
 from services.common.models import PROCESSORS, ModelSpec
 from services.common.settings import CommaList
 

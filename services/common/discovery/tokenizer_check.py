@@ -28,18 +28,28 @@ MEMORY_FACTOR = 8
 
 SMALL_BYTES = 8 << 20
 """Limit for each JSON file without a vocabulary, and for everything but the vocabulary in a file that has one."""
-MOST_FIELDS = 16
-MOST_IDS = 1 << 20
-MOST_ADDED = 1 << 17
-MOST_TOKEN_CHARS = 1 << 16
-MOST_PATTERN_CHARS = 1 << 14
-MOST_STEPS = 64
-MOST_DEPTH = 8
-MOST_GROWTH = 64
-"""Largest factor by which all steps of a pipeline together may lengthen a text."""
-MOST_WORD_CHARS = 1_000
-MOST_TEMPLATE_PIECES = 256
-MOST_MAPPED_BYTES = 256
+MAX_FIELDS = 16
+"""Fields of a token in a worker's tokenizer; a tokenizer with more is refused."""
+MAX_IDS = 1 << 20
+"""Ids of a worker's tokenizer; a tokenizer with more is refused."""
+MAX_ADDED = 1 << 17
+"""Added tokens of a worker's tokenizer; a tokenizer with more is refused."""
+MAX_TOKEN_CHARS = 1 << 16
+"""Characters of a token of a worker's tokenizer; a tokenizer with a longer one is refused."""
+MAX_PATTERN_CHARS = 1 << 14
+"""Characters of a pattern of a worker's tokenizer; a tokenizer with a longer one is refused."""
+MAX_STEPS = 64
+"""Steps of each component of a worker's tokenizer; a tokenizer with more is refused."""
+MAX_DEPTH = 8
+"""Levels of steps within steps of a worker's tokenizer; a tokenizer with more is refused."""
+MAX_GROWTH = 64
+"""Factor by which all steps of a worker's tokenizer may lengthen a text; a tokenizer with more is refused."""
+MAX_WORD_CHARS = 1_000
+"""Characters of a word that a worker's tokenizer looks up; a tokenizer with more is refused."""
+MAX_TEMPLATE_PIECES = 256
+"""Pieces of the template of a worker's tokenizer; a tokenizer with more is refused."""
+MAX_MAPPED_BYTES = 256
+"""Bytes to which a worker's tokenizer maps a character; a tokenizer with more is refused."""
 _SAMPLE = "The quick brown fox, 12345 Grüße 你好 😀\n\n"
 _RUN_CHARS = 1 << 14
 
@@ -124,21 +134,21 @@ def look_at_pipeline(content: dict[str, Any]) -> None:
     _check_rest(model, "vocab", "merges")
     _check_vocabulary(model.get("vocab"))
     _check_merges(model.get("merges"))
-    _check_number(model.get("max_input_chars_per_word"), MOST_WORD_CHARS, "max_input_chars_per_word")
+    _check_number(model.get("max_input_chars_per_word"), MAX_WORD_CHARS, "max_input_chars_per_word")
     for name in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
-        _check_text(model.get(name), MOST_GROWTH, name)
+        _check_text(model.get(name), MAX_GROWTH, name)
     added = content.get("added_tokens") or []
-    if not isinstance(added, list) or len(added) > MOST_ADDED:
+    if not isinstance(added, list) or len(added) > MAX_ADDED:
         raise TokenizerRejected("it has too many added tokens")
     for entry in added:
         _check_fields(entry, "an added token")
         _check_id(entry.get("id"))
-        _check_text(entry.get("content"), MOST_TOKEN_CHARS, "an added token")
+        _check_text(entry.get("content"), MAX_TOKEN_CHARS, "an added token")
     growth = 1
     for component in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         for step in _steps(content.get(component), component):
             growth *= _growth(step)
-            if growth > MOST_GROWTH:
+            if growth > MAX_GROWTH:
                 raise TokenizerRejected("its steps lengthen a text too much")
 
 
@@ -152,10 +162,10 @@ def _check_vocabulary(vocabulary: Any) -> None:
         tokens = (entry[0] if isinstance(entry, list) and entry else None for entry in vocabulary)
     else:
         raise TokenizerRejected("it has no vocabulary")
-    if len(vocabulary) > MOST_IDS:
+    if len(vocabulary) > MAX_IDS:
         raise TokenizerRejected("its vocabulary is too large")
     for token in tokens:
-        _check_text(token, MOST_TOKEN_CHARS, "a token")
+        _check_text(token, MAX_TOKEN_CHARS, "a token")
 
 
 def _check_merges(merges: Any) -> None:
@@ -178,13 +188,13 @@ def _check_rest(content: dict[str, Any], *large: str) -> None:
 
 
 def _check_fields(entry: Any, subject: str) -> None:
-    if len(_object(entry, subject)) > MOST_FIELDS or any(isinstance(value, list | dict) for value in entry.values()):
+    if len(_object(entry, subject)) > MAX_FIELDS or any(isinstance(value, list | dict) for value in entry.values()):
         raise TokenizerRejected(f"{subject} has unexpected fields")
 
 
 def _check_id(number: Any) -> None:
-    if not isinstance(number, int) or not 0 <= number < MOST_IDS:
-        raise TokenizerRejected(f"an id is not an integer below {MOST_IDS:,}")
+    if not isinstance(number, int) or not 0 <= number < MAX_IDS:
+        raise TokenizerRejected(f"an id is not an integer below {MAX_IDS:,}")
 
 
 def _check_text(text: Any, most: int, subject: str) -> None:
@@ -208,7 +218,7 @@ def _steps(component: Any, name: str) -> list[dict[str, Any]]:
     collected: list[dict[str, Any]] = []
 
     def walk(step: Any, depth: int) -> None:
-        if depth > MOST_DEPTH or len(collected) > MOST_STEPS:
+        if depth > MAX_DEPTH or len(collected) > MAX_STEPS:
             raise TokenizerRejected(f"its {name} has too many steps")
         collected.append(_object(step, f"a step of the {name}"))
         for inner in ("normalizers", "pretokenizers", "decoders", "processors"):
@@ -227,15 +237,15 @@ def _growth(step: dict[str, Any]) -> int:
     """Returns the largest factor by which a step can lengthen a text."""
     pattern = step.get("pattern")
     for written in pattern.values() if isinstance(pattern, dict) else (pattern,):
-        _check_text(written, MOST_PATTERN_CHARS, "a pattern")
+        _check_text(written, MAX_PATTERN_CHARS, "a pattern")
     for name in ("prepend", "replacement", "prefix", "suffix"):
-        _check_text(step.get(name), MOST_GROWTH, name)
+        _check_text(step.get(name), MAX_GROWTH, name)
     for name in ("single", "pair", "special_tokens"):
-        if len(step.get(name) or ()) > MOST_TEMPLATE_PIECES:
+        if len(step.get(name) or ()) > MAX_TEMPLATE_PIECES:
             raise TokenizerRejected("its template has too many pieces")
     _check_charsmap(step.get("precompiled_charsmap"))
     content = step.get("content")
-    _check_text(content, MOST_GROWTH, "a replacement")
+    _check_text(content, MAX_GROWTH, "a replacement")
     return max(1, len(content or ""))
 
 
@@ -248,7 +258,7 @@ def _check_charsmap(charsmap: Any) -> None:
     except (TypeError, ValueError, binascii.Error) as error:
         raise TokenizerRejected("its precompiled_charsmap is not valid base64") from error
     texts = blob[4 + int.from_bytes(blob[:4], "little") :]
-    if max(map(len, texts.split(b"\0")), default=0) > MOST_MAPPED_BYTES:
+    if max(map(len, texts.split(b"\0")), default=0) > MAX_MAPPED_BYTES:
         raise TokenizerRejected("its precompiled_charsmap lengthens a text too much")
 
 
@@ -256,18 +266,18 @@ def look_at_tekken(content: dict[str, Any]) -> None:
     """Checks the content of a tekken.json."""
     _check_rest(content, "vocab", "special_tokens")
     config = _object(content.get("config") or {}, "config")
-    _check_text(config.get("pattern"), MOST_PATTERN_CHARS, "the pattern")
+    _check_text(config.get("pattern"), MAX_PATTERN_CHARS, "the pattern")
     for name in ("num_vocab_tokens", "default_vocab_size", "default_num_special_tokens"):
-        _check_number(config.get(name), MOST_IDS, name)
+        _check_number(config.get(name), MAX_IDS, name)
     for name in ("vocab", "special_tokens"):
         entries = content.get(name) or []
-        if not isinstance(entries, list) or len(entries) > MOST_IDS:
-            raise TokenizerRejected(f"its {name} is not a list of at most {MOST_IDS:,} entries")
+        if not isinstance(entries, list) or len(entries) > MAX_IDS:
+            raise TokenizerRejected(f"its {name} is not a list of at most {MAX_IDS:,} entries")
         for entry in entries:
             _check_fields(entry, "a token")
-            _check_number(entry.get("rank"), MOST_IDS, "a rank")
-            _check_text(entry.get("token_bytes"), MOST_TOKEN_CHARS, "a token")
-            _check_text(entry.get("token_str"), MOST_TOKEN_CHARS, "a token")
+            _check_number(entry.get("rank"), MAX_IDS, "a rank")
+            _check_text(entry.get("token_bytes"), MAX_TOKEN_CHARS, "a token")
+            _check_text(entry.get("token_str"), MAX_TOKEN_CHARS, "a token")
 
 
 def _samples() -> Iterator[str]:
@@ -284,7 +294,7 @@ def _try_hf(path: Path) -> None:
     tokenizer.no_padding()
     for text in _samples():
         ids = tokenizer.encode(text, add_special_tokens=False).ids
-        if len(ids) > MOST_GROWTH * len(text) or len(tokenizer.decode(ids)) > MOST_GROWTH * len(text):
+        if len(ids) > MAX_GROWTH * len(text) or len(tokenizer.decode(ids)) > MAX_GROWTH * len(text):
             raise TokenizerRejected("it lengthens a text too much")
 
 

@@ -9,29 +9,25 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import grpc
-from pydantic import Field
-from pydantic_settings import BaseSettings
 
-from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore, default_folder
+from services.common.budgets import CODE
+from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
+from services.common.discovery.tokenizer_fetch import fetch_tokenizer
+from services.common.discovery.tokenizer_memory import TokenizerMemory
+from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.discovery.worker_watch import ServedModel, WorkerWatch
-from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.errors import SluiceError, unavailable
 from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec
 from services.common.observability.instruments import Counter
 from services.common.observability.process_metrics import FETCHES
-from services.common.rpc.channels import open_channel
-from services.common.rpc.errors import from_rpc_error
-from services.common.security.identity import WORKER
-from services.common.settings import AddressList
 from services.common.tasks import TaskOwner
-from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-FETCH_S = 120.0
 FETCHES_AT_ONCE = 16
 HOLD_ATTEMPTS = 3
 RETRY_S = (0.2, 10.0)
@@ -40,67 +36,6 @@ FAILED_S = 5.0
 """Maximum wait of a request for a model whose tokenizer failed to load moments ago, seconds."""
 ROUTER_S = 3.0
 CATCH_UP_S = 120.0
-
-
-class DeliverySettings(BaseSettings):
-    """Where models that are not configured come from."""
-
-    routers: AddressList = Field(
-        [], description="host:port of routers; the models of their workers are served without being listed in --models"
-    )
-    workers: AddressList = Field(
-        [], description="host:port of workers whose models are served; for use without a router"
-    )
-    tokenizer_cache: Path = Field(
-        default_factory=default_folder,
-        description="folder for tokenizers received from workers; may be shared and persistent",
-    )
-    tokenizer_cache_mb: int = Field(
-        4096,
-        ge=64,
-        description="maximum size of the tokenizer cache folder, MiB; least recently used ones are removed first",
-    )
-    max_tokenizer_mb: int = Field(
-        64, ge=1, le=4096, description="maximum total size of the tokenizer files sent by a worker, MiB"
-    )
-    max_learned_models: int = Field(
-        1024,
-        ge=1,
-        description="maximum number of loaded models that were discovered from workers; a request for another one "
-        "replaces the least recently used, those without workers first",
-    )
-    model_grace_s: float = Field(
-        300.0,
-        ge=0,
-        description="seconds a model discovered from workers stays loaded after its last worker has left",
-    )
-
-    @property
-    def learns(self) -> bool:
-        """Whether models are discovered from workers."""
-        return bool(self.routers or self.workers)
-
-
-@dataclass(frozen=True)
-class DiscoveredModel:
-    """A model served by a worker, with its tokenizer on the local disk; `engine` is what the worker runs."""
-
-    spec: ModelSpec
-    engine: str
-    fingerprint: str
-
-    @property
-    def declared(self) -> tuple[str, str, str]:
-        """The chat template, tool parser and reasoning parser, as `ServedModel.declared`."""
-        return self.spec.chat_template, self.spec.tool_parser, self.spec.reasoning_parser
-
-
-@dataclass(frozen=True)
-class RetainedModel:
-    """Limits of discovered models: their number, and the seconds one stays without workers; see DeliverySettings."""
-
-    models: int = 1024
-    grace_s: float = 300.0
 
 
 async def _ignore(_: DiscoveredModel) -> None:
@@ -142,12 +77,16 @@ class TokenizerDelivery:
         self._on_gone = on_gone
         self._retention = staying or RetainedModel()
         self._by_use = by_use
+        self._memory = TokenizerMemory(self._retention.memory, self._retention.model_bytes)
+        self._requested: set[str] = set()  # models that requests wait for
+        self._unaffordable: set[str] = set()  # models that do not fit until one is requested or another leaves
         self._learned: dict[str, DiscoveredModel] = {}
         self._failed: dict[str, DiscoveredModel] = {}  # may be partly loaded
         self._leaving: dict[str, asyncio.TimerHandle] = {}  # grace timers, in the order of losing the last worker
         self._given_up: dict[str, str] = {}  # reason by model; empty: too many models
         self._fetching: dict[str, asyncio.Task[None]] = {}  # being loaded or ended
         self._resting: set[str] = set()  # of those, the ones sleeping before a retry
+        self._fetch_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by fingerprint
         self._fetches_at_once = asyncio.Semaphore(FETCHES_AT_ONCE)
         self._tasks = TaskOwner()
         self._changed = asyncio.Event()
@@ -175,6 +114,8 @@ class TokenizerDelivery:
         unknown_deadline = min(deadline, loop.time() + UNKNOWN_MODEL_S)  # the caller may learn of a worker first
         while model not in self._learned:
             served = bool(self._watch.of_model(model))
+            if served:
+                self._requested.add(model)
             if served and model not in self._fetching:
                 self._learn_for_request(model)
             if served and self._given_up.get(model):
@@ -182,7 +123,9 @@ class TokenizerDelivery:
             remaining_s = (deadline if served or not self._watch.synced else unknown_deadline) - loop.time()
             if remaining_s <= 0:
                 if served:
-                    raise self._not_in_time(model)
+                    reason = self._given_up.get(model)
+                    why = f": {reason}" if reason else " yet; retry shortly."
+                    raise unavailable(f"The tokenizer of model {model!r} is not loaded{why}", code="model_loading")
                 return False
             self._changed.clear()
             try:
@@ -190,13 +133,6 @@ class TokenizerDelivery:
             except TimeoutError:
                 continue
         return True
-
-    def _not_in_time(self, model: str) -> SluiceError:
-        reason = self._given_up.get(model)
-        return unavailable(
-            f"The tokenizer of model {model!r} is not loaded{f': {reason}' if reason else ' yet; retry shortly.'}",
-            code="model_loading",
-        )
 
     async def catch_up(self) -> None:
         """Waits until every model served now is loaded or has failed, for at most `CATCH_UP_S`.
@@ -221,9 +157,12 @@ class TokenizerDelivery:
         self._changed.set()
         served = self._watch.by_model()
         self._given_up = {model: reason for model, reason in self._given_up.items() if model in served}
+        self._unaffordable &= served.keys()
         self._update_leaving(served.keys())
         for model, workers in served.items():
             if model in self._configured or model in self._fetching or self._is_current(model, workers):
+                continue
+            if model in self._unaffordable and model not in self._learned:
                 continue
             if model in self._learned or not self._is_full():
                 self._begin(model, self._learn(model))
@@ -286,18 +225,21 @@ class TokenizerDelivery:
     async def _end_if_unserved(self, model: str) -> None:
         """Ends a model that still has no workers."""
         if model in self._learned and not self._watch.of_model(model):
+            self._unaffordable.clear()
             await self._end(model, self._learned.pop(model))
 
     async def _end(self, model: str, learned: DiscoveredModel) -> None:
         if (timer := self._leaving.pop(model, None)) is not None:
             timer.cancel()
         await self._on_gone(learned)
+        self._memory.release(model)
         returns = bool(self._watch.of_model(model))  # it may be loaded again by its next request
         await asyncio.to_thread(self._store.release, learned.fingerprint, not returns)
         log.info("model is no longer served and was unloaded", extra={"model": model})
 
     def _ended(self, model: str, task: asyncio.Task[None]) -> None:
         self._fetching.pop(model, None)
+        self._requested.discard(model)
         if not task.cancelled() and task.exception() is None:
             self._on_workers_changed()  # changes during the task were skipped
 
@@ -331,6 +273,9 @@ class TokenizerDelivery:
                     extra={"model": model, "worker": served.address},
                 )  # fmt: skip
                 self._given_up[model] = error.message
+                if error.code == CODE and model not in self._requested:
+                    self._unaffordable.add(model)
+                    break  # its next request retries
             self._changed.set()
             self._resting.add(model)
             try:
@@ -346,6 +291,11 @@ class TokenizerDelivery:
 
     async def _learn_from(self, served: ServedModel) -> None:
         path = await self._held_files(served)
+        try:
+            await self._make_room(served, await asyncio.to_thread(self._memory.estimate, path))
+        except BaseException:
+            self._store.release(served.fingerprint)
+            raise
         known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a custom class would be code from outside
         spec = ModelSpec(served.model, str(path), served.processor if known else "", *served.declared, learned=True)
         learned = DiscoveredModel(spec, served.engine, served.fingerprint)
@@ -353,6 +303,8 @@ class TokenizerDelivery:
             await self._on_model(learned)
         except BaseException:
             self._store.release(served.fingerprint)
+            if served.model not in self._learned:
+                self._memory.release(served.model)
             self._failed[served.model] = learned
             raise
         self._failed.pop(served.model, None)
@@ -362,58 +314,35 @@ class TokenizerDelivery:
         self._changed.set()
         log.info("model was discovered from its worker", extra={"model": served.model, "worker": served.address})
 
+    async def _make_room(self, served: ServedModel, size: int) -> None:
+        """Reserves memory for a model's tokenizer, after ending the least recently used ones if requests wait for it.
+
+        Raises:
+            SluiceError: OVERLOADED when it does not fit.
+        """
+        key = served.fingerprint, served.chat_template
+        while not self._memory.try_reserve(served.model, key, size):
+            victims = self._least_used() if served.model in self._requested else iter(self._leaving)
+            for model in victims if self._memory.fits(size) else ():
+                if model not in (served.model, *self._fetching) and model in self._learned:
+                    break
+            else:
+                raise self._memory.refuse(served.model, size)
+            self._begin(model, self._end(model, self._learned.pop(model)))
+            await asyncio.wait([self._fetching[model]])
+
     async def _held_files(self, served: ServedModel) -> Path:
         """Returns a worker's tokenizer files, fetched if necessary; retained until released from the store."""
+        lock = self._fetch_locks.setdefault(served.fingerprint, asyncio.Lock())
         for _ in range(HOLD_ATTEMPTS):
             if self._store.hold(served.fingerprint):
                 path = await asyncio.to_thread(self._store.find, served.fingerprint)
                 if path is not None:
                     return path
                 self._store.release(served.fingerprint)
-            async with self._fetches_at_once:
-                await fetch_tokenizer(served.address, served.fingerprint, self._store, self._credentials, served.callee)
-        raise unavailable("The worker's tokenizer is removed as soon as it is stored; raise --tokenizer-cache-mb.")
-
-
-async def fetch_tokenizer(
-    address: str,
-    fingerprint: str,
-    store: TokenizerStore,
-    credentials: grpc.ChannelCredentials | None = None,
-    callee: str = WORKER,
-) -> Path:
-    """Streams a tokenizer's files from a worker, checks and stores them, and returns their path.
-
-    Args:
-        callee: selects the bearer token sent to the worker.
-
-    Raises:
-        SluiceError: the worker's error; INVALID_ARGUMENT when the content does not match its announcement;
-            FAILED_PRECONDITION when it cannot be written to disk.
-    """
-    channel = open_channel(address, credentials, callee=callee)
-    incoming: IncomingTokenizer | None = None
-    try:
-        stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
-        incoming = await asyncio.to_thread(store.receive, fingerprint)
-        first = True
-        async for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest(), timeout=FETCH_S):
-            if first and chunk.fingerprint != fingerprint:
-                raise invalid(
-                    "The worker sent a tokenizer with another fingerprint than its card has.", code="bad_tokenizer"
-                )
-            first = False
-            await asyncio.to_thread(incoming.add, chunk.file_name, chunk.file_size, chunk.data)
-        path = await asyncio.to_thread(incoming.keep)
-        incoming = None
-        return path
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, "worker") from error
-    except OSError as error:
-        raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION, f"The worker's tokenizer cannot be stored: {error.strerror or error}."
-        ) from error
-    finally:
-        if incoming is not None:
-            await asyncio.to_thread(incoming.drop)
-        await channel.close()
+            async with lock, self._fetches_at_once:
+                if await asyncio.to_thread(self._store.find, served.fingerprint) is None:
+                    await fetch_tokenizer(
+                        served.address, served.fingerprint, self._store, self._credentials, served.callee
+                    )
+        raise unavailable("The worker's tokenizer is removed as soon as it is stored, because others fill the folder.")

@@ -22,8 +22,11 @@ from services.common.models import TOKENIZER_FILES, fingerprint
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 64 << 20
+"""Bytes of the tokenizer files that one worker sends; a larger tokenizer is refused."""
 MAX_FILES = 64
+"""Files of a worker's tokenizer; a tokenizer with more is refused."""
 CACHE_BYTES = 4 << 30
+"""Size of the folder; the least recently used tokenizers are removed first."""
 ABANDONED_S = 3600.0
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"(additional_chat_templates/)?[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -130,7 +133,7 @@ class TokenizerStore:
         if total_bytes + self._max_bytes > self._cache_bytes:
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
-                f"Tokenizers in use fill {self._folder}; raise --tokenizer-cache-mb.",
+                f"Tokenizers in use fill {self._folder}; it holds {self._cache_bytes >> 20} MiB.",
             )
 
     def receive(self, digest: str) -> IncomingTokenizer:
@@ -207,7 +210,7 @@ class IncomingTokenizer:
             raise _bad(f"it has more than {MAX_FILES} files")
         self._total_bytes += size
         if self._total_bytes > self._max_bytes:
-            raise _bad(f"it is larger than {self._max_bytes >> 20} MiB (the server's --max-tokenizer-mb)")
+            raise _bad(f"it is larger than {self._max_bytes >> 20} MiB")
         self._names.add(name)
         self._name, self._missing_bytes = name, size
         path = self._folder / name

@@ -15,8 +15,8 @@ import pybase64
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.media.spans import MediaKind
 
-MOST_URL = 8_192
-"""Most characters of an https URL."""
+MAX_URL = 8_192
+"""Characters of an https URL of a media item; a longer one is refused with INVALID_ARGUMENT."""
 DETAILS = ("auto", "low", "high")
 AUDIO_TYPES = {"wav": "audio/wav", "mp3": "audio/mpeg", "flac": "audio/flac", "ogg": "audio/ogg"}
 
@@ -144,8 +144,8 @@ def media_of_url(
         return media_of_base64(payload, kind, where, limits, declared.partition(";")[0].strip().lower(), detail)
     if url[:8].lower() != "https://":
         raise _invalid_media(f"The URL of {where} must be a data URL or begin with https://.", where)
-    if len(url) > MOST_URL:
-        raise _invalid_media(f"The URL of {where} has more than {MOST_URL:,} characters.", where)
+    if len(url) > MAX_URL:
+        raise _invalid_media(f"The URL of {where} has more than {MAX_URL:,} characters.", where)
     return MediaInput(where, kind, url=url, media_type=media_type, detail=detail)
 
 
@@ -159,6 +159,8 @@ def media_of_base64(
     """
     if len(payload) > (limits.item_bytes + 2) // 3 * 4:
         raise media_too_large(where, limits.item_bytes)
+    if kind is MediaKind.IMAGE:
+        media_type = ""  # an image's content says what it is; clients label all images as one type
     if media_type and not media_type.startswith(f"{kind.capability}/"):
         raise _invalid_media(
             f"{where} is declared as {quoted(media_type)}, which is not a type of {kind.capability}.", where

@@ -24,12 +24,21 @@ from pydantic import Field
 from pydantic_settings import BaseSettings
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.rows.sendable_text import sendable
 
 log = logging.getLogger(__name__)
 
 STANDARD_OUTPUT = "-"
 MAX_WAITING = 10_000
+"""Entries of the audit log that wait to be written; further ones are dropped, and counted."""
+MAX_QUEUED = 16 << 20
+"""Characters of the audit log that wait to be written; further lines are dropped, and counted."""
+MAX_FILE_BYTES = 100 << 20
+"""Bytes of the audit log's file; then it is rotated."""
+MAX_KEPT_FILES = 5
+"""Rotated files of the audit log; the oldest is removed."""
 MAX_CONTENT = 64 << 10
+"""Bytes of a request, and characters of a response, in an entry of the audit log; the rest is left out."""
 _FILES = re.compile(r"""(;base64,|"data"\s*:\s*")[A-Za-z0-9+/\\=]{64,}""")
 """Base64 text of media files, which is left out of entries; "/" may be escaped in JSON."""
 WRITE_EVERY_S = 0.2
@@ -44,13 +53,6 @@ class AuditSettings(BaseSettings):
     audit_content: bool = Field(
         False,
         description="log request bodies and responses too, 64 KiB of each; these contain your users' prompts",
-    )
-    audit_max_mb: float = Field(100, gt=0, description="size at which the audit log is rotated, MiB")
-    audit_keep: int = Field(5, ge=0, description="number of rotated audit logs to keep")
-    audit_queue_mb: float = Field(
-        16,
-        gt=0,
-        description="maximum size of queued audit log lines, MiB; further lines are dropped and counted in the log",
     )
 
 
@@ -115,7 +117,7 @@ class AuditEntry:
             request = self.request.decode("utf-8", "replace")
             fields["request"] = _FILES.sub(lambda found: f"{found[1]}…", request)
             fields["answer"] = "".join(self.answer)
-        return json.dumps(fields, ensure_ascii=False)
+        return sendable(json.dumps(fields, ensure_ascii=False))
 
 
 class AuditLog:
@@ -130,10 +132,7 @@ class AuditLog:
     def __init__(self, settings: AuditSettings) -> None:
         self.with_content = settings.audit_content
         self._path = None if settings.audit_log == STANDARD_OUTPUT else Path(settings.audit_log)
-        self._max_file_bytes = int(settings.audit_max_mb * (1 << 20))
-        self._keep = settings.audit_keep
         self._lines: deque[str] = deque()
-        self._max_queued = int(settings.audit_queue_mb * (1 << 20))
         self._queued = 0  # characters
         self._has_lines = asyncio.Event()
         self._dropped = 0
@@ -149,7 +148,7 @@ class AuditLog:
     def write(self, entry: AuditEntry) -> None:
         """Queues an entry; never blocks."""
         line = entry.line()
-        if len(self._lines) >= MAX_WAITING or self._queued + len(line) > self._max_queued:
+        if len(self._lines) >= MAX_WAITING or self._queued + len(line) > MAX_QUEUED:
             self._dropped += 1
             return
         self._lines.append(line)
@@ -216,16 +215,13 @@ class AuditLog:
         self._open()
 
     def _rotate_if_large(self) -> None:
-        if self._path is None or self._file.tell() < self._max_file_bytes:
+        if self._path is None or self._file.tell() < MAX_FILE_BYTES:
             return
         self._file.close()
-        for number in range(self._keep, 1, -1):
+        for number in range(MAX_KEPT_FILES, 1, -1):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(f"{self._path}.{number - 1}", f"{self._path}.{number}")
-        if self._keep:
-            os.replace(self._path, f"{self._path}.1")
-        else:
-            os.unlink(self._path)
+        os.replace(self._path, f"{self._path}.1")
         self._open()
 
     def _report(self, reason: str) -> None:

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 Observe = Callable[[], Iterable[tuple[float, Mapping[str, str]]]]
 Labels = tuple[str, ...]
 
-MOST_ZEROS = 100
+MAX_ZEROS = 256
+"""Combinations of labels for which a counter exists from the start."""
 
 
 class Instrument(ABC):
@@ -189,4 +190,4 @@ def _declared_combinations(labels: Sequence[Label]) -> list[Labels]:
     combinations = 1
     for label in labels:
         combinations *= len(label.expected)
-    return list(product(*(label.expected for label in labels))) if combinations <= MOST_ZEROS else []
+    return list(product(*(label.expected for label in labels))) if combinations <= MAX_ZEROS else []

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from services.common import budgets
 from services.common.errors import SluiceError
+from services.common.net import http_policy
 from services.common.observability import telemetry
 from services.common.observability.declarations import ERROR_KINDS, SECONDS, MetricDeclarations
 from services.common.observability.instruments import Counter, Histogram, watch
@@ -52,6 +53,12 @@ REFUSED = METRICS.counter(
     "requests, messages or streams refused because they exceeded a budget",
     SERVICE,
     Label("budget", "the exceeded budget; docs/security.md lists them with their settings", budgets.NAMES),
+)
+HTTP_REFUSED = METRICS.counter(
+    "http_refused",
+    "HTTP requests refused because of their Host, Origin, Sec-Fetch-Site or content type, by any server of the process",
+    SERVICE,
+    Label("reason", "the header at fault", http_policy.REASONS),
 )
 SESSIONS = METRICS.gauge("sessions", "open long-lived streams that carry requests, as server or client", SERVICE)
 TASKS = METRICS.gauge("tasks", "tasks of the event loop; a steady increase indicates a leak", SERVICE)
@@ -130,6 +137,7 @@ class ProcessMetrics:
         self._labels = {"service": service}
         self._service = service
         self._stages, self._errors, self._refused = Histogram(STAGES), Counter(ERRORS), Counter(REFUSED)
+        self._http_refusals = Counter(HTTP_REFUSED)
         self._lag = LoopLag(loop, Histogram(LAG), self._labels)
         self._lines = _LogLineCounter(Counter(LINES), service)
 
@@ -145,14 +153,14 @@ class ProcessMetrics:
         self._lag.start()
         logging.getLogger().addHandler(self._lines)
         telemetry.on_stage, telemetry.on_error = self._stage_ended, self._error_returned
-        budgets.on_refused = self._budget_exceeded
+        budgets.on_refused, http_policy.on_refused = self._budget_exceeded, self._http_refused
 
     def close(self) -> None:
         """Stops measuring."""
         self._lag.close()
         logging.getLogger().removeHandler(self._lines)
         telemetry.on_stage = telemetry.on_error = None
-        budgets.on_refused = None
+        budgets.on_refused = http_policy.on_refused = None
 
     def _stage_ended(self, name: str, seconds: float, error: BaseException | None) -> None:
         outcome = "ok" if error is None else "cancelled" if isinstance(error, asyncio.CancelledError) else "error"
@@ -160,6 +168,9 @@ class ProcessMetrics:
 
     def _error_returned(self, error: SluiceError) -> None:
         self._errors.add(1, {"service": self._service, "kind": error.kind.name.lower()})
+
+    def _http_refused(self, reason: str) -> None:
+        self._http_refusals.add(1, {"service": self._service, "reason": reason})
 
     def _budget_exceeded(self, budget: str) -> None:
         self._refused.add(1, {"service": self._service, "budget": budget})

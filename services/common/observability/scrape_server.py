@@ -6,29 +6,37 @@ perform TLS handshakes in the thread that accepts connections.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from socketserver import ThreadingMixIn
+from time import monotonic
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import make_wsgi_app
 
+from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError
 from services.common.net.addresses import join
+from services.common.net.http_policy import HttpPolicy, http_policy
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""Timeout of reads and of the TLS handshake, after which a scraper is disconnected."""
+"""Timeout of each read and write, after which a scraper is disconnected."""
+LIFETIME_S = 30.0
+"""Longest lifetime of a connection, which serves one request."""
+MAX_CONNECTIONS = 32
+"""Open connections to a metrics endpoint; further ones are closed, budget `scrape_connections`."""
 
-log = logging.getLogger(__name__)
-
+CONNECTIONS = Budget("scrape_connections", MAX_CONNECTIONS, "")
 RETRY_S = 5.0
+_PHRASES = {400: "Bad Request", 403: "Forbidden", 415: "Unsupported Media Type", 421: "Misdirected Request"}
 HIGHEST_PORT = 65535
 
 
@@ -95,7 +103,8 @@ class ScrapeEndpoint:
     def _try_listen(self) -> str:
         """Starts the server; returns the reason when it cannot listen, else an empty string."""
         try:
-            self._server = start_server(self._host, self._port, _app(make_wsgi_app()), self._tls)
+            app = _app(make_wsgi_app(), http_policy(join(self._host, self._port)))
+            self._server = start_server(self._host, self._port, app, self._tls)
         except OSError as error:
             return error.strerror or str(error)
         log.info("metrics are served", extra={"address": join(self._host, self._server.server_port)})
@@ -117,10 +126,16 @@ class ScrapeEndpoint:
             server.server_close()
 
 
-def _app(metrics: Any) -> Any:
+def _app(metrics: Any, policy: HttpPolicy) -> Any:
     """Returns the WSGI app: `/health` responds 200, or 503 while the process does not serve; other paths, metrics."""
 
     def respond(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        refusal = policy.refusal(_headers(environ), environ["REQUEST_METHOD"], environ["SERVER_PROTOCOL"][5:])
+        if refusal is not None:
+            body = json.dumps({"error": {"code": refusal.code or "invalid_http", "message": refusal.message}}).encode()
+            status = f"{refusal.status} {_PHRASES[refusal.status]}"
+            start_response(status, [("Content-Type", "application/json"), ("Content-Length", str(len(body)))])
+            return [body]
         if environ.get("PATH_INFO") != "/health":
             response: Iterable[bytes] = metrics(environ, start_response)
             return response
@@ -133,14 +148,56 @@ def _app(metrics: Any) -> Any:
     return respond
 
 
+def _headers(environ: Mapping[str, Any]) -> Iterator[tuple[bytes, bytes]]:
+    """Returns the headers that the policy reads; repeated ones are a single value with commas."""
+    for name in ("HTTP_HOST", "HTTP_ORIGIN", "HTTP_SEC_FETCH_SITE", "HTTP_SEC_FETCH_MODE", "CONTENT_TYPE"):
+        if value := environ.get(name, ""):
+            yield name.removeprefix("HTTP_").replace("_", "-").lower().encode(), value.encode("latin-1")
+
+
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Suppresses request logs."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Serves each connection in a thread of its own, up to `MAX_CONNECTIONS`; further ones are closed."""
+
     daemon_threads = True
+    request_queue_size = 128
     context: ssl.SSLContext | None = None
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self._opened_at: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        super().__init__(*args, **more)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts the thread of a connection, or closes it if there are too many."""
+        with self._lock:
+            is_refused = len(self._opened_at) >= CONNECTIONS.limit
+            if not is_refused:
+                self._opened_at[request] = monotonic()
+        if is_refused:
+            CONNECTIONS.count()
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Ends connections that are too old; called at least twice a second."""
+        ended_at = monotonic() - LIFETIME_S
+        with self._lock:
+            late = [request for request, opened_at in self._opened_at.items() if opened_at < ended_at]
+        for request in late:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                socket.socket.shutdown(request, socket.SHUT_RDWR)  # its thread is still reading or writing
+
+    def close_request(self, request: Any) -> None:
+        """Closes a connection."""
+        with self._lock:
+            self._opened_at.pop(request, None)
+        super().close_request(request)
 
     def get_request(self) -> tuple[Any, Any]:
         """Returns a connection whose TLS handshake runs in its own thread, so that a slow one delays no other."""

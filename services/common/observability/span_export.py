@@ -18,8 +18,10 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 4096
-MOST_AT_ONCE = 512
+MAX_WAITING = 4096
+"""Spans that wait to be exported; further ones are dropped, and counted."""
+MAX_AT_ONCE = 512
+"""Spans that are exported in one call."""
 EVERY_S = 0.5
 SEND_S = 5.0
 LAST_S = 2.0
@@ -58,7 +60,7 @@ class SpanExport(SpanProcessor):
         exported, failed, dropped: number of spans so far, by outcome.
     """
 
-    def __init__(self, exporter: Exporter, endpoint: str, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, exporter: Exporter, endpoint: str, most_waiting: int = MAX_WAITING) -> None:
         self.exported = self.failed = self.dropped = 0
         self._exporter = exporter
         self._endpoint = endpoint
@@ -82,7 +84,7 @@ class SpanExport(SpanProcessor):
             self.dropped += 1
             return
         self._waiting.append(span)
-        if len(self._waiting) >= MOST_AT_ONCE:
+        if len(self._waiting) >= MAX_AT_ONCE:
             self._wake.set()
 
     def _run(self) -> None:
@@ -95,7 +97,7 @@ class SpanExport(SpanProcessor):
     def _send_all(self) -> None:
         while self._waiting:
             self._sending = True
-            self._send([self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_AT_ONCE))])
+            self._send([self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_AT_ONCE))])
         self._sending = False
 
     def _send(self, spans: list[ReadableSpan]) -> None:

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from hashlib import sha1
 from typing import Any
 
-from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import ConnectionError as ConnectionLost
-from redis.exceptions import NoScriptError, ReadOnlyError, RedisClusterException, RedisError
+from redis.exceptions import MovedError, NoScriptError
 
-from services.common.redis.connect import connect, hang_up
+from services.common.redis.connect import Address
+from services.common.redis.failures import FAILURES, Failure, classify
+from services.common.redis.servers import RedisConnections, RedisServers, redirected
 from services.common.redis.target import RedisTarget
 
-FAILURES = (RedisError, RedisClusterException, OSError)
-"""Every failure of Redis, inside `closed_is_lost`; TimeoutError is an OSError."""
-
-_CLOSED = "the handler is closed"
-
-
-@contextmanager
-def closed_is_lost() -> Iterator[None]:
-    """Raises ConnectionError, which FAILURES includes, for a connection that is found closed.
-
-    uvloop raises a bare RuntimeError on writes to a connection that was reset while idle, and the cluster client does
-    not check first. Other RuntimeErrors are programming errors and propagate.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if _CLOSED not in str(error):
-            raise
-        raise ConnectionLost(f"closed while idle: {error}") from error
+MAX_RESENT = {Failure.MOVED: 3, Failure.MIGRATING: 6, Failure.UNSETTLED: 6, Failure.DEMOTED: 1}
+"""How often a script that was not executed is sent again, by failure; then its call fails."""
+UNSETTLED_PAUSE_S = 0.02  # doubled each time
 
 
 class Script:
@@ -47,39 +31,75 @@ class Script:
 class ScriptRunner:
     """Runs up to `connections` scripts concurrently; further ones wait within their own deadline.
 
+    A script that a server refused because its keys are elsewhere is sent there, within the deadline. A script whose
+    reply was lost may have been executed, and is not sent again. While a hash slot is being moved, a script waits for
+    the end of that and does not follow ASK replies: it may use more keys than it names, and some are at either server.
+
     Args:
         timeout_s: for waiting, connecting and the response together, seconds.
     """
 
     def __init__(self, target: RedisTarget, timeout_s: float, connections: int = 8) -> None:
-        self._redis = connect(target, timeout_s, connections)
+        self._servers = RedisServers(target, timeout_s)
+        self._connections = RedisConnections(self._servers, connections)
         self._timeout_s = timeout_s
-        # With sentinels and in clusters, an exhausted pool raises instead of waiting.
+        # An exhausted pool would raise after waiting, which looks like a failure of Redis.
         self._permits = asyncio.Semaphore(connections)
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
         """Returns the script's result; raises one of FAILURES. In a cluster, all keys must be in one slot."""
-        async with asyncio.timeout(self._timeout_s), self._permits:
-            try:
-                with closed_is_lost():
-                    return await self._evaluate(script, keys, arguments)
-            except ReadOnlyError:
-                await hang_up(self._redis)
-                raise
-
-    async def _evaluate(self, script: Script, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        options = await self._node(keys[0])
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        async with asyncio.timeout_at(deadline):
+            await self._permits.acquire()
         try:
-            return await self._redis.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments, **options)
-        except NoScriptError:
-            return await self._redis.execute_command("EVAL", script.text, len(keys), *keys, *arguments, **options)
+            return await self._run(script, keys, arguments, deadline)
+        finally:
+            self._permits.release()
 
-    async def _node(self, key: str) -> dict[str, Any]:
-        if not isinstance(self._redis, RedisCluster):
-            return {}
-        await self._redis.initialize()
-        return {"target_nodes": self._redis.get_node_from_key(key)}  # by default the client sends scripts to any node
+    async def _run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], deadline: float) -> Any:
+        async with asyncio.timeout_at(deadline):
+            address = await self._servers.address(keys[0])
+        failures: Counter[Failure] = Counter()
+        while True:
+            try:
+                return await self._evaluate(address, script, keys, arguments, deadline)
+            except FAILURES as error:
+                failure = classify(error)
+                failures[failure] += 1
+                if failures[failure] > MAX_RESENT.get(failure, 0):
+                    raise
+                async with asyncio.timeout_at(deadline):
+                    address = await self._next(error, address, keys[0], failures)
+
+    async def _next(self, error: BaseException, address: Address, key: str, failures: Counter[Failure]) -> Address:
+        """Returns where a refused script is to be sent, after a pause if that is yet to settle."""
+        failure = classify(error)
+        if isinstance(error, MovedError):
+            return redirected(error, address)
+        if failure is Failure.DEMOTED:
+            await self._servers.search()
+        elif failure in (Failure.UNSETTLED, Failure.MIGRATING):
+            await asyncio.sleep(UNSETTLED_PAUSE_S * 2 ** (failures[failure] - 1))
+        else:
+            raise error
+        return await self._servers.address(key)
+
+    async def _evaluate(
+        self,
+        address: Address,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Any],
+        deadline: float,
+    ) -> Any:
+        call = (len(keys), *keys, *arguments)
+        execute = self._connections.execute
+        try:
+            return await execute(address, "EVALSHA", script.sha, *call, deadline=deadline)
+        except NoScriptError:
+            return await execute(address, "EVAL", script.text, *call, deadline=deadline)
 
     async def close(self) -> None:
         """Closes every connection."""
-        await self._redis.aclose()
+        await self._servers.close()
+        await self._connections.close()

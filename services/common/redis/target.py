@@ -10,7 +10,7 @@ from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 from pydantic import Field, FilePath, SecretStr
 from pydantic_settings import BaseSettings
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import invalid
 
 FORMS = (
     "redis://host:port/db, redis+sentinel://host:port,host:port/service/db, redis+cluster://host:port,host:port or "
@@ -101,7 +101,7 @@ def parse(url: str, credentials: Credentials | None = None, setting: str = "redi
         if topology is Topology.STANDALONE and len(nodes) > 1:
             raise ValueError("several hosts need redis+sentinel or redis+cluster")
     except ValueError as error:
-        raise _invalid_url(error, setting) from error
+        raise invalid(f"{setting} is not a Redis URL: {error}. Use {FORMS}.", param=setting) from error
     return RedisTarget(topology, nodes, "", service, db, scheme == "rediss", unquote(username), login)
 
 
@@ -140,7 +140,3 @@ def _nodes(hosts: str, port: int) -> tuple[tuple[str, int], ...]:
         parts = urlsplit(f"//{host}")
         nodes.append((parts.hostname or "127.0.0.1", parts.port or port))
     return tuple(nodes)
-
-
-def _invalid_url(error: ValueError, setting: str) -> SluiceError:
-    return invalid(f"{setting} is not a Redis URL: {error}. Use {FORMS}.", param=setting)

@@ -12,12 +12,14 @@ import grpc
 from services.common.errors import SluiceError, internal, invalid, overloaded
 from services.common.observability import telemetry
 from services.common.packing import unpack_u32
+from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import abort, to_detail
 from services.common.rpc.session import BatchWriter, serve_session
 
 log = logging.getLogger(__name__)
 
-MOST_CALLS = 16_384
+MAX_CALLS = 16_384
+"""Calls of one session whose responses are not sent; with more the session ends as OVERLOADED."""
 BYTES_PER_MESSAGE = 4 << 20
 
 A = TypeVar("A")
@@ -40,7 +42,7 @@ class MultiplexedCallServer(Generic[A]):
         handle: Callable[[Any, Metadata], Awaitable[A]],
         make_answer: Callable[..., Any],
         make_answers: Callable[..., Any],
-        most_calls: int = MOST_CALLS,
+        most_calls: int = MAX_CALLS,
         max_pause_s: float = 0.0,
     ) -> None:
         self._handle = handle
@@ -68,12 +70,16 @@ class MultiplexedCallServer(Generic[A]):
     async def _all_completed(self) -> None:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
+    @shared_step("calls.serve")
     def _on_message(self, message: Any) -> None:
         if len(self._running) + len(self._ready) + len(message.calls) > self._most_calls:
             raise overloaded(f"A session is limited to {self._most_calls} calls; read responses before sending more.")
         for call in message.calls:
-            if call.number in self._running:
-                raise invalid(f"Call {call.number} is already in progress; choose another number.", param="number")
+            if (running := self._running.pop(call.number, None)) is not None:  # nothing tells their responses apart
+                running.cancel()
+                reused = invalid(f"Call {call.number} is already in progress; choose another number.", param="number")
+                self._add_answer(self._failed(call, reused))
+                continue
             task = asyncio.get_running_loop().create_task(self._answer(call))
             self._running[call.number] = task
         for number in unpack_u32(message.cancels, "cancels"):
@@ -81,9 +87,9 @@ class MultiplexedCallServer(Generic[A]):
                 self._running.pop(number).cancel()
 
     async def _answer(self, call: Any) -> None:
-        metadata = tuple(call.metadata.items())
-        telemetry.name_request(metadata)
         try:
+            metadata = tuple(call.metadata.items())
+            telemetry.name_request(metadata)
             answer = self._make_answer(number=call.number, response=await self._handle(call.request, metadata))
         except SluiceError as error:
             answer = self._failed(call, error)
@@ -91,6 +97,9 @@ class MultiplexedCallServer(Generic[A]):
             log.exception("unexpected failure of a call on a session")
             answer = self._failed(call, internal("Unexpected failure; see the service's log for details."))
         self._running.pop(call.number, None)
+        self._add_answer(answer)
+
+    def _add_answer(self, answer: Any) -> None:
         self._ready.append(answer)
         self._writer.wake()
 

@@ -15,7 +15,8 @@ from math import inf
 from services.common.errors import overloaded
 
 AT_ONCE = 256
-LONGEST_LINE_S = 60.0
+MAX_LINE_S = 60.0
+"""Seconds that a call waits for its turn at a service; then it is refused as OVERLOADED."""
 
 
 class ConcurrencyLimiter:
@@ -27,7 +28,7 @@ class ConcurrencyLimiter:
         longest_s: maximum wait for a permit, seconds.
     """
 
-    def __init__(self, peer: str, at_once: int = AT_ONCE, longest_s: float = LONGEST_LINE_S) -> None:
+    def __init__(self, peer: str, at_once: int = AT_ONCE, longest_s: float = MAX_LINE_S) -> None:
         self._peer = peer
         self._permits = asyncio.Semaphore(at_once)
         self._longest_s = longest_s

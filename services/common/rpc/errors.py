@@ -6,21 +6,27 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from services.common.errors import ErrorKind, SluiceError, internal, sentence
+from services.common.errors import ErrorKind, NoAnswerError, SluiceError, internal, no_answer, sentence
 from services.common.observability import telemetry
 from sluice.v1 import common_pb2
 
 DETAIL_KEY = "sluice-error-bin"
 
-LONGEST_MESSAGE = 500
+PEER_REFUSED, PEER_CANCELLED = "peer_refused", "peer_cancelled"
+"""Codes of `passed_on`."""
+
+MAX_MESSAGE = 500
+"""Characters of the message of a peer's error; the rest is dropped."""
 NO_MESSAGE = "the peer sent an error without a message"
-LONGEST_PARAM = 200
-MOST_RETRY_AFTER_MS = 600_000
+MAX_PARAM_LENGTH = 200
+"""Characters of the `param` of a peer's error; the rest is dropped."""
+MAX_RETRY_AFTER_MS = 600_000
+"""Milliseconds of the retry hint of a peer's error; a longer hint is passed on as this."""
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 
 log = logging.getLogger(__name__)
@@ -77,7 +83,7 @@ def to_detail(error: SluiceError) -> common_pb2.ErrorDetail:
 def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
     """Returns the error of a wire form, sanitized because it is logged and returned to clients.
 
-    The message and the param are made printable and truncated to LONGEST_MESSAGE and LONGEST_PARAM characters, a code
+    The message and the param are made printable and truncated to MAX_MESSAGE and MAX_PARAM_LENGTH characters, a code
     other than one word of ``a-z0-9_`` is dropped, and an unknown kind becomes INTERNAL.
     """
     try:
@@ -86,10 +92,10 @@ def from_detail(detail: common_pb2.ErrorDetail) -> SluiceError:
         kind = ErrorKind.INTERNAL
     return SluiceError(
         kind,
-        sentence(detail.message, LONGEST_MESSAGE) or NO_MESSAGE,
-        param=sentence(detail.param, LONGEST_PARAM),
+        sentence(detail.message, MAX_MESSAGE) or NO_MESSAGE,
+        param=sentence(detail.param, MAX_PARAM_LENGTH),
         code=detail.code if _CODE.fullmatch(detail.code) else "",
-        retry_after_ms=min(detail.retry_after_ms, MOST_RETRY_AFTER_MS),
+        retry_after_ms=min(detail.retry_after_ms, MAX_RETRY_AFTER_MS),
         retryable=detail.retryable,
     )
 
@@ -104,12 +110,17 @@ def passed_on(error: SluiceError, peer: str) -> SluiceError:
         peer: the peer's name in the message, such as ``worker w1``.
     """
     if error.kind in (ErrorKind.UNAUTHENTICATED, ErrorKind.PERMISSION_DENIED):
-        reason, code = f"The {peer} rejected this service's credentials: {error.message}", "peer_refused"
+        reason, code = f"The {peer} rejected this service's credentials: {error.message}", PEER_REFUSED
     elif error.kind is ErrorKind.CANCELLED:
-        reason, code = f"The {peer} cancelled a request that its client did not cancel.", "peer_cancelled"
+        reason, code = f"The {peer} cancelled a request that its client did not cancel.", PEER_CANCELLED
     else:
         return error
-    return SluiceError(ErrorKind.UNAVAILABLE, sentence(reason, LONGEST_MESSAGE), code=code, retry_after_ms=1000)
+    return SluiceError(ErrorKind.UNAVAILABLE, sentence(reason, MAX_MESSAGE), code=code, retry_after_ms=1000)
+
+
+def has_detail(error: grpc.aio.AioRpcError) -> bool:
+    """Returns whether a failed call was answered by the peer, not by gRPC because its connection failed."""
+    return any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
@@ -118,6 +129,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
     Args:
         error: as raised by a grpc.aio call.
         peer: the service's name in the message, such as ``preprocess``.
+
+    Returns:
+        The error that the peer sent or, when the transport failed before it answered, a NoAnswerError.
     """
     for key, value in error.trailing_metadata() or ():
         if key == DETAIL_KEY and isinstance(value, bytes):
@@ -129,9 +143,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
     if kind is ErrorKind.OVERLOADED:  # without a detail, gRPC means a message over its size limit
         return SluiceError(ErrorKind.TOO_LARGE, f"A message to or from {peer} exceeds the size limit.")
     if kind is ErrorKind.UNAVAILABLE:
-        return SluiceError(
-            kind, f"The {peer} service cannot be reached.", code="service_unavailable", retry_after_ms=1000
-        )
+        return no_answer(f"The {peer} service cannot be reached.")
     if kind is ErrorKind.DEADLINE_EXCEEDED:
         return late_answer(peer)
     return SluiceError(kind, f"The {peer} service failed ({error.code().name.lower()}).")
@@ -139,18 +151,37 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> SluiceError:
 
 def late_answer(peer: str) -> SluiceError:
     """Returns the error of a call that exceeded its deadline."""
-    return SluiceError(ErrorKind.DEADLINE_EXCEEDED, f"The {peer} service timed out.", code="stage_timeout")
+    return NoAnswerError(ErrorKind.DEADLINE_EXCEEDED, f"The {peer} service timed out.", code="stage_timeout")
 
 
 async def abort(context: grpc.aio.ServicerContext, error: SluiceError) -> NoReturn:  # type: ignore[type-arg]
     """Ends an RPC with a typed error."""
     telemetry.failed(error)
-    await context.abort(
-        status_of(error.kind),
-        error.message,
-        ((DETAIL_KEY, to_detail(error).SerializeToString()),),
-    )
+    try:
+        await context.abort(
+            status_of(error.kind),
+            error.message,
+            ((DETAIL_KEY, to_detail(error).SerializeToString()),),
+        )
+    except grpc.aio.AbortError as aborted:
+        _forget_after_task(aborted)
+        raise
     raise AssertionError("context.abort always raises")
+
+
+def _forget_after_task(aborted: Exception) -> None:
+    """Drops the traceback of an exception that gRPC keeps with its call, once the call has ended.
+
+    The frames of the traceback refer to the call and to its request, which may have many MiB: a cycle that only the
+    garbage collector, which runs rarely, would free.
+    """
+
+    def forget(task: asyncio.Task[Any]) -> None:
+        aborted.__traceback__ = aborted.__context__ = None
+
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(forget)
 
 
 Q = TypeVar("Q")

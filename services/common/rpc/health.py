@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.budgets import BudgetPool
-from services.common.errors import LONGEST_NAME, ErrorKind, quoted
+from services.common.errors import MAX_NAME_LENGTH, ErrorKind, quoted
 from services.common.rpc.errors import abort
 from sluice import __version__
 
@@ -68,9 +68,9 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the packa
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        if len(request.service) > LONGEST_NAME:
+        if len(request.service) > MAX_NAME_LENGTH:
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, f"The service name exceeds {LONGEST_NAME} characters; shorten it."
+                grpc.StatusCode.INVALID_ARGUMENT, f"The service name exceeds {MAX_NAME_LENGTH} characters; shorten it."
             )
         if not self._watches.try_take(1):
             reason = f"{self._watches.limit} health streams are open; use Check instead"

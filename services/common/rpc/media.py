@@ -1,15 +1,17 @@
-"""Converts media items to and from messages."""
+"""Converts chats and media items to and from messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from services.common.apis.prompts import ChatPrompt
 from services.common.errors import invalid
 from services.common.media.parts import MediaInput
 from services.common.media.spans import HASH_BYTES, MediaFile, MediaKind, MediaSpan
 from sluice.v1 import common_pb2, preprocess_pb2
 
-MOST_SPANS = 1_024
+MAX_SPANS = 1_024
+"""Media items of a prompt between services; more are refused with INVALID_ARGUMENT."""
 
 
 def span_messages(spans: Iterable[MediaSpan]) -> list[common_pb2.MediaSpan]:
@@ -36,8 +38,8 @@ def read_spans(messages: Sequence[common_pb2.MediaSpan], tokens: int | None = No
     Raises:
         SluiceError: INVALID_ARGUMENT for spans out of order, that overlap, or outside the prompt, and malformed hashes.
     """
-    if len(messages) > MOST_SPANS:
-        raise invalid(f"A prompt has at most {MOST_SPANS} media items.", param="media")
+    if len(messages) > MAX_SPANS:
+        raise invalid(f"A prompt has at most {MAX_SPANS} media items.", param="media")
     spans = tuple(map(_span, messages))
     end = 0
     for span in spans:
@@ -66,6 +68,26 @@ def kind_of(number: int) -> MediaKind:
         return MediaKind(number or MediaKind.IMAGE)
     except ValueError:
         raise invalid(f"Media kind {number} is unknown to this version.", param="media") from None
+
+
+def chat_input(prompt: ChatPrompt, origin: str = "") -> preprocess_pb2.ChatInput:
+    """Returns the message of a chat.
+
+    Args:
+        origin: for whom its chat template is rendered; empty: all such calls are one origin.
+    """
+    return preprocess_pb2.ChatInput(
+        messages_json=prompt.messages_json,
+        tools_json=prompt.tools_json,
+        template_kwargs_json=prompt.template_kwargs_json,
+        chat_template=prompt.chat_template,
+        add_generation_prompt=prompt.add_generation_prompt,
+        continue_final_message=prompt.continue_final_message,
+        documents_json=prompt.documents_json,
+        tool_choice_json=prompt.tool_choice_json,
+        media=input_messages(prompt.media),
+        origin=origin,
+    )
 
 
 def input_messages(items: Iterable[MediaInput]) -> list[preprocess_pb2.MediaInput]:

@@ -7,6 +7,7 @@ and calls that are ready together share a message. A `MultiplexedCall` is called
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any, Generic, TypeVar, cast
@@ -15,14 +16,17 @@ import grpc
 from google.protobuf.message import Message
 
 from services.common.packing import pack_u32
+from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import DETAIL_KEY, from_detail, status_of
 from services.common.rpc.session import ClientSession
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc, router_pb2, router_pb2_grpc
 
-MOST_BYTES = 1 << 20
-"""Larger requests use unary calls, so that they do not delay others on the stream."""
+MAX_BYTES = 1 << 20
+"""Bytes of a request that shares a stream with others: larger ones use calls of their own."""
 BYTES_PER_MESSAGE = 4 << 20
 RETRY_S = 0.1
+
+log = logging.getLogger(__name__)
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A")
@@ -73,13 +77,13 @@ class MultiplexedCall(Generic[Q, A]):
             timeout: seconds.
         """
         session = self._session
-        usable = self._established and self._welcome.is_set() and request.ByteSize() <= MOST_BYTES
+        usable = self._established and self._welcome.is_set() and request.ByteSize() <= MAX_BYTES
         if session is None or not usable:
             return await self._unary(request, timeout=timeout, metadata=metadata)
         loop = asyncio.get_running_loop()
         number = next(self._numbers) & 0xFFFFFFFF
-        answer = self._pending[number] = loop.create_future()
         self._calls.append(self._make_call(number=number, request=request, metadata=dict(metadata or ())))
+        answer = self._pending[number] = loop.create_future()
         session.wake()
         timer = loop.call_later(timeout, _fail, answer, grpc.StatusCode.DEADLINE_EXCEEDED)
         try:
@@ -138,16 +142,22 @@ class MultiplexedCall(Generic[Q, A]):
             cancels, self._cancels = self._cancels, []
         return self._make_calls(calls=calls, cancels=pack_u32(cancels))
 
-    def _on_message(self, message: Any) -> None:
+    @shared_step("calls.receive")
+    def _on_message(self, message: Any | None) -> None:
+        if message is None:  # gRPC could not parse it, and has logged the failure
+            if self._session is not None:
+                self._session.close()
+            return
         self._established = True
         for answer in message.answers:
             pending = self._pending.pop(answer.number, None)
             if pending is None or pending.done():
                 continue
-            if answer.HasField("error"):
-                pending.set_exception(_typed(answer.error))
-            else:
-                pending.set_result(answer.response)
+            try:
+                _settle(pending, answer)
+            except Exception:
+                log.exception("the response to a call cannot be read", extra={"peer": self._peer})
+                _fail(pending, grpc.StatusCode.INTERNAL)
 
     def _fail_all(self) -> None:
         pending, self._pending = self._pending, {}
@@ -155,6 +165,14 @@ class MultiplexedCall(Generic[Q, A]):
         self._cancels.clear()
         for answer in pending.values():
             _fail(answer, grpc.StatusCode.UNAVAILABLE)
+
+
+def _settle(pending: asyncio.Future[Any], answer: Any) -> None:
+    """Ends a call with its response, or with the error that it contains."""
+    if answer.HasField("error"):
+        pending.set_exception(_typed(answer.error))
+    else:
+        pending.set_result(answer.response)
 
 
 def _fail(answer: asyncio.Future[Any], code: grpc.StatusCode) -> None:

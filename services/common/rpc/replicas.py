@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import ErrorKind, SluiceError, unavailable
+from services.common.errors import ErrorKind, SluiceError, no_answer
 from services.common.net.addresses import host_port, join
 from services.common.observability import telemetry
 from services.common.rpc.breaker import Breaker, LatencyQuantile, RetryBudget
@@ -143,12 +143,12 @@ class ReplicaSet(Generic[S]):
         """
         candidates = [replica for replica in self.serving if replica.address not in exclude]
         if not candidates:
-            raise unavailable(f"No {self.peer} replica is ready; retry shortly.", code="service_unavailable")
+            raise no_answer(f"No {self.peer} replica is ready; retry shortly.")
         passable = [replica for replica in candidates if replica.breaker.passable]
         if not passable:
             self._on_event("circuit_refused")
             wait_ms = int(1000 * min(replica.breaker.retry_after_s for replica in candidates))
-            raise unavailable(
+            raise no_answer(
                 f"The {self.peer} service does not respond; retry shortly.",
                 code="circuit_open",
                 retry_after_ms=max(wait_ms, 1000),
@@ -218,9 +218,7 @@ class ReplicaSet(Generic[S]):
             if asked_to_end():
                 raise
             # The replica's channel was closed.
-            raise unavailable(
-                f"The {self.peer} replica was removed before it responded.", code="service_unavailable"
-            ) from None
+            raise no_answer(f"The {self.peer} replica was removed before it responded.") from None
         else:
             replica.breaker.succeeded()
             return answer
@@ -233,7 +231,7 @@ class ReplicaSet(Generic[S]):
             # otherwise the call arrived while the server was stopping.
             if late:
                 return late_answer(self.peer)
-            return unavailable(f"The {self.peer} service stopped before it responded.", code="service_unavailable")
+            return no_answer(f"The {self.peer} service stopped before it responded.")
         return passed_on(from_rpc_error(error, self.peer), f"{self.peer} service")
 
     def _update_breaker(self, replica: Replica[S], error: grpc.aio.AioRpcError, waited_s: float, late: bool) -> None:

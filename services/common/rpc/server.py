@@ -15,7 +15,8 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.net.addresses import host_port, join, listens_on_loopback
 from services.common.observability import scrape_server as scraping
 from services.common.rpc.auth_interceptor import access_interceptors
-from services.common.rpc.channels import KEEPALIVE_TIMEOUT_MS
+from services.common.rpc.channels import KEEPALIVE_MS, KEEPALIVE_OPTIONS, MIN_PING_INTERVAL_MS
+from services.common.rpc.guarded_server import GuardedServer
 from services.common.rpc.health import READINESS, Health
 from services.common.security.tls import server_credentials
 from services.common.settings import GrpcServiceSettings
@@ -23,7 +24,17 @@ from services.common.settings import GrpcServiceSettings
 log = logging.getLogger(__name__)
 
 MAX_PENDING_CALLS = 20_000
-"""Calls that wait to be started, as in a burst; by default gRPC cancels a random part of those beyond 1,000."""
+"""Calls that wait to be started, where gRPC's own default is 1,000; further ones are cancelled."""
+
+
+MAX_HEALTH_WATCHES = 1_024
+"""Open health streams; further callers are refused, budget `health_watches`, and must poll."""
+STREAM_WINDOW = 128 << 10
+"""Bytes that a client may send on a stream before they are read; a message of which a part is read may be sent whole.
+
+gRPC's own choice grows with the throughput of the connection to several MiB of each stream.
+"""
+WINDOW_OPTIONS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", STREAM_WINDOW))
 
 
 class GrpcServer:
@@ -34,6 +45,7 @@ class GrpcServer:
 
     Args:
         health_names: further names that health reports for, such as services that another server has.
+        keepalive_ms: how long a connection may be silent before its client is pinged.
     """
 
     def __init__(
@@ -42,6 +54,7 @@ class GrpcServer:
         descriptor: FileDescriptor,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         health_names: Sequence[str] = (),
+        keepalive_ms: int = KEEPALIVE_MS,
     ) -> None:
         self._settings = settings
         self._services = [service.full_name for service in descriptor.services_by_name.values()]
@@ -50,19 +63,22 @@ class GrpcServer:
         options: list[tuple[str, int]] = [
             ("grpc.max_receive_message_length", limit),
             ("grpc.max_send_message_length", limit),
-            ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
             ("grpc.http2.max_ping_strikes", 0),
             ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.keepalive_time_ms", keepalive_ms),
+            *KEEPALIVE_OPTIONS,
+            *WINDOW_OPTIONS,
             ("grpc.so_reuseport", 0),  # fail on a port in use instead of sharing it silently
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ]
         if settings.max_connection_age_s:
             options.append(("grpc.max_connection_age_ms", int(settings.max_connection_age_s * 1000)))
-        self.server = grpc.aio.server(interceptors=(*access_interceptors(settings), *interceptors), options=options)
-        self._health = Health(BudgetPool("health_watches", settings.max_health_watches, "--max-health-watches"))
+        self.server: grpc.aio.Server = GuardedServer(
+            grpc.aio.server(interceptors=(*access_interceptors(settings), *interceptors), options=options)
+        )
+        self._health = Health(BudgetPool("health_watches", MAX_HEALTH_WATCHES, ""))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         if listens_on_loopback(settings.listen) if settings.reflection is None else settings.reflection:
             names = (

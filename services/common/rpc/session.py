@@ -14,20 +14,54 @@ from typing import Any, Generic, TypeVar, cast
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.budgets import Budget
+from services.common.errors import SESSION_CLOSED, ErrorKind, SluiceError
 from services.common.observability.process_metrics import sessions
 from services.common.rpc.errors import from_rpc_error
 
 LAST_WRITE_S = 5.0
 CANCELLED_WRITE_S = 1.0
 MIN_PAUSE_S = 0.001
-"""Pause between two messages while the event loop keeps up; shorter ones save little."""
+"""Seconds between two messages of a session while the event loop keeps up."""
 TIMER_S = 0.001
 """Resolution of the event loop's timers: a pause that ends as late as this is not a sign of lag."""
 
 
+FRAMES, WINDOW_S = 200, 0.1
+"""Messages read of one session in a time; one that writes continuously sends half as many, so more are read later."""
+
 In = TypeVar("In")
 Out = TypeVar("Out")
+
+_FRAMES = Budget("worker_frames", FRAMES, "")
+
+
+class FramePace:
+    """Spaces out the reading of a stream whose peer sends far more messages than an honest one does.
+
+    The peer's stream then fills up, so that it waits; other streams keep their share of the event loop.
+
+    Args:
+        frames: messages read in each WINDOW_S.
+    """
+
+    def __init__(self, frames: int = FRAMES) -> None:
+        self._frames = frames
+        self._count = 0
+        self._until_s = 0.0
+
+    def pause_s(self) -> float:
+        """Counts a message; returns how long to wait before the next one is read."""
+        self._count += 1
+        if self._count < self._frames:
+            return 0.0
+        now = perf_counter()
+        left_s, self._count = self._until_s - now, 0
+        self._until_s = max(self._until_s, now - WINDOW_S) + WINDOW_S
+        if left_s <= 0:
+            return 0.0
+        _FRAMES.count()
+        return left_s
 
 
 class BatchWriter(Generic[Out]):
@@ -118,8 +152,11 @@ async def serve_session(
     writing = _start_writer(writer, handler.cancel)
     sessions.alive += 1
     try:
+        pace = FramePace()
         while (message := await context.read()) is not grpc.aio.EOF:
             on_message(message)
+            if pause_s := pace.pause_s():
+                await asyncio.sleep(pause_s)
         if settled is not None:
             await settled()
         writer.close()
@@ -163,6 +200,7 @@ class ClientSession(Generic[Out, In]):
         drain: returns the next message to send, or None.
         on_message: receives each message; must not block.
         max_pause_s: as in `BatchWriter`.
+        parse: parses the messages of a call that returns them unparsed; the next one is read when it has returned.
     """
 
     def __init__(
@@ -172,9 +210,11 @@ class ClientSession(Generic[Out, In]):
         drain: Callable[[], Out | None],
         on_message: Callable[[In], None],
         max_pause_s: float = 0.0,
+        parse: Callable[[Any], Awaitable[Any]] | None = None,
     ) -> None:
         self.peer = peer
         self._open_call = open_call
+        self._parse = parse
         self._on_message = on_message
         self._call: grpc.aio.StreamStreamCall[Out, In] | None = None
         self._writer = BatchWriter(drain, self._write, max_pause_s)
@@ -198,11 +238,15 @@ class ClientSession(Generic[Out, In]):
         writing = _start_writer(self._writer, call.cancel)
         sessions.alive += 1
         try:
+            pace = FramePace()
             while (message := await call.read()) is not grpc.aio.EOF:
-                self._on_message(cast(In, message))
+                self._on_message(cast(In, message if self._parse is None else await self._parse(message)))
+                del message  # a large one is not held until the next one has arrived
+                if pause_s := pace.pause_s():
+                    await asyncio.sleep(pause_s)
             code = await call.code()
             if code is grpc.StatusCode.OK:
-                return SluiceError(ErrorKind.DISCONNECTED, f"The {self.peer} closed the session.")
+                return SluiceError(ErrorKind.DISCONNECTED, f"The {self.peer} closed the session.", code=SESSION_CLOSED)
             return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {self.peer} was lost.")
         except grpc.aio.AioRpcError as error:
             cause = from_rpc_error(error, self.peer)

@@ -74,28 +74,21 @@ def accepted_tokens(token: SecretStr, tokens_file: Path | None) -> AcceptedToken
     return lambda: (*fixed, *file.value)
 
 
-def shown_tokens(
-    peer_token: SecretStr, peer_token_file: Path | None, router_token: SecretStr, router_token_file: Path | None
-) -> ShownTokens | None:
+def shown_tokens(peer_token: SecretStr, peer_token_file: Path | None) -> ShownTokens | None:
     """Returns the tokens a service sends to those it calls, according to its settings; None when there are none.
 
-    For a worker, the first token for it alone takes precedence over the first one for all workers; for the router,
-    `router_token` and the first line of `router_token_file` take precedence over all others.
+    For a worker, the first token for it alone takes precedence over the first one for all workers.
 
     Raises:
         SluiceError: FAILED_PRECONDITION when a file cannot be read or a token is invalid.
     """
     sources: list[Callable[[], Sequence[ShownToken]]] = []
-    for description, secret, path, read in (
-        ("router token", router_token, router_token_file, _read_router_token),
-        ("peer token", peer_token, peer_token_file, read_shown),
-    ):
-        if text := secret.get_secret_value():
-            fixed = read(f"the {description}", _numbered(text))
-            sources.append(lambda fixed=fixed: fixed)  # type: ignore[misc]
-        if path is not None:
-            file = _watched_file(f"{description} file", path, read)
-            sources.append(lambda file=file: file.value)  # type: ignore[misc]
+    if text := peer_token.get_secret_value():
+        fixed = read_shown("the peer token", _numbered(text))
+        sources.append(lambda: fixed)
+    if peer_token_file is not None:
+        file = _watched_file("peer token file", peer_token_file, read_shown)
+        sources.append(lambda: file.value)
     if not sources:
         return None
     return lambda callee: _select(callee, [token for source in sources for token in source()])
@@ -177,16 +170,6 @@ def _parse_shown(where: str, number: int, line: str) -> ShownToken:
             f"or {WORKER}/ID for one worker. A token for several services is not accepted: each could reuse it."
         )
     return ShownToken(_checked_secret(where, number, secret), callees[0])
-
-
-def _read_router_token(where: str, lines: Sequence[tuple[int, str]]) -> tuple[ShownToken, ...]:
-    """Parses the first line: a token alone, or one for the router."""
-    for number, line in lines[:1]:
-        secret, *callees = line.split()
-        if callees not in ([], ["router"]):
-            raise _invalid_file(f"Line {number} of {where} must contain only a token for the router.")
-        return (ShownToken(_checked_secret(where, number, secret), "router"),)
-    return ()
 
 
 def _checked_secret(where: str, number: int, secret: str) -> str:

@@ -67,12 +67,3 @@ class PeerTokenSettings(BaseSettings):
         description="file with a line TOKEN CALLEE for each service that this one calls (worker/ID for one worker); "
         "the first line for a service is used; reloaded when it changes; created by `sluice tokens`",
     )
-
-
-class RouterTokenSettings(BaseSettings):
-    """A separate token for the router; both unset: peer-token."""
-
-    router_token: SecretStr = Field(SecretStr(""), description="token sent to the router only")
-    router_token_file: Path | None = Field(
-        None, description="file whose first line is the token sent to the router; reloaded when it changes"
-    )

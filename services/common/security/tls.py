@@ -13,7 +13,7 @@ import grpc
 from services.common.errors import ErrorKind, SluiceError
 from services.common.security.bearer_tokens import ShownTokens, shown_tokens
 from services.common.security.file_watcher import WatchedFiles
-from services.common.security.settings import HttpsSettings, PeerTokenSettings, RouterTokenSettings, TlsSettings
+from services.common.security.settings import HttpsSettings, PeerTokenSettings, TlsSettings
 
 log = logging.getLogger(__name__)
 
@@ -168,8 +168,7 @@ def channel_credentials(settings: TlsSettings) -> PeerCredentials | None:
 def _tokens(settings: TlsSettings) -> ShownTokens | None:
     if not isinstance(settings, PeerTokenSettings):
         return None
-    router = settings if isinstance(settings, RouterTokenSettings) else RouterTokenSettings.model_construct()
-    return shown_tokens(settings.peer_token, settings.peer_token_file, router.router_token, router.router_token_file)
+    return shown_tokens(settings.peer_token, settings.peer_token_file)
 
 
 def https_context(settings: HttpsSettings) -> ssl.SSLContext | None:

@@ -28,7 +28,9 @@ def build_gate(settings: AdmissionSettings, listen: str, tasks: TaskOwner) -> Ga
             extra={"address": listen, "scopes": ",".join(scopes.ordered(anonymous.scopes))},
         )
     queue = FairQueue(settings.max_requests, settings.max_waiting, settings.queue_timeout_s)
-    return Gate(keys, _limiter(settings, tasks), queue, tasks, anonymous, settings.tenant_salt)
+    limiter = _limiter(settings, tasks)
+    per_tenant = settings.max_requests_per_tenant
+    return Gate(keys, limiter, queue, tasks, anonymous, settings.tenant_salt, per_tenant)
 
 
 def _anonymous(settings: AdmissionSettings, listen: str) -> ApiKey:

@@ -8,6 +8,7 @@ from services.gateway.admission.limits import Limit, LimitDecision
 from services.gateway.admission.scopes import Scope
 
 MAX_RETRY_S = 3600.0
+"""Seconds of a `Retry-After` after a limit of an API key; a longer wait is announced as this."""
 
 
 class Refused(SluiceError):

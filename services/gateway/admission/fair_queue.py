@@ -19,8 +19,10 @@ QUANTUM = 1.0
 BACKGROUND_SHARE = 0.75
 """Share of the room up to which requests without a waiting client are admitted."""
 MAX_COST = 64.0
+"""Cost at which one request waits in the queue of its key; a dearer one waits as if it cost this."""
 INTERVAL_SMOOTHING = 0.1
 MAX_RETRY_S = 60.0
+"""Seconds of a `Retry-After` while the queue is full; a longer estimate is announced as this."""
 
 
 class _Waiter:
@@ -90,12 +92,15 @@ class FairQueue:
     Args:
         timeout_s: longest wait of a request.
         clock: monotonic clock, seconds.
+
+    Attributes:
+        max_running: maximum number of requests admitted at a time.
     """
 
     def __init__(
         self, max_running: int, max_waiting: int, timeout_s: float, clock: Callable[[], float] = monotonic
     ) -> None:
-        self._max_running = max_running
+        self.max_running = max_running
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
         self._clock = clock
@@ -107,14 +112,14 @@ class FairQueue:
 
     def try_enter(self) -> bool:
         """Admits a request if there is room and the queue is empty; `leave` must follow."""
-        if self.waiting or self.running >= self._max_running:
+        if self.waiting or self.running >= self.max_running:
             return False
         self.running += 1
         return True
 
     def try_enter_in_background(self) -> bool:
         """As `try_enter`, but leaves a part of the room to requests with waiting clients."""
-        return self.running < self._max_running * BACKGROUND_SHARE and self.try_enter()
+        return self.running < self.max_running * BACKGROUND_SHARE and self.try_enter()
 
     async def enter(self, key: ApiKey, cost: float = 1.0, timeout_s: float | None = None) -> None:
         """Waits until a request is admitted; `leave` must follow.
@@ -165,7 +170,7 @@ class FairQueue:
         """Releases an admitted request and admits the next ones."""
         self.running -= 1
         self._measure()
-        while self.waiting and self.running < self._max_running:
+        while self.waiting and self.running < self.max_running:
             waiter = self._classes[max(priority for priority, queued in self._classes.items() if queued)].next()
             self.waiting -= 1
             if not waiter.turn.done():  # not cancelled at the same moment

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 LOCAL = "limits_local"
 """Reason in `x-sluice-degraded` while this gateway applies limits on its own."""
 MAX_UNRELEASED = 1000
+"""Ended requests of a key whose release Redis has not received; further ones count until their lease ends."""
 
 
 class FallbackLimiter(Limiter):

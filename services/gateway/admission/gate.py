@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from time import monotonic
 from typing import Any
 
+from services.common.budgets import TenantPool
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.admission import errors
@@ -24,6 +25,7 @@ WaitForDisconnect = Callable[[], Coroutine[Any, Any, None]]
 
 
 BACKGROUND_POLL_S = 0.05
+_RUNNING = "The running requests"
 
 
 class Gate:
@@ -35,6 +37,8 @@ class Gate:
         tasks: owns the tasks that settle completed requests.
         anonymous: key of requests to a gateway without API keys.
         tenant_salt: whether tenants get separate parts of the prefix cache; "auto": once the keys have two tenants.
+        max_per_tenant: maximum number of running requests of a tenant; 0: three quarters of all that may run, once the
+            keys have two tenants.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Gate:
         tasks: TaskOwner,
         anonymous: ApiKey = ANONYMOUS,
         tenant_salt: TenantSalt = "auto",
+        max_per_tenant: int = 0,
     ) -> None:
         self._keys = keys
         self._anonymous = anonymous
@@ -53,6 +58,9 @@ class Gate:
         self._tasks = tasks
         self._metrics = AdmissionMetrics(lambda: queue.waiting, lambda: queue.running)
         self.queue = queue
+        self._max_per_tenant = max_per_tenant
+        total = queue.max_running
+        self._running = TenantPool("running_requests", total, "--max-requests", total, "--max-requests-per-tenant")
 
     @property
     def degraded(self) -> str:
@@ -84,8 +92,13 @@ class Gate:
         return Permit(key, "", None, None, self._metrics.refused, self._salts)
 
     @property
+    def _has_tenants(self) -> bool:
+        """Whether the keys have two tenants or more."""
+        return self._keys is not None and self._keys.ring.tenants > 1
+
+    @property
     def _salts(self) -> TenantSalt:
-        if self._tenant_salt == "auto" and (self._keys is None or self._keys.ring.tenants < 2):
+        if self._tenant_salt == "auto" and not self._has_tenants:
             return "off"
         return self._tenant_salt
 
@@ -97,13 +110,15 @@ class Gate:
             timeout_s: longest wait in the queue.
 
         Raises:
-            SluiceError: OVERLOADED (429) if a limit of the key is exceeded, OVERLOADED (503) if the queue is full or
-                the wait too long, CANCELLED if the client disconnects.
+            SluiceError: OVERLOADED (429) if a limit of the key or of its tenant is exceeded, OVERLOADED (503) if the
+                queue is full or the wait too long, CANCELLED if the client disconnects.
         """
+        self._check_tenant(key)
         permit = await self._charge_request(key)
         try:
             if not self.queue.try_enter():
                 await self._wait(key, cost, timeout_s, disconnected)
+            self._begin(key)
         except BaseException:
             self._settle(permit)
             raise
@@ -145,18 +160,48 @@ class Gate:
         """Admits a request without a waiting client, once the gateway has room to spare; `leave` must follow.
 
         Raises:
-            SluiceError: OVERLOADED (429) if a limit of the key is exceeded.
+            SluiceError: OVERLOADED (429) if a limit of the key or of its tenant is exceeded.
         """
         while not self.queue.try_enter_in_background():  # noqa: ASYNC110 - the queue signals its own waiters only
             await asyncio.sleep(BACKGROUND_POLL_S)
         try:
-            return await self._charge_request(key)
+            self._check_tenant(key)
+            permit = await self._charge_request(key)
         except BaseException:
+            self.queue.leave()
+            raise
+        try:
+            self._begin(key)
+        except BaseException:
+            self._settle(permit)
+            raise
+        return permit
+
+    def _check_tenant(self, key: ApiKey) -> None:
+        """Raises SluiceError (429) if the tenant of a key has as many running requests as it may."""
+        total = self.queue.max_running
+        share = -(-3 * total // 4) if self._has_tenants else total
+        limit = self._running.tenant_limit = min(self._max_per_tenant or share, total)
+        if limit == total:
+            return  # it may wait until others end
+        try:
+            self._running.check_tenant(key.owner, 1, _RUNNING)
+        except SluiceError:
+            self._metrics.refused("tenant")
+            raise
+
+    def _begin(self, key: ApiKey) -> None:
+        """Counts an admitted request as running; one that exceeds its tenant's limit leaves, and raises SluiceError."""
+        try:
+            self._running.take(key.owner, 1, _RUNNING)
+        except SluiceError:
+            self._metrics.refused("tenant")
             self.queue.leave()
             raise
 
     def leave(self, permit: Permit) -> None:
         """Releases an admitted request."""
+        self._running.give_back(permit.key.owner, 1)
         self.queue.leave()
         self._settle(permit)
 

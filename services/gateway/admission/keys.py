@@ -26,7 +26,9 @@ from services.gateway.admission.scopes import Scope
 
 PREFIX = "sluice"
 MAX_PRIORITY = 9
+"""Priority of an API key, from 0; a key with a higher one is refused."""
 MAX_WEIGHT = 100
+"""Weight of an API key, from 1; a key with a higher one is refused."""
 _ID = re.compile(r"[0-9a-f]{12}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -9,15 +9,16 @@ from services.common.observability.label_bounds import Label
 from services.gateway.metrics import METRICS
 
 REASONS = (
-    "no_key", "wrong_key", "model", "scope", "requests", "tokens", "concurrency", "request_too_large",
-    "queue_full", "queue_timeout", "host", "origin",
+    "no_key", "wrong_key", "model", "scope", "requests", "tokens", "concurrency", "request_too_large", "tenant",
+    "queue_full", "queue_timeout", "host", "origin", "content_type",
 )  # fmt: skip
 REFUSED = METRICS.counter(
     "refused",
     "requests rejected by admission",
     Label(
         "reason",
-        "missing or invalid key, model or scope not allowed, limit of the key, queue, Host or Origin header",
+        "missing or invalid key, model or scope not allowed, limit of the key or its tenant, queue, Host, Origin or "
+        "type of a body",
         REASONS,
     ),
 )

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from services.common.redis.scripts import FAILURES, Script, ScriptRunner
+from services.common.redis.failures import FAILURES
+from services.common.redis.scripts import Script, ScriptRunner
 from services.common.redis.target import Credentials, parse
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Limit, LimitDecision, Limiter, LimitState, LimitsUnavailable

@@ -51,6 +51,12 @@ class AdmissionSettings(RedisLoginSettings):
         "empty: each gateway applies the limits on its own",
     )
     max_requests: int = Field(4096, ge=1, description="maximum number of requests served concurrently; more are queued")
+    max_requests_per_tenant: int = Field(
+        0,
+        ge=0,
+        description="maximum number of requests of a tenant served concurrently; more are rejected with 429; 0: three "
+        "quarters of max-requests once the file of API keys has two tenants, else all",
+    )
     max_waiting: int = Field(1024, ge=0, description="maximum number of queued requests; more are rejected with 503")
     queue_timeout_s: float = Field(
         10, gt=0, description="longest wait in the queue before a request is rejected with 503, s"

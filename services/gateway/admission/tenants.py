@@ -9,12 +9,11 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Literal
 
-from services.common.errors import invalid
+from services.common.security.tenant_salts import PREFIX
 
 TenantSalt = Literal["auto", "on", "off"]
 SHARED = "tenant_cache_shared"
 """Reason in `degraded` of a request that ran on an engine that does not separate tenants."""
-PREFIX = "sluice-tenant-"
 _DIGITS = 32
 
 
@@ -29,19 +28,6 @@ def salted(tenant: str, chosen: str) -> str:
     """
     name = tenant.encode()
     return PREFIX + sha256(len(name).to_bytes(4, "big") + name + chosen.encode()).hexdigest()[:_DIGITS]
-
-
-def check_chosen(chosen: str) -> None:
-    """Raises SluiceError(INVALID_ARGUMENT) for a client's salt in the format of `salted`.
-
-    A gateway without salts passes it on unchanged, to workers that other gateways may share.
-    """
-    if chosen.startswith(PREFIX):
-        raise invalid(
-            f"cache_salt must not start with {PREFIX!r}, which is reserved for the salts of tenants.",
-            param="cache_salt",
-            code="invalid_value",
-        )
 
 
 def separates(capabilities: frozenset[str]) -> bool:

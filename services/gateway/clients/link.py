@@ -6,9 +6,9 @@ import asyncio
 import logging
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from math import inf
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -16,12 +16,12 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.rpc.breaker import Breaker
 from services.common.rpc.errors import passed_on
 from services.common.rpc.session import ClientSession
-
-if TYPE_CHECKING:
-    from services.gateway.streams.stream import GenerationStream
+from services.gateway.core.stream_view import S
 
 log = logging.getLogger(__name__)
 
+MAX_CONNECT_S = 3.0
+"""Seconds of an attempt to connect to a worker or a postprocess replica; then another follows."""
 BACKOFF_S = (0.1, 2.0)
 INVALID_BACKOFF_S = (0.5, 30.0)
 """Backoff after sessions that ended with an invalid message, to bound the cost of reconnecting and logging."""
@@ -46,7 +46,7 @@ def take_within(pending: list[tuple[T, int]], max_bytes: int) -> list[T]:
     return taken
 
 
-class Link(ABC, Generic[Out, In]):
+class Link(ABC, Generic[Out, In, S]):
     """A connection to one peer with one session at a time.
 
     Args:
@@ -55,12 +55,14 @@ class Link(ABC, Generic[Out, In]):
         connect_timeout_s: timeout of a connection attempt.
         on_lost: called when a session has ended, with all of its streams.
         max_pause_s: longest pause between two messages under load.
+        parse: parses messages that the call returns unparsed, to None if it cannot; see ClientSession.
 
     Attributes:
         streams: streams of the session by slot; rows and events of other slots are dropped.
         retired: whether the link accepts no new streams and is closed after the last one.
         sessions: number of sessions opened so far; it increases when the peer returns.
         breaker: circuit breaker of the peer.
+        lost: whether no further session is opened.
     """
 
     def __init__(
@@ -70,12 +72,15 @@ class Link(ABC, Generic[Out, In]):
         connect_timeout_s: float,
         on_lost: Callable[[SluiceError], None],
         max_pause_s: float = 0.0,
+        parse: Callable[[Any], Awaitable[Any]] | None = None,
     ) -> None:
         self.peer = peer
-        self.streams: dict[int, GenerationStream] = {}
+        self._parse = parse
+        self.streams: dict[int, S] = {}
         self.retired = False
         self.sessions = 0
         self.breaker = Breaker()
+        self.lost = False
         self._channel = channel
         self._connect_timeout_s = connect_timeout_s
         self._on_lost = on_lost
@@ -90,11 +95,11 @@ class Link(ABC, Generic[Out, In]):
         """Number of streams on this link."""
         return len(self.streams)
 
-    def adopt(self, stream: GenerationStream) -> None:
+    def adopt(self, stream: S) -> None:
         """Accepts messages of the peer for a stream."""
         self.streams[stream.slot] = stream
 
-    def release(self, stream: GenerationStream) -> None:
+    def release(self, stream: S) -> None:
         """Drops further messages of the peer for a stream; does nothing if it is not on this link."""
         self.streams.pop(stream.slot, None)
 
@@ -113,9 +118,9 @@ class Link(ABC, Generic[Out, In]):
             raise SluiceError(ErrorKind.CANNOT_CONNECT, f"The {self.peer} cannot be reached.") from None
 
     async def run(self) -> None:
-        """Keeps a session open until cancelled."""
+        """Keeps a session open until cancelled or given up."""
         backoff, invalid_backoff = BACKOFF_S[0], INVALID_BACKOFF_S[0]
-        while True:
+        while not self.lost:
             error = await self._run_session()
             if error is not None:
                 log.warning("%s", error.message)
@@ -132,7 +137,9 @@ class Link(ABC, Generic[Out, In]):
             await asyncio.wait_for(self._channel.channel_ready(), self._connect_timeout_s)
         except (TimeoutError, grpc.aio.UsageError):  # UsageError: the channel was closed, this link follows
             return None
-        self._session = ClientSession(self.peer, self._open_call, self._drain, self._receive, self._max_pause_s)
+        self._session = ClientSession(
+            self.peer, self._open_call, self._drain, self._receive, self._max_pause_s, self._parse
+        )
         self._abandoned = False
         self._protocol_error = None
         self.sessions += 1
@@ -155,6 +162,11 @@ class Link(ABC, Generic[Out, In]):
         if self._session is not None:
             self._session.close()
 
+    def give_up(self) -> None:
+        """Ends the session as if the peer was lost, and opens no other."""
+        self.lost = True
+        self.break_off()
+
     def abandon(self) -> None:
         """Ends the session and ignores any further messages of the peer on it."""
         self._abandoned = True
@@ -163,7 +175,7 @@ class Link(ABC, Generic[Out, In]):
     def _receive(self, message: In | None) -> None:
         if self._abandoned:
             return
-        if message is None:  # gRPC could not parse it, and has logged the failure
+        if message is None:  # it could not be parsed, which has been logged
             self._end_invalid(self._invalid_message(""))
             return
         try:

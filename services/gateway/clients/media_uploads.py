@@ -15,12 +15,12 @@ from services.common.media.spans import HASH_BYTES, MediaFile
 from sluice.v1 import worker_pb2
 
 PART_BYTES = 256 << 10
-MOST_PENDING_BYTES = 256 << 20
-"""Most bytes of files that wait to be sent to one worker."""
-MOST_AT_ONCE = 8
-"""Most files whose parts take turns; workers bound the unfinished ones of a session."""
-MOST_KNOWN = 65_536
-"""Most files remembered as sent; older ones are sent again."""
+MAX_PENDING_BYTES = 256 << 20
+"""Bytes of files that wait to be sent to one worker; a request beyond it is refused as OVERLOADED."""
+MAX_AT_ONCE = 8
+"""Files whose parts take turns, as workers bound the unfinished ones of a session; the others wait."""
+MAX_KNOWN = 65_536
+"""Files remembered as sent; older ones are sent again."""
 
 Start = tuple[worker_pb2.SessionStart, int]
 """The start of a generation, and its size in bytes."""
@@ -69,7 +69,7 @@ class MediaUploads:
             return True
         new = [file for key, file in missing.items() if key not in self._uploads]
         size = sum(len(file.data) for file in new)
-        if self._pending and self._pending + size > MOST_PENDING_BYTES:
+        if self._pending and self._pending + size > MAX_PENDING_BYTES:
             raise overloaded("Too many media files wait to be sent to the worker; try again later.")
         self._pending += size
         self._uploads.update((file.hash, _Upload(file)) for file in new)
@@ -93,7 +93,7 @@ class MediaUploads:
 
     def next_part(self) -> tuple[worker_pb2.MediaChunk, list[Start]]:
         """Returns the next part to send, and the starts that no longer wait once it is sent."""
-        if len(self._turns) < MOST_AT_ONCE:
+        if len(self._turns) < MAX_AT_ONCE:
             key = next((key for key, upload in self._uploads.items() if not upload.sent), b"")
             if key:
                 self._turns.appendleft(key)
@@ -127,7 +127,7 @@ class MediaUploads:
 
     def _remember(self, key: bytes) -> None:
         self._known[key] = None
-        if len(self._known) > MOST_KNOWN:
+        if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -136,7 +136,7 @@ class MediaUploads:
             if key in self._known:
                 del self._known[key]
                 self._again.add(key)
-        if len(self._again) > MOST_KNOWN:
+        if len(self._again) > MAX_KNOWN:
             self._again.clear()
 
     def clear(self) -> None:

@@ -4,84 +4,69 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
+from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import from_detail, passed_on
 from services.common.rpc.replicas import Replica
 from services.gateway.clients.link import Link, take_within
 from services.gateway.core.request import Finish, FinishReason, GenerationRequest, TokenizedPrompt
+from services.gateway.core.stream_view import S, S_contra, StreamView
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 
-if TYPE_CHECKING:
-    from services.gateway.streams.stream import GenerationStream
-
 MAX_PENDING_BYTES = 16 << 20
+"""Bytes of token ids that wait to be sent to one replica; beyond it the session with it is broken off."""
 TOKEN_BYTES_PER_MESSAGE = 2 << 20
 MAX_TOKENS = (1 << 32) - 1
+"""Tokens of one stream, as its field has 32 bits; a larger maximum is sent as this."""
 MAX_OPEN_BYTES = 12 << 20
-"""Maximum size of the message that opens a stream; leaves room for the rest within the 16 MiB a replica accepts."""
+"""Bytes of the message that opens a stream, of 16 MiB that a replica accepts; more are refused with TOO_LARGE."""
 
 
-@dataclass(slots=True)
-class Sent:
-    """How much output of a stream, apart from content, has been sent to its client.
-
-    Attributes:
-        reasoning: code points of reasoning.
-        calls: code points of arguments, by index of each started tool call.
-        tokens: tokens sent with their bytes.
-    """
-
-    reasoning: int = 0
-    calls: dict[int, int] = field(default_factory=dict)
-    tokens: int = 0
-
-
-class TextEvents(Protocol):
+class TextEvents(Protocol[S_contra]):
     """Handles the events of postprocess sessions; implemented by `StreamManager`."""
 
-    def on_token_texts(self, stream: GenerationStream, pieces: list[bytes], offsets: Sequence[int]) -> None:
+    def on_token_texts(self, stream: S_contra, pieces: list[bytes], offsets: Sequence[int]) -> None:
         """Receives the bytes of the next tokens, and their offsets in the text, in code points."""
 
-    def on_text(self, stream: GenerationStream, piece: str) -> None:
+    def on_text(self, stream: S_contra, piece: str) -> None:
         """Receives the next text."""
 
-    def on_reasoning(self, stream: GenerationStream, piece: str) -> None:
+    def on_reasoning(self, stream: S_contra, piece: str) -> None:
         """Receives the next reasoning text."""
 
-    def on_tool_call(self, stream: GenerationStream, call: int, call_id: str, name: str, arguments: str) -> None:
+    def on_tool_call(self, stream: S_contra, call: int, call_id: str, name: str, arguments: str) -> None:
         """Receives the next piece of a tool call."""
 
-    def on_degraded(self, stream: GenerationStream, reason: str) -> None:
+    def on_degraded(self, stream: S_contra, reason: str) -> None:
         """Is notified that the stream continues with a fallback."""
 
-    def on_finished(self, stream: GenerationStream, finish: Finish) -> None:
+    def on_finished(self, stream: S_contra, finish: Finish) -> None:
         """Is notified that the stream has ended."""
 
-    def on_text_failed(self, stream: GenerationStream, error: SluiceError) -> None:
+    def on_text_failed(self, stream: S_contra, error: SluiceError) -> None:
         """Is notified that the replica failed to produce the stream's text."""
 
-    def on_broken(self, stream: GenerationStream, error: Exception) -> None:
+    def on_broken(self, stream: S_contra, error: Exception) -> None:
         """Is notified that handling a message for the stream raised; other streams of the message are unaffected."""
 
-    def on_post_connected(self, link: PostLink) -> None:
+    def on_post_connected(self, link: PostLink[Any]) -> None:
         """Is notified that a replica accepts streams."""
 
-    def on_post_leaves(self, link: PostLink) -> None:
+    def on_post_leaves(self, link: PostLink[Any]) -> None:
         """Is notified that a replica drains and its streams must move."""
 
-    def on_post_lost(self, link: PostLink, error: SluiceError) -> None:
+    def on_post_lost(self, link: PostLink[Any], error: SluiceError) -> None:
         """Is notified that a replica's session, and with it all of its streams, was lost."""
 
 
-class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch]):
+class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatch, S]):
     """The session to one postprocess replica.
 
     Attributes:
@@ -93,7 +78,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self,
         replica: Replica[postprocess_pb2_grpc.PostprocessAsyncStub],
         connect_timeout_s: float,
-        events: TextEvents,
+        events: TextEvents[S],
         max_pause_s: float = 0.0,
     ) -> None:
         super().__init__(
@@ -114,7 +99,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self._ends: list[postprocess_pb2.EndStream] = []
         self._closes: list[int] = []
 
-    def open(self, stream: GenerationStream) -> None:
+    def open(self, stream: S) -> None:
         """Opens a stream that this link has adopted, with its tokens so far and the output not to be repeated.
 
         Raises:
@@ -216,6 +201,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
         self._column_bytes -= size
         return columns
 
+    @shared_step("gateway.text_message")
     def _on_message(self, message: postprocess_pb2.TextBatch) -> None:
         events, find, on_text = self._events, self.streams.get, self._events.on_text
         text, start = message.text, 0
@@ -239,7 +225,7 @@ class PostLink(Link[postprocess_pb2.PostSessionRequest, postprocess_pb2.TextBatc
     def _dispatch(
         self,
         event: postprocess_pb2.StreamEvent,
-        dispatch: Callable[[TextEvents, GenerationStream, postprocess_pb2.StreamEvent], None],
+        dispatch: Callable[[TextEvents[S], S, postprocess_pb2.StreamEvent], None],
     ) -> None:
         """Dispatches one event; an exception fails only its stream."""
         stream = self.streams.get(event.slot)
@@ -276,6 +262,8 @@ def stream_options(request: GenerationRequest, prompt: TokenizedPrompt) -> postp
         ignore_eos=stop.ignore_eos,
         guided=request.guided is not None and not request.guided_calls,
         token_texts=request.token_texts,
+        guided_calls=request.guided_calls,
+        thinking=prompt.thinking,
     )
     if parsing is not None:
         options.tool_parser = parsing.tool_parser
@@ -287,13 +275,13 @@ def stream_options(request: GenerationRequest, prompt: TokenizedPrompt) -> postp
     return options
 
 
-def dispatch_token_texts(events: TextEvents, stream: GenerationStream, event: postprocess_pb2.StreamEvent) -> None:
+def dispatch_token_texts(events: TextEvents[S], stream: S, event: postprocess_pb2.StreamEvent) -> None:
     """Dispatches the token bytes of an event."""
     tokens = event.tokens
     events.on_token_texts(stream, split_pieces(tokens.lengths, tokens.pieces), unpack_u32(tokens.text_offsets))
 
 
-def dispatch_event(events: TextEvents, stream: GenerationStream, event: postprocess_pb2.StreamEvent) -> None:
+def dispatch_event(events: TextEvents[S], stream: S, event: postprocess_pb2.StreamEvent) -> None:
     """Dispatches everything of an event except token bytes."""
     if event.text:
         events.on_text(stream, event.text)
@@ -318,7 +306,7 @@ def dispatch_event(events: TextEvents, stream: GenerationStream, event: postproc
         )
 
 
-def _resume(stream: GenerationStream) -> postprocess_pb2.StreamResume:
+def _resume(stream: StreamView) -> postprocess_pb2.StreamResume:
     sent = stream.sent
     return postprocess_pb2.StreamResume(
         token_ids=pack_u32(stream.tokens),

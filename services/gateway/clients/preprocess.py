@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import grpc
 
 from services.common.errors import internal
+from services.common.intake.json_intake import foreign_json
 from services.common.media.parts import MediaInput
 from services.common.media.spans import MediaFile, MediaKind, content_hash
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
-from services.common.rpc.media import input_messages, read_files, read_spans
+from services.common.rpc.media import chat_input, read_files, read_spans
 from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway import context
@@ -36,6 +38,8 @@ TOKENIZE_SHARE = 0.5
 PLACEHOLDER_TOKEN = bytes(4)
 MEDIA_AT_ONCE = 128
 """Most concurrent calls with media items; those of text do not wait for them."""
+TEMPLATES_AT_ONCE = 32
+"""Most concurrent calls of one tenant with templates of its own; other calls do not wait for them here."""
 LARGE_FILES = 256 << 10
 """Least bytes of the media files of a request that are hashed in a thread."""
 
@@ -48,6 +52,7 @@ class TokenizerIdentity:
 
     Attributes:
         media: kinds of media items that chats may have.
+        template: what the model's chat template shows; None: not known.
     """
 
     processor: str
@@ -55,6 +60,7 @@ class TokenizerIdentity:
     prompt_fingerprint: str
     media_fingerprint: str = ""
     media: frozenset[str] = frozenset()
+    template: Mapping[str, Any] | None = None
 
 
 class PreprocessClient:
@@ -83,6 +89,7 @@ class PreprocessClient:
         )
         self._limiter = ConcurrencyLimiter("preprocess")
         self._media_limiter = ConcurrencyLimiter("preprocess", MEDIA_AT_ONCE)
+        self._template_limiters: WeakValueDictionary[str, ConcurrencyLimiter] = WeakValueDictionary()  # by tenant
         self._timeout_s = tokenize_timeout_s
 
     async def _call(
@@ -91,16 +98,26 @@ class PreprocessClient:
         request: Any,
         hedge: str,
         media: bool = False,
+        template: bool = False,
     ) -> A:
         """Makes a call within the concurrency limit and its share of the request's deadline.
 
         Args:
             media: the call waits for hosts and for images of other requests; such calls have a limit of their own.
+            template: the call waits for templates of other requests; such calls have a limit for each tenant.
         """
         deadline = context.current().deadline
-        async with (self._media_limiter if media else self._limiter).turn(deadline.left_s):
+        limiter = self._template_limiter() if template else self._media_limiter if media else self._limiter
+        async with limiter.turn(deadline.left_s):
             share_s = deadline.share(TOKENIZE_SHARE, self._timeout_s)
-            return await self.replicas.call(method, request, share_s, hedge=hedge, waits=media)
+            return await self.replicas.call(method, request, share_s, hedge=hedge, waits=media or template)
+
+    def _template_limiter(self) -> ConcurrencyLimiter:
+        tenant = context.current().permit.owner
+        limiter = self._template_limiters.get(tenant)
+        if limiter is None:
+            limiter = self._template_limiters[tenant] = ConcurrencyLimiter("preprocess", TEMPLATES_AT_ONCE)
+        return limiter
 
     async def tokenize(
         self, model: str, prompt: Prompt, block_size: int = 0, lora: str = "", cache_salt: str = ""
@@ -124,10 +141,12 @@ class PreprocessClient:
             request.tokens.token_ids = PLACEHOLDER_TOKEN
             request.block_size = 0
         media = prompt.media if isinstance(prompt, ChatPrompt) else ()
+        template = isinstance(prompt, ChatPrompt) and bool(prompt.chat_template)
         if media:  # as a unary call, so that the files do not delay the calls that share the session
-            response = await self._call(_unary_tokenize, request, "", media=True)
+            response = await self._call(_unary_tokenize, request, "", media=True, template=template)
         else:
-            response = await self._call(lambda stub: stub.Tokenize, request, "tokenize")
+            hedge = "" if template else "tokenize"  # a template that takes long takes long elsewhere, too
+            response = await self._call(lambda stub: stub.Tokenize, request, hedge, template=template)
         embeds = prompt if isinstance(prompt, EmbedsPrompt) else None
         return TokenizedPrompt(
             token_ids=response.token_ids if embeds is None else b"",
@@ -141,8 +160,10 @@ class PreprocessClient:
             defaults=_defaults(response.default_sampling),
             default_max_tokens=response.default_max_tokens if response.HasField("default_max_tokens") else None,
             without_effect=tuple(response.without_effect),
+            notes=tuple(response.notes),
             second_text_at=response.second_text_at,
             media=await _media_of(media, response) if media else (),
+            thinking=response.thinking,
         )
 
     async def detokenize(self, model: str, token_ids: bytes, skip_special_tokens: bool = True) -> str:
@@ -164,6 +185,7 @@ class PreprocessClient:
                 info.tokenizer.prompt_fingerprint,
                 info.tokenizer.media_fingerprint,
                 frozenset(kind.capability for kind in MediaKind if int(kind) in info.media),
+                _template(info.template_json),
             )
             for info in response.models
             if info.loaded
@@ -178,7 +200,9 @@ class PreprocessClient:
     async def render(self, model: str, prompt: ChatPrompt) -> str:
         """Returns the prompt of a chat as text."""
         request = preprocess_pb2.RenderRequest(model=model, chat=_chat_input(prompt))
-        response = await self._call(lambda stub: stub.Render, request, "tokenize")
+        template = bool(prompt.chat_template)
+        hedge = "" if template else "tokenize"
+        response = await self._call(lambda stub: stub.Render, request, hedge, template=template)
         return response.text
 
 
@@ -187,17 +211,7 @@ def _defaults(options: common_pb2.SamplingOptions) -> SamplingParams:
 
 
 def _chat_input(prompt: ChatPrompt) -> preprocess_pb2.ChatInput:
-    return preprocess_pb2.ChatInput(
-        messages_json=prompt.messages_json,
-        tools_json=prompt.tools_json,
-        template_kwargs_json=prompt.template_kwargs_json,
-        chat_template=prompt.chat_template,
-        add_generation_prompt=prompt.add_generation_prompt,
-        continue_final_message=prompt.continue_final_message,
-        documents_json=prompt.documents_json,
-        tool_choice_json=prompt.tool_choice_json,
-        media=input_messages(prompt.media),
-    )
+    return chat_input(prompt, context.current().permit.owner if prompt.chat_template else "")
 
 
 def _unary_tokenize(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> Callable[..., Awaitable[Any]]:
@@ -226,3 +240,9 @@ def _media(items: Sequence[MediaInput], response: preprocess_pb2.TokenizeRespons
     if len(spans) != len(items) or any(span.hash not in files for span in spans):
         raise internal("The preprocess service returned other media items than the request has.")
     return tuple(PromptMedia(span, files[span.hash]) for span in spans)
+
+
+def _template(document: bytes) -> Mapping[str, Any] | None:
+    """Returns what a chat template shows, as a replica reports it."""
+    shown = foreign_json(document, "template_json") if document else None
+    return shown if isinstance(shown, dict) else None

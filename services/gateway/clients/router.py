@@ -17,12 +17,13 @@ from services.common.rpc.media import span_messages
 from services.common.rpc.multiplexed_call import router_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway import context
-from services.gateway.core.request import Route, Score, TokenizedPrompt
+from services.gateway.core.request import Role, Route, Score, TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_REPORTS = 100_000
+"""Reports for the router in one batch that is tried again; a larger one that fails is dropped."""
 REPORT_RETRY_S = 1.0
 REPORT_DELAY_S = 0.02
 """How long reports collect before they are sent; much shorter than the prefills that they tell the router about."""
@@ -88,6 +89,9 @@ class RouterClient:
         explain: bool = False,
         policy: str = "",
         book: bool = True,
+        role: Role | None = None,
+        require_pair: bool = False,
+        bypass_uncached_tokens: int = 0,
     ) -> Route:
         """Chooses a worker, or a pair, and reserves capacity there; raises SluiceError as the router does.
 
@@ -98,6 +102,10 @@ class RouterClient:
             explain: whether to return the scores of all candidates.
             policy: routing policy; empty for the router's default.
             book: whether to reserve; False only queries.
+            role: AGGREGATED for one worker that runs the request alone; None: the router decides.
+            require_pair: whether to fail rather than to run the request on one worker.
+            bypass_uncached_tokens: one worker is chosen if it has at most so many tokens to compute and can run alone;
+                0: as the router's setting says.
         """
         reference = router_pb2.PromptRef(prompt_tokens=prompt.estimated_length)
         if prompt.hash_scheme and block_size:
@@ -122,6 +130,9 @@ class RouterClient:
             policy=policy,
             owner=self.owner,
             explain=explain,
+            role=cast(Any, 0 if role is None else role.value),
+            require_pair=require_pair,
+            bypass_uncached_tokens=bypass_uncached_tokens,
         )
         effective_timeout_s = self._timeout_s if timeout_s is None else timeout_s
         async with self._limiter.turn(context.current().deadline.left_s):  # a hedge is idempotent by request id
@@ -142,6 +153,7 @@ class RouterClient:
             policy=response.policy,
             session_hit=response.session_hit,
             waited_ms=response.waited_ms,
+            reservations=self,
         )
 
     async def wait_for_workers(self, model: str, max_wait_ms: int) -> None:

@@ -12,7 +12,9 @@ from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 
 TIMEOUT_S = 10.0
 MAX_IDS_PER_CALL = 32_768
+"""Token ids in one call for their texts."""
 MAX_MODELS = 256
+"""Models whose tokens' texts are remembered; beyond it all are forgotten, and requested again."""
 
 
 class TokenPieces:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32
+from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import from_detail, passed_on
+from services.common.rpc.frame_guard import PacedFrames
+from services.common.tasks import asked_to_end
 from services.gateway.clients.link import Link, take_within
 from services.gateway.clients.media_uploads import MediaUploads, Start, read_hashes
 from services.gateway.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts, stream_options
@@ -34,67 +39,71 @@ from services.gateway.core.request import (
     TokenizedPrompt,
     TokenLogprob,
 )
+from services.gateway.core.stream_view import S, S_contra
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
-if TYPE_CHECKING:
-    from services.gateway.streams.stream import GenerationStream
-
 START_BYTES_PER_MESSAGE = 4 << 20
-MAX_START_BYTES = 16 << 20
-"""Default of the workers' --max-message-mb."""
+MAX_START_BYTES = 64 << 20
+"""Bytes of a start of a generation; a longer one is refused with TOO_LARGE."""
 TOKEN_BYTES = 4
-BATCH_TOKENS = Budget("batch_tokens", 1 << 18, "--max-batch-tokens")
+SESSION = "/sluice.v1.Worker/Session"
+MAX_EXTRAS = 65_536
+"""Extras of one message of a worker, which sends a few for each stream; a message with more ends the session."""
+BATCH_TOKENS = Budget("batch_tokens", 1 << 18, "")
+"""Tokens in one message of a worker; with more, its session and its generations end."""
 _START_OVERHEAD_BYTES = 64
 _MEDIA_MISSING = "media_missing"
 """Code of the error of a start whose files the worker does not have."""
 
 
-class WorkerEvents(TextEvents, Protocol):
+class WorkerEvents(TextEvents[S_contra], Protocol[S_contra]):
     """Handles the events of a worker's streams; text events only where the engine detokenizes."""
 
-    def on_prompt(self, stream: GenerationStream, token_ids: bytes) -> None:
+    def on_prompt(self, stream: S_contra, token_ids: bytes) -> None:
         """Receives the token ids, packed u32, of a prompt that the worker tokenized."""
 
-    def on_tokens(self, link: WorkerLink, slots: bytes, counts: bytes, token_ids: bytes) -> None:
+    def on_tokens(self, link: WorkerLink[Any], slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Receives token columns of many streams, each packed u32; rows of slots not on the link are dropped."""
 
-    def on_logprobs(self, stream: GenerationStream, positions: list[PositionLogprobs]) -> None:
+    def on_logprobs(self, stream: S_contra, positions: list[PositionLogprobs]) -> None:
         """Receives log-probabilities of the next tokens."""
 
-    def on_prompt_logprobs(self, stream: GenerationStream, positions: list[PositionLogprobs]) -> None:
+    def on_prompt_logprobs(self, stream: S_contra, positions: list[PositionLogprobs]) -> None:
         """Receives log-probabilities of the prompt."""
 
-    def on_started(self, stream: GenerationStream, cached_tokens: int) -> None:
+    def on_started(self, stream: S_contra, cached_tokens: int | None) -> None:
         """Is notified that prefill has completed."""
 
     def on_ended(
         self,
-        stream: GenerationStream,
+        stream: S_contra,
         reason: FinishReason,
         stop_token_id: int | None,
         completion_tokens: int,
-        cached_tokens: int,
+        cached_tokens: int | None,
     ) -> None:
         """Is notified that the engine has finished."""
 
-    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
+    def on_handoff(self, stream: S_contra, handoff: bytes) -> None:
         """Receives the handoff of a prefill worker for the decode worker."""
 
-    def on_failed(self, stream: GenerationStream, error: SluiceError) -> None:
+    def on_failed(self, stream: S_contra, error: SluiceError) -> None:
         """Is notified that the worker failed to finish the stream."""
 
 
-class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
+class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]):
     """The session to one worker.
 
     Args:
         max_start_bytes: largest message that the worker accepts; a larger one would end the session.
         batch_tokens: maximum number of tokens in one message of the worker; exceeding it ends the session.
         on_media: called with the bytes of each media file that was sent, and whether it was sent before.
+        frames: parses the messages of all workers; None: its own.
 
     Attributes:
         embedding: number of embedding calls in progress, which are separate from the session.
         keep: function that appends one token to its stream, by slot; most rows have one token.
+        unsent: slots whose starts the last session has not sent.
     """
 
     def __init__(
@@ -103,15 +112,22 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         address: str,
         channel: grpc.aio.Channel,
         connect_timeout_s: float,
-        events: WorkerEvents,
-        on_lost: Callable[[WorkerLink, SluiceError], None],
+        events: WorkerEvents[S],
+        on_lost: Callable[[WorkerLink[S], SluiceError], None],
         max_start_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
         max_pause_s: float = 0.0,
         on_media: Callable[[int, bool], None] = lambda size, again: None,
+        frames: PacedFrames[worker_pb2.TokenBatch] | None = None,
     ) -> None:
+        frames = frames or PacedFrames(worker_pb2.TokenBatch)
         super().__init__(
-            f"worker {worker_id}", channel, connect_timeout_s, lambda error: on_lost(self, error), max_pause_s
+            f"worker {worker_id}",
+            channel,
+            connect_timeout_s,
+            lambda error: on_lost(self, error),
+            max_pause_s,
+            frames.parse,
         )
         self.worker_id = worker_id
         self.address = address
@@ -126,18 +142,19 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self._media = MediaUploads(on_media)
         self._repeatable: dict[int, Start] = {}  # starts with media, until their files turned out to be missing
         self._cancels: list[int] = []
+        self.unsent: frozenset[int] = frozenset()
 
     @property
     def live(self) -> int:
         """Number of streams and embedding calls on the worker."""
         return len(self.streams) + self.embedding
 
-    def adopt(self, stream: GenerationStream) -> None:
+    def adopt(self, stream: S) -> None:
         """Accepts messages of the worker for a stream."""
         super().adopt(stream)
         self.keep[stream.slot] = stream.tokens.append
 
-    def release(self, stream: GenerationStream) -> None:
+    def release(self, stream: S) -> None:
         """Drops further messages of the worker for a stream."""
         super().release(stream)
         self.keep.pop(stream.slot, None)
@@ -155,9 +172,23 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self.breaker.trip()
         self.break_off()
 
+    async def responds(self, timeout_s: float) -> bool:
+        """Returns whether the worker's process answers a health check in time, with any status, or sends a message."""
+        health: health_pb2_grpc.HealthAsyncStub = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED or self.silent_s < timeout_s
+        except grpc.aio.UsageError:
+            pass  # the channel is closed: nothing is left to lose
+        except asyncio.CancelledError:
+            if asked_to_end():
+                raise  # otherwise the channel was closed meanwhile
+        return True
+
     def start(
         self,
-        stream: GenerationStream,
+        stream: S,
         request_id: str,
         rank: int | None = None,
         resumed: int = 0,
@@ -205,12 +236,17 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         start = worker_pb2.SessionStart(slot=stream.slot, request=message)
         size = start.ByteSize()
         if size + _START_OVERHEAD_BYTES > self._max_start_bytes:
-            raise _too_large(size, self._max_start_bytes)
+            raise SluiceError(
+                ErrorKind.TOO_LARGE,
+                f"The request takes {size} bytes as sent to a worker, but workers accept at most "
+                f"{self._max_start_bytes}; shorten the prompt.",
+                code="request_too_large",
+            )
         if prompt.media:
             self._repeatable[stream.slot] = start, size
         self._begin(stream, (start, size))
 
-    def _begin(self, stream: GenerationStream, start: Start) -> None:
+    def _begin(self, stream: S, start: Start) -> None:
         if self._media.add(start, (item.file for item in stream.prompt.media)):
             self._starts.append(start)
         self._wake()
@@ -221,7 +257,10 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self._wake()
 
     def _open_call(self) -> grpc.aio.StreamStreamCall[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]:
-        return self.stub.Session()
+        session: grpc.aio.StreamStreamMultiCallable[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch] = (
+            self._channel.stream_stream(SESSION, worker_pb2.WorkerSessionRequest.SerializeToString)
+        )
+        return session()
 
     def _drain(self) -> worker_pb2.WorkerSessionRequest | None:
         if not self._starts and not self._cancels and not self._media:
@@ -245,6 +284,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         """Whether the next start takes a message of its own."""
         return bool(self._starts) and self._starts[0][1] > START_BYTES_PER_MESSAGE
 
+    @shared_step("gateway.worker_message")
     def _on_message(self, message: worker_pb2.TokenBatch) -> None:
         self._active_at = monotonic()
         if len(message.token_ids) > self._batch_tokens.limit * TOKEN_BYTES:
@@ -252,6 +292,15 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
                 self._batch_tokens.refuse(
                     f"The {self.peer} sent {len(message.token_ids) // TOKEN_BYTES} tokens in one message; at most "
                     f"{self._batch_tokens.limit} are accepted",
+                    kind=ErrorKind.INTERNAL,
+                )
+            )
+            return
+        if len(message.extras) > MAX_EXTRAS or len(message.slots) > self._batch_tokens.limit * TOKEN_BYTES:
+            rows = max(len(message.extras), len(message.slots) // TOKEN_BYTES)
+            self._end_invalid(
+                self._batch_tokens.refuse(
+                    f"The {self.peer} sent {rows} rows in one message, more than are accepted",
                     kind=ErrorKind.INTERNAL,
                 )
             )
@@ -269,7 +318,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             except Exception as error:
                 self._events.on_broken(stream, error)
 
-    def _on_extra(self, stream: GenerationStream, extra: worker_pb2.TokenExtra) -> None:
+    def _on_extra(self, stream: S, extra: worker_pb2.TokenExtra) -> None:
         events = self._events
         if extra.prompt_token_ids:
             events.on_prompt(stream, extra.prompt_token_ids)
@@ -278,7 +327,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         if extra.logprobs:
             events.on_logprobs(stream, [_position(position) for position in extra.logprobs])
         if extra.HasField("cached_tokens"):
-            events.on_started(stream, extra.cached_tokens)
+            events.on_started(stream, None if extra.cached_tokens_later else extra.cached_tokens)
         if extra.events:
             self._on_text_events(stream, extra)
         if extra.finish_reason == common_pb2.FINISH_REASON_ERROR:
@@ -293,9 +342,10 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             usage = extra.usage
             if stream.request.text_only:
                 stream.prompt = replace(stream.prompt, counted=usage.prompt_tokens)
-            events.on_ended(stream, reason, stop_token_id, usage.completion_tokens, usage.cached_tokens)
+            cached_tokens = usage.cached_tokens if usage.HasField("cached_tokens") else None
+            events.on_ended(stream, reason, stop_token_id, usage.completion_tokens, cached_tokens)
 
-    def _repeat(self, stream: GenerationStream) -> bool:
+    def _repeat(self, stream: S) -> bool:
         """Sends the media files and the start of a stream again; returns False if that was done before."""
         start = self._repeatable.pop(stream.slot, None)
         if start is None:
@@ -304,7 +354,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
         self._begin(stream, start)
         return True
 
-    def _on_text_events(self, stream: GenerationStream, extra: worker_pb2.TokenExtra) -> None:
+    def _on_text_events(self, stream: S, extra: worker_pb2.TokenExtra) -> None:
         if not stream.request.engine_text:
             raise invalid(f"The {self.peer} sent text for a stream that postprocess detokenizes.")
         for event in extra.events:
@@ -313,19 +363,11 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch]):
             dispatch_event(self._events, stream, event)
 
     def _reset(self) -> None:
+        self.unsent = frozenset(start.slot for start, _ in self._starts)
         self._starts.clear()
         self._cancels.clear()
         self._media.clear()
         self._repeatable.clear()
-
-
-def _too_large(size: int, max_bytes: int) -> SluiceError:
-    return SluiceError(
-        ErrorKind.TOO_LARGE,
-        f"The request takes {size} bytes as sent to a worker, but workers accept at most {max_bytes}: shorten the "
-        "prompt, or raise the workers' --max-message-mb and the gateway's --worker-message-mb.",
-        code="request_too_large",
-    )
 
 
 def _part(part: DisaggregationPart) -> worker_pb2.DisaggregationParams:

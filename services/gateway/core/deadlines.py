@@ -14,7 +14,8 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 
 TIMEOUT_MS_HEADER = "x-request-timeout-ms"
 GRPC_TIMEOUT_HEADER = "grpc-timeout"
-LONGEST_S = 86_400.0
+MAX_S = 86_400.0
+"""Seconds of a timeout in a header; a longer one is refused with INVALID_ARGUMENT."""
 
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -86,7 +87,7 @@ def parse_grpc_timeout(value: str) -> float:
 
 
 def _within_bounds(seconds: float, header: str) -> float:
-    if not 0 < seconds <= LONGEST_S:
+    if not 0 < seconds <= MAX_S:
         raise _not_a_timeout(header, "above 0 and at most 24 hours")
     return seconds
 

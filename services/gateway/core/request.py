@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, cast
 
+from services.common.apis.prompts import ChatPrompt as ChatPrompt
+from services.common.apis.prompts import TextPrompt as TextPrompt
+from services.common.apis.prompts import TokenPrompt as TokenPrompt
 from services.common.errors import SluiceError
-from services.common.media.parts import MediaInput
 from services.common.media.spans import MediaFile, MediaSpan
 from services.common.observability.receipts import reason_of
 from services.common.types import FinishReason as FinishReason
@@ -26,37 +28,6 @@ class DisaggregationPart:
 
     role: Role
     handoff: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation, as the JSON that the client sent; references in the messages stand for the media items."""
-
-    messages_json: bytes
-    tools_json: bytes = b""
-    tool_choice_json: bytes = b""
-    template_kwargs_json: bytes = b""
-    chat_template: str = ""
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    documents_json: bytes = b""
-    media: tuple[MediaInput, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TextPrompt:
-    """A prompt of plain text."""
-
-    text: str
-    add_special_tokens: bool | None = None
-    second_text: str = ""  # encoded with `text` as a pair; empty for none
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPrompt:
-    """A prompt of token ids, packed u32."""
-
-    token_ids: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +111,7 @@ class StructuredOutput:
     grammar: str | tuple[str, ...] = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class GenerationRequest:
     """One prompt and the parameters for generating `choices` continuations.
 
@@ -214,8 +185,10 @@ class TokenizedPrompt:
     embeds: EmbedsPrompt | None = None  # in place of ids
     raw: ChatPrompt | TextPrompt | None = None  # the worker tokenizes it and returns the ids with its first delta
     without_effect: tuple[str, ...] = ()  # arguments of the chat template that the model's template does not have
+    notes: tuple[str, ...] = ()  # what the prompt shows in another place or form than the client's messages
     second_text_at: int = 0  # of a pair of texts: index of the first token of the second one
     media: tuple[PromptMedia, ...] = ()
+    thinking: bool = False  # the prompt ends inside a thought of the message that the model continues
     counted: int = 0  # tokens of a raw prompt as the engine counted them, where it returns no ids
 
     @property
@@ -262,6 +235,20 @@ class Score:
     decode: float
 
 
+class Reservations(Protocol):
+    """Receives the progress of the requests for which it reserved capacity. Its methods must not block."""
+
+    def prefill_complete(self, reservation_id: str) -> None:
+        """Notes that the prompt of a request is computed. Called at most once per reservation."""
+
+    def free(self, reservation_id: str, cached_tokens: int | None = None, output_tokens: int = 0) -> None:
+        """Releases a reservation, whose request has ended or never started. Called exactly once per reservation.
+
+        Args:
+            cached_tokens: prompt tokens that were cached; None: the prompt was not computed.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The workers chosen for a generation.
@@ -269,7 +256,8 @@ class Route:
     Attributes:
         worker_id: the worker; of a pair, the decode worker.
         rank: its data-parallel rank; None: the worker chooses. `prefill_rank` likewise.
-        reservation_id: the router's reservation for all workers of the route; empty without one.
+        reservation_id: the reservation for all workers of the route; empty without one.
+        reservations: what made the reservation and is told of its progress; None: the gateway's router.
         degraded: the fallback that produced this route; empty: none.
         prefill_worker_id: the prefill worker; empty: one worker runs prefill and decode.
         prefill_skipped: the router's reason for choosing no prefill worker although the model has some.
@@ -299,6 +287,7 @@ class Route:
     policy: str = ""
     session_hit: bool = False
     waited_ms: int = 0
+    reservations: Reservations | None = None
 
     @property
     def reason(self) -> str:

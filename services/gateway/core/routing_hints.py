@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-MOST_RANKS = 65_536
+MAX_RANKS = 65_536
+"""Data-parallel ranks that a request may name, from 0; a higher one is refused with INVALID_ARGUMENT."""
 USUAL_SOURCES = {
     "workers": "x-sluice-worker",
     "endpoints": "x-gateway-destination-endpoint",

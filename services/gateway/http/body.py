@@ -5,29 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.intake.json_intake import JsonIntake
+from services.common.intake.json_size import parsed_size
+from services.common.intake.json_values import Marks
+from services.common.net.http_policy import is_form
 from services.gateway import context
 from services.gateway.http.body_memory import SETTING, SMALL_BYTES, BodyMemory, BodyShare
-from services.gateway.http.body_pace import LARGE_BYTES
-from services.gateway.http.json_size import measured_size, parsed_size
-from services.gateway.http.json_values import Marks, check_values
 from services.gateway.http.middleware import scopes as scoped
 
-MAX_DEPTH = 200
-MEASURED_FROM = 4 << 10
-"""Minimum body size at which parsed objects are measured, because the estimate is too high for code."""
-CHECKED_FROM = 512 << 10
-"""Minimum body size at which the parsed size is estimated before parsing. Shorter bodies take 21 MiB at most, and only
-one is parsed at a time."""
-
 _SHARE_KEY = "sluice.body"
-_FORM_TYPES = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/")
 
 
 async def read_json(
@@ -53,23 +45,17 @@ async def read_json(
     length = _announced_length(request)
     memory = memory or BodyMemory(4 * limit)
     body, share = await _read_in_time(request, length, limit, timeout_s, memory)
-    if len(body) > LARGE_BYTES:
-        await memory.pace.turn(timeout_s)
-    marks = Marks.of(body)
-    if values is not None:
-        check_values(body, values, marks)
-    if len(body) >= CHECKED_FROM:
-        memory.check(parsed_size(body, memory.most_parsed, marks))
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise invalid(f"The request body is not valid JSON: {error.msg} at character {error.pos}.") from None
-    if marks.lists + marks.objects > MAX_DEPTH and not _is_serializable(parsed):
-        raise invalid("The request body is nested too deeply.")
+    size = 0
+
+    def check(text: bytes, marks: Marks) -> None:
+        nonlocal size
+        size = parsed_size(text, marks)
+        memory.check(size)
+
+    parsed = await JsonIntake(values, memory.pace).parse(body, timeout_s, check)
     if not isinstance(parsed, dict):
         raise invalid("The request body must be a JSON object.")
-    size = measured_size(parsed) if len(body) >= MEASURED_FROM else None
-    memory.resize(share, parsed_size(body, memory.most_parsed, marks) if size is None else size)
+    memory.resize(share, size)
     scoped.check_body(context.current().permit, parsed)
     return parsed
 
@@ -101,22 +87,13 @@ def _announced_length(request: Request) -> int | None:
         elif name == b"content-type":
             # Browsers send these types to other sites without a CORS preflight, so any web page could use a gateway
             # that trusts its network. All other types need a preflight, which the gateway never grants.
-            if value.strip().lower().startswith(_FORM_TYPES):
+            if is_form(value):
                 message = 'The request body is not declared as JSON; send "content-type: application/json".'
                 raise HTTPException(415, message)
         elif name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             # Bodies are never decompressed, so a small body cannot expand to a large one.
             raise HTTPException(415, "The request body is compressed; send it uncompressed, without content-encoding.")
     return length
-
-
-def _is_serializable(parsed: Any) -> bool:
-    """Returns whether a body can be serialized again; the serializer's limit on depth is lower than the parser's."""
-    try:
-        orjson.dumps(parsed)
-    except orjson.JSONEncodeError:
-        return False
-    return True
 
 
 async def _read_in_time(

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pydantic import Field
-from pydantic_settings import BaseSettings
-
 from services.common.budgets import Budget
 from services.common.media.parts import MediaLimits
+
+MAX_VALUES = 2_000_000
+"""Values of a request body: numbers count 1, lists, objects and strings 10; refused, budget `body_values`."""
+MAX_LIST_ITEMS = 10_000
+"""Items of a list or object without a more specific limit; refused, budget `list_items`."""
+MAX_SCHEMA_NODES = 50_000
+"""JSON values of all schemas of a request, including those of tools; refused, budget `schema_nodes`."""
+MAX_SCHEMA_CHARACTERS = 1 << 20
+"""Characters of the names and strings in all schemas of a request; refused, budget `schema_characters`."""
+MAX_PATTERN_CHARACTERS = 16 << 10
+"""Characters of all regular expressions of a request, schemas included; refused, budget `pattern_characters`."""
+MAX_GRAMMAR_CHARACTERS = 256 << 10
+"""Characters of a grammar, or of all texts of a choice; refused, budget `grammar_characters`."""
+MAX_CHOICE_BYTES = 32 << 20
+"""Bytes of the options and prompts that all choices of a request are sent; refused, budget `choice_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,84 +28,21 @@ class BodyBudgets:
     """Budgets of one body, checked before the bounded data is built or traversed.
 
     Attributes:
-        values: values in the whole body, counted before parsing.
+        values: values in the whole body, counted before parsing: numbers count 1, lists, objects and strings 10.
         list_items: items of each list or object without a more specific limit.
         schema_nodes: JSON values of all schemas together, including those of tools.
         schema_characters: characters of the names and strings in schemas.
         pattern_characters: characters of all regular expressions together, including those in schemas.
         grammar_characters: characters of a grammar, or of all texts of a choice.
+        choice_bytes: bytes of the options and prompts that all choices of a request are sent.
         media: bounds on the media items of the messages.
     """
 
-    values: Budget
-    list_items: Budget
-    schema_nodes: Budget
-    schema_characters: Budget
-    pattern_characters: Budget
-    grammar_characters: Budget
+    values: Budget = field(default_factory=lambda: Budget("body_values", MAX_VALUES, ""))
+    list_items: Budget = field(default_factory=lambda: Budget("list_items", MAX_LIST_ITEMS, ""))
+    schema_nodes: Budget = field(default_factory=lambda: Budget("schema_nodes", MAX_SCHEMA_NODES, ""))
+    schema_characters: Budget = field(default_factory=lambda: Budget("schema_characters", MAX_SCHEMA_CHARACTERS, ""))
+    pattern_characters: Budget = field(default_factory=lambda: Budget("pattern_characters", MAX_PATTERN_CHARACTERS, ""))
+    grammar_characters: Budget = field(default_factory=lambda: Budget("grammar_characters", MAX_GRAMMAR_CHARACTERS, ""))
+    choice_bytes: Budget = field(default_factory=lambda: Budget("choice_bytes", MAX_CHOICE_BYTES, ""))
     media: MediaLimits = field(default_factory=MediaLimits)
-
-
-class BodySettings(BaseSettings):
-    """Bounds on request bodies beyond their size."""
-
-    max_body_values: int = Field(
-        2_000_000,
-        ge=1_000,
-        description="maximum number of values in a request body, counted before parsing: numbers count 1, lists, "
-        "objects and strings 10",
-    )
-    max_list_items: int = Field(
-        10_000,
-        ge=1,
-        description="maximum length of a list in a request body, such as messages, input items, content parts",
-    )
-    max_schema_nodes: int = Field(
-        50_000,
-        ge=1,
-        description="maximum number of JSON values in all schemas of a request, including those of its tools",
-    )
-    max_schema_kb: int = Field(
-        1024,
-        ge=1,
-        description="maximum total length of the names and strings in all schemas of a request, Ki characters",
-    )
-    max_pattern_kb: int = Field(
-        16,
-        ge=1,
-        description="maximum total length of all regular expressions of a request, including those in schemas, "
-        "Ki characters",
-    )
-    max_grammar_kb: int = Field(
-        256, ge=1, description="maximum length of a grammar, or of all texts of a choice, in a request, Ki characters"
-    )
-
-    max_media_items: int = Field(
-        MediaLimits().items, ge=0, le=1024, description="maximum number of images, audio clips and videos in a request"
-    )
-    max_media_mb: int = Field(
-        7,
-        ge=1,
-        le=1024,
-        description="maximum size of the file of one image, audio clip or video in a body, MiB; its base64 text takes "
-        "4/3 of it and must fit into max-body-mb",
-    )
-    max_media_total_mb: int = Field(
-        MediaLimits().total_bytes >> 20,
-        ge=1,
-        le=56,
-        description="maximum size of all such files of a body together, MiB; they travel in one gRPC message of 64 MiB",
-    )
-
-    @property
-    def budgets(self) -> BodyBudgets:
-        """The budgets that these settings define."""
-        return BodyBudgets(
-            values=Budget("body_values", self.max_body_values, "--max-body-values"),
-            list_items=Budget("list_items", self.max_list_items, "--max-list-items"),
-            schema_nodes=Budget("schema_nodes", self.max_schema_nodes, "--max-schema-nodes"),
-            schema_characters=Budget("schema_characters", self.max_schema_kb << 10, "--max-schema-kb"),
-            pattern_characters=Budget("pattern_characters", self.max_pattern_kb << 10, "--max-pattern-kb"),
-            grammar_characters=Budget("grammar_characters", self.max_grammar_kb << 10, "--max-grammar-kb"),
-            media=MediaLimits(self.max_media_items, self.max_media_mb << 20, self.max_media_total_mb << 20),
-        )

@@ -20,9 +20,9 @@ from time import monotonic
 
 from services.common.budgets import BudgetPool
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.http.body_pace import BodyPace
+from services.common.intake.pace import BodyPace
 
-SETTING = "--max-body-memory-mb"
+SETTING = "--max-body-mb"
 SMALL_BYTES = 64 << 10
 """Maximum length of bodies that may use the part for small ones."""
 SMALL_SHARE = 0.25
@@ -30,7 +30,7 @@ COMPLETE_SHARE = 0.25
 READ_FACTOR = 2
 """Share of a body while it is read, as a multiple of its length: its bytes and its decoded strings exist together."""
 MIN_SHARE = 8 << 10
-"""Bytes; share of a small body until its request completes."""
+"""Bytes that a small body occupies of the memory for bodies until its request completes."""
 GRACE_S = 1.0
 CHECK_INTERVAL_S = 0.25
 
@@ -56,11 +56,6 @@ class BodyMemory:
     def longest(self) -> int:
         """Maximum length of a body, bytes."""
         return self._large.limit // READ_FACTOR
-
-    @property
-    def most_parsed(self) -> int:
-        """Maximum size of the parsed objects of one body, bytes."""
-        return self._large.limit
 
     @property
     def used(self) -> int:
@@ -119,9 +114,9 @@ class BodyMemory:
 
     def check(self, size: int) -> None:
         """Raises SluiceError(TOO_LARGE) if a parsed body would exceed the memory for bodies."""
-        if size > self.most_parsed:
+        if size > self._large.limit:
             raise self._large.refuse(
-                f"The request body takes {size} bytes once parsed, more than the limit of {self.most_parsed}; "
+                f"The request body takes {size} bytes once parsed, more than the limit of {self._large.limit}; "
                 "send fewer values in one request",
                 kind=ErrorKind.TOO_LARGE,
                 code="request_too_large",

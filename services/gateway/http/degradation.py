@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import orjson
@@ -13,14 +13,15 @@ from services.gateway.core.receipts import Receipt
 
 DEGRADED = "x-sluice-degraded"
 MIGRATIONS = "x-sluice-migrations"
-MOST_RECEIPTS = 8  # in the header; each choice has its own in the body
+MAX_RECEIPTS = 8
+"""Receipts in the header, while each choice has its own in the body; further ones are left out."""
 
 
 class Marked(Protocol):
     """A generation that may have used fallbacks or moved between workers."""
 
     @property
-    def degraded(self) -> set[str]: ...
+    def degraded(self) -> Collection[str]: ...
 
     @property
     def migrations(self) -> int: ...
@@ -40,4 +41,4 @@ def mark(response: Response, generations: Iterable[Marked]) -> None:
         response.headers[MIGRATIONS] = str(migrations)
     receipts = [receipt for generation in generations for receipt in generation.receipts]
     if receipts:
-        response.headers[RECEIPT] = orjson.dumps(receipts[:MOST_RECEIPTS]).decode()
+        response.headers[RECEIPT] = orjson.dumps(receipts[:MAX_RECEIPTS]).decode()

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from services.common.errors import MOST_MESSAGE, SluiceError, shortened, word
+from services.common.errors import MAX_MESSAGE_LENGTH, SluiceError, shortened, word
 from services.common.observability import telemetry
 from services.gateway import context
 
@@ -50,7 +50,7 @@ def plain_error_response(message: str, status: int, param: str = "", code: str =
 def error_object(message: str, status: int, param: str, code: str) -> dict[str, Any]:
     """Returns `{"message", "type", "param", "code"}`."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    message = shortened(message, MOST_MESSAGE)
+    message = shortened(message, MAX_MESSAGE_LENGTH)
     return {"message": message, "type": kind, "param": param or None, "code": code or None}
 
 

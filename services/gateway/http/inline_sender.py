@@ -13,8 +13,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common.http.connection import ABORT_KEY
+
 SEND_KEY = "sluice.send"
-ABORT_KEY = "sluice.abort"
 
 
 class RawSendMiddleware:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from time import monotonic
 from typing import Protocol
+
+from services.common.rows.shared_steps import shared_step
+
+log = logging.getLogger(__name__)
 
 
 class MonitoredStream(Protocol):
@@ -47,6 +52,7 @@ class KeepaliveMonitor:
         """Stops monitoring a stream."""
         self._streams.pop(stream, None)
 
+    @shared_step("gateway.keep_alive")
     def _check(self) -> None:
         self._next = None
         if not self._streams:
@@ -56,12 +62,19 @@ class KeepaliveMonitor:
         if send_comments:
             self._comments_sent_at = now
         for stream, since in list(self._streams.items()):
-            if not stream.blocked:
-                self._streams[stream] = 0.0
-                if send_comments:
-                    stream.keep_alive()
-            elif not since:
-                self._streams[stream] = now
-            elif now - since >= self._write_timeout_s:
+            try:
+                self._check_one(stream, since, now, send_comments)
+            except Exception:  # the timer also serves the other streams
+                log.exception("monitoring an event stream failed; its client is disconnected")
                 stream.cut()
         self._next = asyncio.get_running_loop().call_later(self._interval_s, self._check)
+
+    def _check_one(self, stream: MonitoredStream, since: float, now: float, send_comment: bool) -> None:
+        if not stream.blocked:
+            self._streams[stream] = 0.0
+            if send_comment:
+                stream.keep_alive()
+        elif not since:
+            self._streams[stream] = now
+        elif now - since >= self._write_timeout_s:
+            stream.cut()

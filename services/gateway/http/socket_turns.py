@@ -14,9 +14,15 @@ from typing import Any, Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.inline_sender import ABORT_KEY, abort
+from services.common.budgets import TenantPool
+from services.common.errors import SluiceError
+from services.common.http.connection import ABORT_KEY
+from services.gateway import context
+from services.gateway.http.errors import error_response
+from services.gateway.http.inline_sender import abort
 from services.gateway.http.socket_answers import SocketAnswer, error_event, refusal
-from services.gateway.http.socket_protocol import DRAIN, PART
+from services.gateway.http.socket_frames import POLICY_VIOLATION, Allowance
+from services.gateway.http.socket_protocol import DRAIN, FRAME_BUDGET, PART
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +32,18 @@ _NOT_PASSED_ON = (
     b"connection", b"upgrade", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding",
     b"x-request-id",
 )  # fmt: skip
+MAX_SOCKETS = 4096
+"""Open WebSockets; further ones are rejected with 503."""
+MAX_IDLE_S = 900.0
+"""Seconds without a message of a WebSocket; then it is closed."""
+MAX_LIFETIME_S = 3600.0
+"""Seconds of age of a WebSocket; then it is closed, once no response is in progress."""
 GOING_AWAY, TOO_LARGE, RESTARTS = 1001, 1009, 1012
 LIMIT_REACHED = "websocket_connection_limit_reached"
+MAX_REFUSED_BURST = 16
+"""Messages of one WebSocket that are refused before they become requests, at once; with more it is closed."""
+MAX_REFUSED_PER_S = 4.0
+"""Refused messages of one WebSocket a second after those at once; with more it is closed."""
 
 
 class SocketSession(Protocol):
@@ -59,21 +75,46 @@ class SocketTurns:
 
     Args:
         sessions: makes the session of a connection.
+        open_sockets: bounds the open connections of each tenant, and of all.
     """
 
-    def __init__(self, sessions: Callable[[], SocketSession], limits: SocketLimits) -> None:
+    def __init__(self, sessions: Callable[[], SocketSession], limits: SocketLimits, open_sockets: TenantPool) -> None:
         self._sessions = sessions
         self._limits = limits
+        self._open_sockets = open_sockets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (await receive())["type"] != "websocket.connect":
             return
-        await send({"type": "websocket.accept"})
+        tenant = context.current().permit.owner
+        try:
+            self._open_sockets.take(tenant, 1, "The open WebSockets")
+        except SluiceError as error:
+            await error_response(error)(scope, receive, send)
+            return
         session = self._sessions()
         try:
+            await send({"type": "websocket.accept"})
             await _TurnsOfConnection(scope, receive, send, session, self._limits).run()
         finally:
             session.close()
+            self._open_sockets.give_back(tenant, 1)
+
+
+def open_sockets(max_connections: int, tenants: bool) -> TenantPool:
+    """Returns the bound on open WebSockets, which leaves a quarter of the connections to other requests.
+
+    Args:
+        tenants: whether clients have API keys; a tenant then has a quarter of it.
+    """
+    total = max_sockets(max_connections)
+    per_tenant = total // 4 if tenants else total
+    return TenantPool("sockets", total, "--max-connections", per_tenant, "--max-connections")
+
+
+def max_sockets(max_connections: int) -> int:
+    """Returns the maximum number of open WebSockets."""
+    return min(MAX_SOCKETS, max_connections * 3 // 4)
 
 
 class _TurnsOfConnection:
@@ -92,6 +133,8 @@ class _TurnsOfConnection:
         self._more = False  # whether more parts of a message follow
         self._second = False  # whether more parts of a refused message follow
         self._gone = self._draining = False
+        self._cut = False  # whether the connection was closed during a response, the rest of which is discarded
+        self._refused = Allowance(MAX_REFUSED_BURST, MAX_REFUSED_PER_S, asyncio.get_running_loop().time)
 
     async def run(self) -> None:
         """Answers messages until the connection ends."""
@@ -128,7 +171,7 @@ class _TurnsOfConnection:
             status = await self._request(part)
         else:
             status = 400
-            await self._tell(refusal("Binary messages are not supported; send JSON as text.", "binary_message"))
+            await self._refuse("Binary messages are not supported; send JSON as text.", "binary_message")
         if self._more and (status == 413 or not await self._skipped()):
             await self._close(TOO_LARGE, "the message is too large")
             return False
@@ -165,6 +208,8 @@ class _TurnsOfConnection:
         answer = SocketAnswer(self._send_text)
         try:
             await self._scope["app"](scope, self._receive_body, answer.send)
+        except OSError:  # the client disconnected while its answer was being sent
+            self._gone = True
         except Exception:
             log.exception("failed to answer a WebSocket message")
             abort(self._scope)
@@ -190,8 +235,17 @@ class _TurnsOfConnection:
         """Refuses a message that arrives while another one is being answered, at its first part."""
         if not self._second:
             message = "A response is in progress on this connection; wait for its end, or open another connection."
-            await self._send_text(error_event(*refusal(message, "response_in_progress")))
+            await self._refuse(message, "response_in_progress")
         self._second = part["more_body"]
+
+    async def _refuse(self, message: str, code: str) -> None:
+        """Refuses a message that does not become a request; closes the connection after too many of them."""
+        if self._refused.take(1):
+            await self._tell(refusal(message, code))
+            return
+        FRAME_BUDGET.count()
+        await self._close(POLICY_VIOLATION, f"more than {MAX_REFUSED_PER_S:g} refused messages a second")
+        self._gone = self._cut = True
 
     async def _end_lifetime(self) -> None:
         message = f"The connection has reached its limit of {self._limits.lifetime_s:g} s; open a new one."
@@ -214,7 +268,8 @@ class _TurnsOfConnection:
             self._gone = True
 
     async def _send_text(self, text: str) -> None:
-        await self._send({"type": "websocket.send", "text": text})
+        if not self._cut:
+            await self._send({"type": "websocket.send", "text": text})
 
 
 def _passed_on(name: bytes) -> bool:

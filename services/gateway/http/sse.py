@@ -19,6 +19,8 @@ from services.gateway.http.write_scheduler import WriteScheduler
 log = logging.getLogger(__name__)
 
 COMMENT = b": keep-alive\n\n"
+CLIENT_CLOSED_REQUEST = 499
+"""HTTP status of a response whose client disconnected before its head was sent."""
 
 T = TypeVar("T")
 
@@ -28,6 +30,9 @@ class EventSource(Protocol):
 
     def take(self) -> bytes:
         """Removes and returns all pending complete events; empty if there are none."""
+
+    def silence(self) -> bytes:
+        """Returns what shows a client that the stream is alive while there is nothing to send."""
 
     def cancel(self) -> None:
         """Stops the source, because its client disconnected or the response ended."""
@@ -49,8 +54,9 @@ class EventStream(Response):
     """Sends the events of a source to one client.
 
     The status line is sent with the first event, so that earlier failures are ordinary HTTP errors; if that takes
-    longer than proxies wait, it is sent with a comment. The source buffers text for a slow client. The client is
-    disconnected when the buffer exceeds its limit or the client reads nothing for the write timeout.
+    longer than proxies wait, it is sent with what the source says of its silence. The source buffers text for a slow
+    client. The client is disconnected when the buffer exceeds its limit or the client reads nothing for the write
+    timeout.
 
     Args:
         max_unsent: maximum number of buffered characters.
@@ -105,7 +111,10 @@ class EventStream(Response):
                 self._completed.set()
                 await error_response(failure)(scope, receive, send)
                 return
-            if not self._completed.is_set():
+            if self._completed.is_set():
+                # The client has disconnected; what observes responses learns how this one ended.
+                await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
+            else:
                 self.before_start(self)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 raw = raw_send(scope, send)
@@ -138,13 +147,16 @@ class EventStream(Response):
         self._end()
 
     def keep_alive(self) -> None:
-        """Sends a comment if nothing was written since the last call, because proxies close idle connections."""
+        """Shows that the stream is alive if nothing was written since the last call.
+
+        Proxies close idle connections, and some clients give up when they have received no event for a time.
+        """
         if not self._idle:
             self._idle = True
         elif self._sender is None:
             self._opened.set()
         elif not self._sender.blocked and not self._completed.is_set() and not self._last_sent:
-            self._sender.send_chunk(COMMENT)
+            self._sender.send_chunk(self._source.silence())
 
     def _end(self) -> None:
         self._completed.set()
@@ -168,7 +180,7 @@ class EventStream(Response):
             self._last_sent = self._source.over
             data = self._source.take()
             if not data and self._idle and not self._last_sent:
-                data = COMMENT
+                data = self._source.silence()
             self._idle = False
             if self._last_sent:
                 self._sender.send({"type": "http.response.body", "body": data, "more_body": False})
@@ -188,6 +200,10 @@ class _EmptySource:
     def take(self) -> bytes:
         """Returns nothing."""
         return b""
+
+    def silence(self) -> bytes:
+        """Returns a comment."""
+        return COMMENT
 
     def cancel(self) -> None:
         """Does nothing."""

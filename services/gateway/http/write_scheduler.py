@@ -8,13 +8,18 @@ write. Under light load T is a few microseconds; under heavy load tokens coalesc
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from time import perf_counter
 
+from services.common.rows.shared_steps import shared_step
 from services.gateway.http.keepalive import KeepaliveMonitor
 
 PAUSE_RATIO = 1.0
 MAX_PAUSE_S = 0.05
+"""Seconds between two rounds of writes to clients."""
+
+log = logging.getLogger(__name__)
 
 
 class WriteScheduler:
@@ -32,7 +37,10 @@ class WriteScheduler:
         self._not_before = 0.0
 
     def soon(self, write: Callable[[], None]) -> None:
-        """Calls `write` in the next round; the caller must schedule it only once per round."""
+        """Calls `write` in the next round; the caller must schedule it only once per round.
+
+        What it raises is logged; a writer whose client must be told handles its own failures.
+        """
         self._due.append(write)
         if not self._scheduled:
             self._scheduled = True
@@ -42,11 +50,15 @@ class WriteScheduler:
             else:
                 self._loop.call_soon(self._round)
 
+    @shared_step("gateway.writes")
     def _round(self) -> None:
         started = perf_counter()
         self._scheduled = False
         due, self._due = self._due, []
         for write in due:
-            write()
+            try:
+                write()
+            except Exception:  # the other clients' text is written all the same
+                log.exception("writing to a client failed")
         ended = perf_counter()
         self._not_before = ended + min((ended - started) * PAUSE_RATIO, MAX_PAUSE_S)

@@ -12,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 
 from services.common.errors import not_found, shortened
-from services.gateway.live_view.files import HEADERS, page_files
+from services.gateway.http.pages import page_files, page_headers
 from services.gateway.live_view.view import LiveView
 
 PAGE = "/ui"
 DATA = "/ui/data"
-_DATA_HEADERS = {**HEADERS, "cache-control": "no-store"}
+_HEADERS = page_headers()
+_DATA_HEADERS = {**_HEADERS, "cache-control": "no-store"}
 
 
 def add_live_view(app: FastAPI, view: LiveView | None) -> None:
@@ -38,7 +39,7 @@ def _add_disabled(app: FastAPI) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    files = page_files()
+    files = page_files("services.gateway.live_view")
 
     async def page(request: Request) -> Response:
         return RedirectResponse("ui/", 308)  # relative, because a proxy may add a prefix
@@ -48,7 +49,7 @@ def _add_page(app: FastAPI) -> None:
         found = files.get(name)
         if found is None:
             raise not_found(f"The path {shortened(request.url.path)} does not exist.")
-        headers = {**HEADERS, "etag": found.etag}
+        headers = {**_HEADERS, "etag": found.etag}
         if request.headers.get("if-none-match") == found.etag:
             return Response(status_code=304, headers=headers)
         return Response(found.body, headers=headers, media_type=found.media_type)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from services.common.errors import overloaded, unavailable
 
 MAX_PENDING = 5
-"""Maximum number of events pending for a slow viewer; beyond it the viewer is sent the whole state instead."""
+"""Events that wait for one viewer; a slower one is sent the whole state instead."""
 
 
 class Viewer:
@@ -84,8 +84,7 @@ class Feed:
             raise unavailable("The gateway is stopping.", code="stopping")
         if len(self._viewers) >= self._max_viewers:
             raise overloaded(
-                f"The live view is already open {len(self._viewers)} times, which is its limit (--ui-viewers); close "
-                "one of the pages.",
+                f"The live view is already open {len(self._viewers)} times, its limit; close one of the pages.",
                 retry_after_ms=10_000,
             )
         return self._events()

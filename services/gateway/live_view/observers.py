@@ -48,7 +48,8 @@ class ObservedRouter(RouterClient):
     async def route(self, request_id: str, *args: Any, **more: Any) -> Route:
         self._request_history.totals.decisions += 1
         try:
-            route = await super().route(request_id, *args, **more, explain=self._explanations.wanted())
+            explain = self._explanations.wanted() or more.pop("explain", False)
+            route = await super().route(request_id, *args, **more | {"explain": explain})
         except SluiceError as error:
             _count_failure(self._request_history, "router", error)
             raise

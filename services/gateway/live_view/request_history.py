@@ -16,8 +16,11 @@ from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.stream import GenerationStream
 
 MAX_RECENT = 512
+"""Completed requests that the live view remembers; the oldest is forgotten."""
 MAX_NEW = 20
+"""Completed requests in one update of the live view; further ones are only counted."""
 MAX_REASONS = 32
+"""Reasons of fallbacks counted between two updates; further reasons are not counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from services.gateway.core.request import Route, Score
 
 INTERVAL_S = 1.0
 MAX_SCORES = 12
+"""Ranks of an explained decision, the selected one and the cheapest; the others are left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from services.gateway.live_view.routing_explanations import Explanation, Routing
 from services.gateway.live_view.worker_table import WorkerRow, WorkerTable
 
 MAX_REQUESTS = 40
+"""Completed requests that a page is sent when it opens; older ones are left out."""
 DEGRADED_WINDOW_S = 60
 
 

@@ -27,23 +27,22 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 ROUTER_TIMEOUT_S = 0.8
+MAX_VIEWERS = 16
+"""Open pages of the live view; more are OVERLOADED."""
 
 
 class LiveViewRecords:
     """Holds what the live view shows: observers add to it, `LiveView` publishes it.
-
-    Args:
-        max_viewers: maximum number of open pages.
 
     Attributes:
         request_history: observes the streams of the gateway.
         explanations: of some of the router's decisions, while a page is open.
     """
 
-    def __init__(self, max_viewers: int) -> None:
+    def __init__(self) -> None:
         self.request_history = RequestHistory()
         self.worker_table = WorkerTable(self.request_history)
-        self.feed = Feed(max_viewers, lambda: self.state.whole_event())
+        self.feed = Feed(MAX_VIEWERS, lambda: self.state.whole_event())
         self.explanations = RoutingExplanations(lambda: self.feed.viewers > 0)
         self.state = ViewState(self.request_history, RateMeter(), self.worker_table, self.explanations, __version__)
 

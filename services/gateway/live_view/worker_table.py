@@ -12,8 +12,10 @@ from services.gateway.workers.overview import WorkerState
 
 REMOVED_SHOWN_S = 60.0
 MAX_REMOVED = 64
+"""Removed workers that the live view still shows; the longest gone are left out."""
 HIT_RATE_REQUESTS = 256
 MAX_ROWS = 100
+"""Workers that the live view shows, unhealthy ones first; the others are counted as hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,16 @@ class WorkerRow:
     """A row of the table.
 
     Attributes:
-        health: "ok", "draining", "troubled" (its last requests failed), "unreachable" (no connection), "left" (removed
-            after a drain) or "gone" (removed without one).
+        health: "ok", "draining", "troubled" (its last requests failed), "unreachable" (no connection), "aside" (the
+            router set it aside), "left" (removed after a drain) or "gone" (removed without one).
+        why: the reason why it is set aside; else empty.
         hit_rate: cached share of the prompt tokens of its last requests; None without requests.
     """
 
     id: str
     health: str
     role: str = "aggregated"
+    why: str = ""
     model: str = ""
     engine: str = ""
     address: str = ""
@@ -146,6 +150,7 @@ def _row(
     return replace(
         row,
         role=state.role,
+        why=state.set_aside,
         model=state.model,
         engine=f"{state.engine} {state.version}".strip(),
         address=state.address,
@@ -161,6 +166,8 @@ def _row(
 def _health(link: LinkState | None, state: WorkerState | None) -> str:
     if state is not None and state.draining:
         return "draining"
+    if state is not None and state.set_aside:
+        return "aside"
     if link is None or not link.connected:
         return "unreachable"
     return "ok" if link.healthy else "troubled"
@@ -168,4 +175,4 @@ def _health(link: LinkState | None, state: WorkerState | None) -> str:
 
 def _removed_row(row: WorkerRow) -> WorkerRow:
     health = "left" if row.health in ("draining", "left") else "gone"
-    return WorkerRow(row.id, health, row.role, row.model, row.engine, row.address, hit_rate=row.hit_rate)
+    return WorkerRow(row.id, health, row.role, "", row.model, row.engine, row.address, hit_rate=row.hit_rate)

@@ -30,6 +30,7 @@ class Stages(NamedTuple):
         recovery: continues generations whose worker cannot finish them.
         text: adapter of a custom postprocess stage; None without one.
         custom: all custom stages.
+        disaggregation: which requests run on a pair of workers.
     """
 
     tokenizing: TokenizeStage
@@ -38,6 +39,7 @@ class Stages(NamedTuple):
     recovery: StreamRecovery
     text: CustomPostprocessAdapter | None
     custom: tuple[object, ...]
+    disaggregation: DisaggregationPolicy
 
 
 class FrontendTokenizeStage:
@@ -62,13 +64,11 @@ def build_stages(config: PipelineConfig, components: Components) -> Stages:
     plugins = Plugins(config, components)
     pairs = DisaggregationPolicy(config.disaggregation, config.disagg_min_tokens)
     selector = WorkerSelector(
-        components.router,
+        plugins.route or components.router,
+        components.reservations,
         components.registry,
         components.connections,
         components.tasks,
-        components.route_timeout_s,
-        pairs,
-        None if plugins.route is None else plugins.route.route,
     )
     placement: PlaceStage = selector
     if plugins.place is not None:
@@ -88,6 +88,7 @@ def build_stages(config: PipelineConfig, components: Components) -> Stages:
         _build_recovery(config, components, placement, pairs),
         text,
         plugins.all,
+        pairs,
     )
 
 
@@ -99,5 +100,5 @@ def _build_recovery(
     policy = replace(components.migration, enabled=config.migration)
     return StreamRecovery(
         DisaggOrchestrator(pairs, registry, connections, streams, metrics, config.migration),
-        Migrator(policy, placement, registry, connections, streams, metrics, components.tasks),
+        Migrator(policy, placement, pairs, registry, connections, streams, metrics, components.tasks),
     )

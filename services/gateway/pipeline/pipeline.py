@@ -14,32 +14,36 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from services.common.errors import ErrorKind, SluiceError, invalid, quoted
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, quoted
 from services.common.observability import telemetry
 from services.common.packing import unpack_u32
 from services.gateway import context
 from services.gateway.admission.scopes import Scope
 from services.gateway.admission.tenants import SHARED
+from services.gateway.core.generation import Generation
 from services.gateway.core.receipts import Receipt
 from services.gateway.core.request import (
     ChatPrompt,
     EmbedsPrompt,
     GenerationRequest,
     Route,
+    SamplingParams,
     Sink,
     TextPrompt,
     TokenizedPrompt,
     TokenPrompt,
     no_effect,
 )
+from services.gateway.core.request_size import check_prompt_logprobs, held_by
 from services.gateway.pipeline import plugins, tenant_cache
 from services.gateway.pipeline.builder import build_stages
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.engine_preprocessing import check_engine_capabilities
 from services.gateway.pipeline.model_lifecycle import ModelLifecycle
-from services.gateway.pipeline.stages import Components
-from services.gateway.placement.selector import PlacementRequest
+from services.gateway.pipeline.stages import Components, Handler
+from services.gateway.placement.interfaces import PlacementRequest
 from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.running_memory import RunningShare
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers.capabilities import able, are_text_only, with_adapter
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
@@ -56,7 +60,10 @@ def build_pipeline(config: PipelineConfig, components: Components) -> Pipeline:
     """
     try:
         config.check()
-        return plugins.load_handler(config, components, Pipeline) if config.handler else Pipeline(config, components)
+        if not config.handler:
+            return Pipeline(config, components)
+        handler = plugins.load_handler(config, components)
+        return handler if isinstance(handler, Pipeline) else HandlerPipeline(config, components, handler)
     except ValueError as error:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, str(error)) from error
 
@@ -80,8 +87,8 @@ def named(request: GenerationRequest, registry: WorkerRegistry) -> GenerationReq
     return replace(request, model=entry.model, lora=request.model, needs=needs)
 
 
-class Generation:
-    """The running choices of one prompt."""
+class StreamedGeneration(Generation):
+    """The running choices of one prompt, as streams of workers."""
 
     def __init__(self, stream_manager: StreamManager, prompt: TokenizedPrompt) -> None:
         self._stream_manager = stream_manager
@@ -89,28 +96,30 @@ class Generation:
         self.streams: list[GenerationStream] = []
 
     @property
+    def choices(self) -> int:
+        return len(self.streams)
+
+    def tokens_of(self, choice: int) -> Sequence[int]:
+        return self.streams[choice].tokens
+
+    @property
     def degraded(self) -> set[str]:
-        """Fallbacks taken so far."""
         return {reason for stream in self.streams for reason in stream.degraded}
 
     @property
     def migrations(self) -> int:
-        """Migrations so far, over all choices."""
         return sum(stream.migrations for stream in self.streams)
 
     @property
     def receipts(self) -> list[Receipt]:
-        """Route receipts of the choices, if the request asks for them."""
         return [receipt for stream in self.streams if (receipt := stream.receipt) is not None]
 
     @property
     def cached_tokens(self) -> int:
-        """Cached prompt tokens; the maximum over all choices."""
         return max((stream.cached_tokens for stream in self.streams), default=0)
 
     @property
     def completion_tokens(self) -> int:
-        """Generated tokens, over all choices."""
         return sum(stream.completion_tokens for stream in self.streams)
 
     @property
@@ -119,8 +128,11 @@ class Generation:
         return self.streams[0].prompt if self.streams else self._prompt
 
     @property
+    def defaults(self) -> SamplingParams:
+        return self.prompt.defaults
+
+    @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
         return self.prompt.length
 
     @property
@@ -131,16 +143,13 @@ class Generation:
 
     @property
     def generated_tokens(self) -> int:
-        """Generated tokens over all choices, including aborted ones."""
         return sum(max(stream.completion_tokens, len(stream.tokens)) for stream in self.streams)
 
     @property
     def reasoning_tokens(self) -> int:
-        """Generated reasoning tokens, over all choices."""
         return sum(stream.reasoning_tokens for stream in self.streams)
 
     def cancel(self) -> None:
-        """Cancels all running choices; their sinks are not called again."""
         for stream in self.streams:
             self._stream_manager.cancel(stream)
 
@@ -151,15 +160,15 @@ class Pipeline:
     Args:
         config: the configuration.
         components: the components of this process.
+        listeners: further objects to notify of models.
 
     Attributes:
         lifecycle: notifies the custom stages of models.
     """
 
-    def __init__(self, config: PipelineConfig, components: Components) -> None:
+    def __init__(self, config: PipelineConfig, components: Components, listeners: Sequence[object] = ()) -> None:
         self.config = config
         self.preprocess = components.preprocess
-        self.router = components.router
         self.registry = components.registry
         self.connections = components.connections
         self.stream_manager = components.stream_manager
@@ -169,11 +178,22 @@ class Pipeline:
         self.tokenizing = stages.tokenizing
         self.placement = stages.placement
         self.lifecycle = ModelLifecycle(
-            (self, *stages.custom), components.registry, components.tasks, components.set_up_s
+            (self, *stages.custom, *listeners), components.registry, components.tasks, components.set_up_s
         )
         self._router_selector = stages.router_selector
         self._engine_text = config.postprocessing == "engine"
         self._replicas_make_text = config.replicas_make_text
+
+    async def run(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
+        """Starts a request as `start`, and has what a handler generated by itself charged to the caller."""
+        generation = await self.start(request, sinks)
+        if not isinstance(generation, Generation):
+            raise internal(
+                f"The handler {type(self).__name__} of this gateway returned no Generation; see docs/pipeline.md."
+            )
+        if not isinstance(generation, StreamedGeneration):
+            context.current().permit.watch(generation)
+        return generation
 
     async def start(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
         """Starts every choice of a request; `sinks[i]` receives the output of choice i.
@@ -194,11 +214,26 @@ class Pipeline:
     async def _start_choices(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
         request, entry, prompt = await self._prepare(request)
         max_tokens = _max_tokens(request, prompt, entry)
+        check_prompt_logprobs(request, prompt.estimated_length)
+        permit = context.current().permit
+        await permit.charge(prompt.estimated_length + request.choices * (request.stop.max_tokens or 0))
+        with self.stream_manager.memory.hold(permit.owner, held_by(request, prompt)) as memory:
+            return await self._place_choices(request, entry, prompt, max_tokens, sinks, memory)
+
+    async def _place_choices(
+        self,
+        request: GenerationRequest,
+        entry: WorkerEntry,
+        prompt: TokenizedPrompt,
+        max_tokens: int,
+        sinks: Sequence[Sink],
+        memory: RunningShare,
+    ) -> Generation:
         request_context = context.current()
         permit = request_context.permit
-        await permit.charge(prompt.estimated_length + request.choices * (request.stop.max_tokens or 0))
-        generation = Generation(self.stream_manager, prompt)
-        reasons = (*request.degraded, *map(no_effect, request.fields_without_effect(prompt.without_effect)))
+        generation = StreamedGeneration(self.stream_manager, prompt)
+        dead = map(no_effect, request.fields_without_effect(prompt.without_effect))
+        reasons = (*request.degraded, *dead, *prompt.notes)
         permit.watch(generation)
         try:
             if self._replicas_make_text:
@@ -217,6 +252,7 @@ class Pipeline:
                     request_context,
                     self.stages.recovery,
                     self.stages.text,
+                    memory,
                 )
                 generation.streams.append(stream)
                 for reason in reasons:
@@ -285,6 +321,7 @@ class Pipeline:
             block_size=entry.block_size,
             output_tokens=max_tokens if request.stop.max_tokens else 0,
             deadline=context.current().deadline,
+            disaggregation=self.stages.disaggregation,
         )
 
     async def prompt_text(self, request: GenerationRequest) -> str:
@@ -293,6 +330,19 @@ class Pipeline:
             return request.prompt.text
         assert isinstance(request.prompt, TokenPrompt)
         return await self.preprocess.detokenize(request.model, request.prompt.token_ids)
+
+
+class HandlerPipeline(Pipeline):
+    """A pipeline whose requests a handler starts that is not derived from Pipeline."""
+
+    def __init__(self, config: PipelineConfig, components: Components, handler: Handler) -> None:
+        super().__init__(config, components, (handler,))
+        self._handler = handler
+
+    async def start(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
+        request = named(request, self.registry)
+        await self.lifecycle.ready(request.model)
+        return await self._handler.start(request, sinks)
 
 
 _PROMPT_FIELDS = {ChatPrompt: "messages", EmbedsPrompt: "prompt_embeds"}

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any, TypeVar
+from typing import Any
 
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.stages import (
     Components,
+    Handler,
     PlaceStage,
     PostprocessStage,
-    RouteStage,
     TokenizeStage,
+    WorkerRouter,
 )
-
-H = TypeVar("H")
 
 _METHODS = {"tokenize": "tokenize", "route": "route", "place": "place", "postprocess": "open", "handler": "start"}
 
@@ -31,7 +30,7 @@ class Plugins:
         self._config = config
         self._components = components
         self.tokenize: TokenizeStage | None = self._load_stage("tokenize")
-        self.route: RouteStage | None = self._load_stage("route")
+        self.route: WorkerRouter | None = self._load_stage("route")
         self.place: PlaceStage | None = self._load_stage("place")
         self.postprocess: PostprocessStage | None = self._load_stage("postprocess")
         stages = (self.tokenize, self.route, self.place, self.postprocess)
@@ -42,12 +41,9 @@ class Plugins:
         return None if path is None else _make(stage, path, self._components)
 
 
-def load_handler(config: PipelineConfig, components: Components, base: type[H]) -> H:
-    """Returns the custom pipeline of a configuration, a subclass of `base`; raises ValueError as `Plugins`."""
-    plugin = load("handler", config.handler)
-    if not issubclass(plugin, base):
-        raise ValueError(f"handler: {config.handler} must be a subclass of {base.__module__}.{base.__name__}.")
-    handler: H = _make("handler", config.handler, config, components)
+def load_handler(config: PipelineConfig, components: Components) -> Handler:
+    """Returns the handler of a configuration; raises ValueError as `Plugins`."""
+    handler: Handler = _make("handler", config.handler, config, components)
     return handler
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from services.common.errors import SluiceError, internal
 from services.common.packing import unpack_u32
+from services.common.rows.sendable_text import sendable
+from services.common.rows.shared_steps import shared_step
 from services.gateway.clients.postprocess_link import TextEvents
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.pipeline.stages import CustomStream, PostprocessStage, TextDelta
@@ -66,6 +68,7 @@ class CustomPostprocessAdapter:
         if stream.tokens:
             self._feed(stream.slot, stream.tokens)
 
+    @shared_step("gateway.custom_text")
     def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None:
         """Feeds token columns to their streams."""
         ids, start = unpack_u32(token_ids), 0
@@ -78,7 +81,7 @@ class CustomPostprocessAdapter:
         opened = self._open.get(slot)
         if opened is None:
             return
-        delta = self._call_stage(slot, opened.request_id, lambda: opened.stream.end(reason, stop_token_id))
+        delta = self._call_stage(slot, opened.request_id, lambda: _checked(opened.stream.end(reason, stop_token_id)))
         if delta is not None:
             self._emit(slot, delta)
             self._finish(slot, Finish(reason, stop_token_id=stop_token_id, completion_tokens=opened.token_count))
@@ -96,7 +99,7 @@ class CustomPostprocessAdapter:
         if opened is None:
             return
         opened.token_count += len(token_ids)
-        delta = self._call_stage(slot, opened.request_id, lambda: opened.stream.feed(token_ids))
+        delta = self._call_stage(slot, opened.request_id, lambda: _checked(opened.stream.feed(token_ids)))
         if delta is None:
             return
         self._emit(slot, delta)
@@ -137,3 +140,10 @@ class CustomPostprocessAdapter:
         self._open.pop(slot, None)
         if (stream := self.streams.get(slot)) is not None:
             self._events.on_text_failed(stream, error)
+
+
+def _checked(delta: TextDelta) -> TextDelta:
+    """Returns what a stage has produced, with sendable texts; raises TypeError or AttributeError for anything else."""
+    if not isinstance(delta.text, str) or not isinstance(delta.reasoning, str):
+        raise TypeError(f"{type(delta).__name__} has texts of the wrong type")
+    return TextDelta(sendable(delta.text), sendable(delta.reasoning), bool(delta.stopped))

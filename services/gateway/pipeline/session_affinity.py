@@ -16,7 +16,8 @@ from services.gateway import context
 HEADER = "x-session-id"
 SOURCES = (HEADER, "prompt_cache_key", "user")
 """Supported sources of a session's name: the header, and fields of the body."""
-LONGEST_NAME = 512
+MAX_NAME_LENGTH = 512
+"""Characters of a session's name; a longer one is refused with INVALID_ARGUMENT."""
 _DIGEST_BYTES = 16
 
 
@@ -29,7 +30,7 @@ def enter_session(sources: Sequence[str], headers: Mapping[str, str], fields: Ma
         fields: values of the body's fields, by their names in SOURCES.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for a name of more than LONGEST_NAME characters.
+        SluiceError: INVALID_ARGUMENT for a name of more than MAX_NAME_LENGTH characters.
     """
     outer = context.current()
     names = ((source, headers.get(HEADER) if source == HEADER else fields.get(source)) for source in sources)
@@ -38,9 +39,9 @@ def enter_session(sources: Sequence[str], headers: Mapping[str, str], fields: Ma
 
 
 def _session_id(owner: str, source: str, name: str) -> str:
-    if len(name) > LONGEST_NAME:
+    if len(name) > MAX_NAME_LENGTH:
         raise invalid(
-            f"The session name in {source} has {len(name)} characters; send at most {LONGEST_NAME}.",
+            f"The session name in {source} has {len(name)} characters; send at most {MAX_NAME_LENGTH}.",
             param=source,
             code="invalid_value",
         )

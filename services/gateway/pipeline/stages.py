@@ -8,10 +8,19 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from services.common.tasks import TaskOwner
 from services.gateway.clients.preprocess import PreprocessClient
-from services.gateway.clients.router import RouterClient
-from services.gateway.core.request import Finish, FinishReason, GenerationRequest, Role, Route, Sink, TokenizedPrompt
+from services.gateway.core.generation import Generation
+from services.gateway.core.request import (
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    Reservations,
+    Role,
+    Route,
+    Sink,
+    TokenizedPrompt,
+)
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placement, PlacementRequest, PlaceStage
+from services.gateway.placement.interfaces import Placement, PlacementRequest, PlaceStage, WorkerRouter
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.workers.connections import ConnectionManager
@@ -22,19 +31,21 @@ __all__ = [
     "CustomStream",
     "Finish",
     "FinishReason",
+    "Generation",
     "GenerationRequest",
+    "Handler",
     "PlaceStage",
     "Placement",
     "PlacementRequest",
     "PostprocessStage",
     "Role",
     "Route",
-    "RouteStage",
     "Sink",
     "TextDelta",
     "TokenizeStage",
     "TokenizedPrompt",
     "WorkerEntry",
+    "WorkerRouter",
 ]
 
 
@@ -43,25 +54,26 @@ class Components:
     """Components of a gateway process, shared by all pipelines.
 
     Attributes:
+        router: queries the router service; a `route` stage may ask it, with workers of its choice.
+        reservations: is told of reservations whose route does not name another.
         registry: the registered workers.
         connections: connections to workers and postprocess replicas.
         stream_manager: the generations in progress.
         tasks: owner of background tasks.
         migration: limits of migration.
-        route_timeout_s: timeout of calls to the router.
         post_wait_s: how long a stream waits for a postprocess replica.
         set_up_s: how long a request waits until custom stages are set up for its model.
     """
 
     preprocess: PreprocessClient
-    router: RouterClient
+    router: WorkerRouter
+    reservations: Reservations
     registry: WorkerRegistry
     connections: ConnectionManager
     stream_manager: StreamManager
     metrics: GatewayMetrics
     tasks: TaskOwner
     migration: MigrationPolicy
-    route_timeout_s: float
     post_wait_s: float
     set_up_s: float = 15.0
 
@@ -82,17 +94,20 @@ class TokenizeStage(Protocol):
 
 
 @runtime_checkable
-class RouteStage(Protocol):
-    """Chooses workers in place of the router. Constructed as `Class(components)`."""
+class Handler(Protocol):
+    """Runs requests in place of the pipeline. Constructed as `Class(config, components)`.
 
-    async def route(self, placement_request: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
-        """Returns a route to one of the workers, or to a pair of them.
+    A class derived from Pipeline changes requests before the pipeline runs them; any other answers by itself.
+    """
 
-        Args:
-            workers: the workers that can run the request, at least one.
+    async def start(self, request: GenerationRequest, sinks: Sequence[Sink]) -> Generation:
+        """Starts every choice of a request; `sinks[i]` receives the output of choice i, and exactly one end.
+
+        Returns:
+            The usage, also while the choices run; `AnsweredGeneration` where the handler counts itself.
 
         Raises:
-            SluiceError: none of the workers is suitable.
+            SluiceError: returned to the client; no sink is called then.
         """
 
 

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from services.common.errors import invalid, unavailable
+from services.common.security.tenant_salts import SALT_FIELDS, check_chosen
 from services.gateway.admission import tenants
 from services.gateway.admission.permit import Permit
 from services.gateway.core.request import GenerationRequest
 from services.gateway.workers.registry import WorkerEntry
 
 _REQUIRED_CAPABILITY = ("cache_salt", "")  # required by the gateway, not by a field of the request
-_NAMESPACE_OPTIONS = ("extra_key", "cache_salt")
-"""Engine options that select a cache namespace, and so would bypass the salt."""
 
 
 def with_tenant_salt(
@@ -32,7 +31,7 @@ def with_tenant_salt(
         SluiceError: INVALID_ARGUMENT for a salt that clients must not choose, UNAVAILABLE with `--tenant-salt on` when
             no engine of the model supports salts.
     """
-    tenants.check_chosen(request.cache_salt)
+    check_chosen(request.cache_salt)
     if permit.salts == "off":
         return request, workers
     capable = [worker for worker in workers if tenants.separates(worker.capabilities)]
@@ -44,7 +43,7 @@ def with_tenant_salt(
                 code="engine_cannot",
             )
         return request, workers
-    for name in _NAMESPACE_OPTIONS:
+    for name in SALT_FIELDS:  # as an engine option, it would bypass the salt
         if name in request.sampling.engine_options:
             raise invalid(f"{name} must not be an engine option; send it as a field of the request.", param=name)
     salt = permit.cache_salt(request.cache_salt)

@@ -9,7 +9,8 @@ from services.common.errors import ErrorKind, SluiceError, invalid
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import Role, Route
 from services.gateway.core.routing_hints import RoutingHints, described
-from services.gateway.placement.selector import CONNECT_SHARE, Placement, PlacementRequest, no_such_worker
+from services.gateway.placement.interfaces import Placement, PlacementRequest
+from services.gateway.placement.selector import CONNECT_SHARE, no_such_worker
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
@@ -32,8 +33,8 @@ class DirectSelector:
         """Implements PlaceStage.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT when no worker is named, none of the named ones is registered, or one has
-                another role or too few ranks.
+            SluiceError: INVALID_ARGUMENT when no worker is named, or one has another role or too few ranks;
+                UNAVAILABLE when none of the named ones is registered or can be reached.
         """
         hints = placement_request.request.hints
         if not hints.answering:

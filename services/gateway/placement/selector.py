@@ -1,24 +1,23 @@
-"""Selects workers for generations with the router, ensures they are connected, and retries on others."""
+"""Selects workers for generations with a router, ensures they are connected, and retries on others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import inf
-from typing import NamedTuple, Protocol, runtime_checkable
 
-from services.common.errors import ErrorKind, SluiceError, internal, unavailable
+from services.common.errors import ErrorKind, NoAnswerError, SluiceError, internal, unavailable
 from services.common.observability import telemetry
+from services.common.rpc.errors import PEER_CANCELLED, PEER_REFUSED
 from services.common.tasks import TaskOwner
-from services.gateway.clients.router import RouterClient
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core.deadlines import Deadline
-from services.gateway.core.request import GenerationRequest, Role, Route, TokenizedPrompt
+from services.gateway.core.request import Reservations, Role, Route
 from services.gateway.core.routing_hints import NO_HINTS, described
-from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
-from services.gateway.workers.capabilities import LOAD_ONLY_POLICY, able, prompt_capabilities, with_adapter
+from services.gateway.placement.interfaces import AllWorkers, Placement, PlacementRequest, WorkerRouter
+from services.gateway.placement.routers import LocalRouter
+from services.gateway.workers.capabilities import able, prompt_capabilities, with_adapter
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
@@ -30,89 +29,33 @@ ROUTER_RETRY_S = 0.1
 ROUTER_UNAVAILABLE = "router_unavailable"
 STALE_ROUTER_CODES = ("no_workers", "model_not_found")
 """Error codes of a router that has not yet received the workers' registrations."""
-ROUTE_SHARE = 0.5
+UNDECIDED_CODES = ("stopping", "not_ready", PEER_REFUSED, PEER_CANCELLED)
+"""Error codes of a router that answers without a decision: it starts, stops, or does not accept this gateway."""
 CONNECT_SHARE = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
-    """A request for workers.
-
-    Attributes:
-        reservation: id of the reservation; unique for every placement of a stream.
-        prompt: the prompt, including tokens that were generated already.
-        output_tokens: expected number of output tokens; 0 when unknown.
-        needs: capabilities required in addition to those of the request, in the same form.
-        book: whether to reserve; False only queries.
-    """
-
-    request: GenerationRequest
-    reservation: str
-    prompt: TokenizedPrompt
-    block_size: int
-    output_tokens: int
-    deadline: Deadline
-    needs: tuple[tuple[str, str], ...] = ()
-    book: bool = True
-
-    @property
-    def alone(self) -> bool:
-        """Whether the request cannot be disaggregated, because only one worker has its token ids or its text."""
-        return self.prompt.raw is not None or self.request.engine_text
-
-
-class Placement(NamedTuple):
-    """A connected worker with a reservation, and the prefill worker of a pair."""
-
-    route: Route
-    worker: WorkerLink
-    prefill: WorkerLink | None = None
-
-
-@runtime_checkable
-class PlaceStage(Protocol):
-    """Chooses connected workers. Constructed as `Class(components)`."""
-
-    async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
-        """Returns a connected worker, or a pair of them.
-
-        Args:
-            excluded: ids of workers that must not be chosen.
-
-        Raises:
-            SluiceError: retryable if a later attempt may find a worker; no reservation remains then.
-        """
-
-
-CustomRoute = Callable[[PlacementRequest, Sequence[WorkerEntry]], Awaitable[Route]]
-
-
 class WorkerSelector:
-    """Selects workers with the router or a custom route stage.
+    """Selects workers with a router, and with what the gateway knows while the router does not answer.
 
     Args:
+        reservations: is told of reservations whose route does not name another.
         tasks: owner of router queries that outlive a cancelled request, whose reservations are released.
-        disaggregation: decides which requests run on a pair of workers.
-        custom_route: custom route stage in place of the router, or None.
     """
 
     def __init__(
         self,
-        router: RouterClient,
+        router: WorkerRouter,
+        reservations: Reservations,
         registry: WorkerRegistry,
         connections: ConnectionManager,
         tasks: TaskOwner,
-        route_timeout_s: float,
-        disaggregation: DisaggregationPolicy,
-        custom_route: CustomRoute | None = None,
     ) -> None:
         self._router = router
+        self._fallback = LocalRouter(connections)
+        self._reservations = reservations
         self._registry = registry
         self._connections = connections
         self._tasks = tasks
-        self._route_timeout_s = route_timeout_s
-        self._disaggregation = disaggregation
-        self._custom_route = custom_route
 
     async def place(self, placement_request: PlacementRequest, excluded: Collection[str] = ()) -> Placement:
         """Returns a connected worker, or a pair, with a reservation.
@@ -125,11 +68,12 @@ class WorkerSelector:
         """
         excluded_ids = set(excluded)
         for attempt in range(ATTEMPTS):
-            reservation = f"{placement_request.reservation}-{attempt}" if attempt else placement_request.reservation
-            route = await self._route(placement_request, reservation, excluded_ids)
+            attempted = placement_request
+            if attempt:
+                attempted = replace(attempted, reservation=f"{placement_request.reservation}-{attempt}")
+            route = await self._route(attempted, excluded_ids)
             worker_id = route.worker_id
             try:
-                route = self._apply_disaggregation(route, placement_request)
                 worker = await self._connected(worker_id, placement_request)
                 prefill = None
                 if route.prefill_worker_id:
@@ -137,8 +81,7 @@ class WorkerSelector:
                     prefill = await self._connected(worker_id, placement_request)
                 return Placement(route, worker, prefill)
             except BaseException as error:
-                if route.reservation_id:
-                    self._router.free(route.reservation_id)
+                self._free(route)
                 excluded_ids.add(worker_id)
                 if not isinstance(error, SluiceError) or attempt == ATTEMPTS - 1:
                     raise
@@ -147,46 +90,49 @@ class WorkerSelector:
 
     async def ask(self, placement_request: PlacementRequest) -> Route:
         """Returns the route that would be chosen, without a reservation; raises SluiceError as `place`."""
-        placement_request = replace(placement_request, book=False)
-        route = await self._route(placement_request, placement_request.reservation, set())
-        return self._apply_disaggregation(route, placement_request)
-
-    def _apply_disaggregation(self, route: Route, placement_request: PlacementRequest) -> Route:
-        worker = self._registry.workers.get(route.worker_id)
-        return self._disaggregation.apply(route, worker, placement_request.prompt.length)
+        return await self._route(replace(placement_request, book=False), set())
 
     async def _connected(self, worker_id: str, placement_request: PlacementRequest) -> WorkerLink:
         worker = self._connections.worker(worker_id)
         await worker.ready(placement_request.deadline.share(CONNECT_SHARE, inf))
         return worker
 
-    async def _route(self, placement_request: PlacementRequest, reservation: str, excluded_ids: set[str]) -> Route:
-        candidates = self._candidates(placement_request, excluded_ids)
+    async def _route(self, placement_request: PlacementRequest, excluded_ids: set[str]) -> Route:
+        route = await self._any_route(placement_request, self._candidates(placement_request, excluded_ids))
+        worker = self._registry.workers.get(route.worker_id)
+        try:
+            return placement_request.disaggregation.apply(route, worker, placement_request.prompt.length)
+        except SluiceError:
+            self._free(route)
+            raise
+
+    async def _any_route(self, placement_request: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
+        """Returns the router's route, or one to the least busy workers while no router answers."""
         try:
             with telemetry.stage("gateway.route"):
-                return await self._query_router(placement_request, reservation, candidates)
+                return await self._query_router(placement_request, workers)
         except SluiceError as error:
-            no_response = error.kind in (ErrorKind.UNAVAILABLE, ErrorKind.DEADLINE_EXCEEDED)
             router_is_stale = error.code in STALE_ROUTER_CODES and self._registry.doubted
-            if not router_is_stale and (not no_response or error.code in ("no_workers", "request_timeout")):
+            if not (router_is_stale or isinstance(error, NoAnswerError) or error.code in UNDECIDED_CODES):
                 raise
-            route = self._fallback_route(placement_request, candidates)
-            if route is None:
-                raise
-            return route
+            try:
+                route = await self._fallback.route(placement_request, workers)
+            except SluiceError:
+                raise error from None
+            return replace(route, degraded=ROUTER_UNAVAILABLE)
 
-    def _candidates(self, placement_request: PlacementRequest, excluded_ids: set[str]) -> list[str] | None:
-        """Returns the ids of the workers that may be chosen, or None for all workers of the model.
+    def _candidates(self, placement_request: PlacementRequest, excluded_ids: set[str]) -> list[WorkerEntry]:
+        """Returns the workers that may be chosen; all workers of the model as `AllWorkers`.
 
         Raises:
-            SluiceError: UNAVAILABLE when none is left; INVALID_ARGUMENT when the request names no registered worker, or
+            SluiceError: UNAVAILABLE when none is left or the request names no registered worker; INVALID_ARGUMENT when
                 none has the required capabilities.
         """
         request, prompt = placement_request.request, placement_request.prompt
         model, hints = request.model, request.hints
         workers = self._registry.of_model(model)
         remaining = [worker for worker in workers if worker.worker_id not in excluded_ids]
-        if excluded_ids and not remaining:
+        if excluded_ids and not any(worker.role is not Role.PREFILL for worker in remaining):
             raise unavailable(f"No worker of model {model!r} can be reached; try again later.", code="no_workers")
         if hints is not NO_HINTS:
             remaining = [one for one in remaining if hints.allows(one.worker_id, one.address, one.role is Role.PREFILL)]
@@ -202,21 +148,18 @@ class WorkerSelector:
         remaining = with_adapter(remaining, request.lora)
         if engine_needs := prompt_capabilities(prompt, request.engine_text):
             remaining = [one for one in remaining if one.capabilities.issuperset(engine_needs)]
-        if remaining:
-            remaining = self._disaggregation.eligible(remaining, prompt.length, placement_request.alone)
         healthy = [worker for worker in remaining if self._connections.sound(worker.worker_id)]
-        remaining = healthy or remaining  # if all circuit breakers are open, try one anyway
-        return None if len(remaining) == len(workers) else [worker.worker_id for worker in remaining]
+        if any(worker.role is not Role.PREFILL for worker in healthy):  # else try one whose circuit breaker is open
+            remaining = healthy
+        return AllWorkers(workers) if len(remaining) == len(workers) else remaining
 
-    async def _query_router(
-        self, placement_request: PlacementRequest, reservation: str, candidates: list[str] | None
-    ) -> Route:
+    async def _query_router(self, placement_request: PlacementRequest, workers: Sequence[WorkerEntry]) -> Route:
         """Returns the router's choice; retries briefly while a router replica catches up on new workers."""
         loop = asyncio.get_running_loop()
         model = placement_request.request.model
         give_up_at = loop.time() + ROUTER_LAG_S
         while True:
-            query = self._tasks.spawn(self._query_once(placement_request, reservation, candidates), "route")
+            query = self._tasks.spawn(self._query_once(placement_request, workers), "route")
             try:
                 result = await asyncio.shield(query)
             except asyncio.CancelledError:
@@ -233,78 +176,43 @@ class WorkerSelector:
             await asyncio.sleep(ROUTER_RETRY_S)
 
     async def _query_once(
-        self, placement_request: PlacementRequest, reservation: str, candidates: list[str] | None
+        self, placement_request: PlacementRequest, workers: Sequence[WorkerEntry]
     ) -> Route | SluiceError:
         """Returns the choice; runs to completion after a cancellation so that its reservation can be released."""
-        request = placement_request.request
         try:
-            if self._custom_route is not None:
-                workers = self._registry.of_model(request.model)
-                allowed = workers if candidates is None else [one for one in workers if one.worker_id in candidates]
-                return await self._query_custom_route(self._custom_route, placement_request, allowed)
-            return await self._router.route(
-                reservation,
-                request.model,
-                placement_request.prompt,
-                placement_request.block_size,
-                expected_output_tokens=placement_request.output_tokens,
-                lora=request.lora,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                session_id=request.session_id,
-                candidates=candidates,
-                timeout_s=placement_request.deadline.share(ROUTE_SHARE, self._route_timeout_s),
-                policy=LOAD_ONLY_POLICY if placement_request.prompt.raw is not None else "",
-                book=placement_request.book,
-            )
+            return await self._router.route(placement_request, workers)
         except SluiceError as error:
             return error
-
-    async def _query_custom_route(
-        self, route: CustomRoute, placement_request: PlacementRequest, allowed: Sequence[WorkerEntry]
-    ) -> Route:
-        try:
-            return await route(placement_request, allowed)
-        except SluiceError:
-            raise
         except Exception:
-            log.exception("custom route stage failed", extra={"request": placement_request.reservation})
-            raise internal("The route stage of this gateway failed; see the gateway's log for details.") from None
+            log.exception("route stage failed", extra={"request": placement_request.reservation})
+            return internal("The route stage of this gateway failed; see the gateway's log for details.")
 
     def _release_unused(self, query: asyncio.Task[Route | SluiceError]) -> None:
         if query.cancelled() or query.exception() is not None:
             return
         result = query.result()
-        if isinstance(result, Route) and result.reservation_id:
-            self._router.free(result.reservation_id)
+        if isinstance(result, Route):
+            self._free(result)
 
-    def _fallback_route(self, placement_request: PlacementRequest, candidates: list[str] | None) -> Route | None:
-        """Returns a route to the least loaded known worker, or pair, while no router is available."""
-        if candidates is None:
-            candidates = [worker.worker_id for worker in self._registry.of_model(placement_request.request.model)]
-        known = [entry for name in candidates if (entry := self._registry.workers.get(name)) is not None]
-        alone = [entry.worker_id for entry in known if entry.runs_alone]
-        link = self._connections.least_busy(alone)
-        if link is not None:
-            return Route(worker_id=link.worker_id, degraded=ROUTER_UNAVAILABLE)
-        decode = self._connections.least_busy([entry.worker_id for entry in known if entry.role is Role.DECODE])
-        prefill = self._connections.least_busy([entry.worker_id for entry in known if entry.role is Role.PREFILL])
-        if decode is None or prefill is None:
-            return None
-        return Route(decode.worker_id, degraded=ROUTER_UNAVAILABLE, prefill_worker_id=prefill.worker_id)
+    def _free(self, route: Route) -> None:
+        if route.reservation_id:
+            (route.reservations or self._reservations).free(route.reservation_id)
 
 
 def no_such_worker(names: Sequence[str], model: str, source: str) -> SluiceError:
-    """Returns the error for a request that names unregistered workers; retryable, because workers may return.
+    """Returns the error for a request that names unregistered workers.
+
+    Retryable: the worker may have just ended, or just started, and its picker learns of that at another time than this
+    gateway.
 
     Args:
         source: the header or body field that names them.
     """
     message = (
-        f"Model {model!r} does not have a worker {' or '.join(names)}, named in {described(source)}; name a registered "
-        "worker."
+        f"Model {model!r} does not have a worker {' or '.join(names)}, named in {described(source)}, now; name a "
+        "registered worker, or try again later."
     )
-    return SluiceError(ErrorKind.INVALID_ARGUMENT, message, param=source, code="worker_not_found", retryable=True)
+    return SluiceError(ErrorKind.UNAVAILABLE, message, param=source, code="worker_not_found", retry_after_ms=1000)
 
 
 def _no_allowed_worker(model: str, source: str) -> SluiceError:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from services.common.errors import SluiceError, word
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core.request import DisaggregationPart, Finish, FinishReason
-from services.gateway.placement.selector import Placement
-
-if TYPE_CHECKING:
-    from services.gateway.streams.stream import GenerationStream
+from services.gateway.core.request import DisaggregationPart, Finish
+from services.gateway.placement.interfaces import Placement
+from services.gateway.streams.stream import GenerationStream
 
 
 class StreamEnd(NamedTuple):
@@ -43,20 +41,6 @@ class StreamObserver(Protocol):
         """Is notified, once, that the stream has ended."""
 
 
-class RecoveryPolicy(Protocol):
-    """Decides how a stream continues when its worker cannot finish it."""
-
-    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
-        """Continues a stream on the decode worker of its pair, with the handoff of the prefill worker."""
-
-    def on_interrupted(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
-        """Handles the failure of a stream's worker.
-
-        Returns:
-            None if the stream continues, at once or later, else the error to end it with.
-        """
-
-
 class NoRecovery:
     """Ends every stream whose worker fails."""
 
@@ -70,6 +54,9 @@ class NoRecovery:
 
 class StreamControl(Protocol):
     """What a recovery policy does with streams; implemented by `StreamManager`."""
+
+    def choices(self, stream: GenerationStream) -> list[GenerationStream]:
+        """Returns the running streams of the same request."""
 
     def resume(self, stream: GenerationStream, placement: Placement) -> None:
         """Continues a stream on other workers, with a new reservation."""
@@ -93,21 +80,3 @@ class StreamControl(Protocol):
 
     def give_up(self, stream: GenerationStream, error: SluiceError) -> None:
         """Ends a stream with an error."""
-
-
-class TextLink(Protocol):
-    """Turns the tokens of streams into text: the link to a postprocess replica, or a custom stage."""
-
-    leaving: bool
-
-    def adopt(self, stream: GenerationStream) -> None: ...
-
-    def release(self, stream: GenerationStream) -> None: ...
-
-    def open(self, stream: GenerationStream) -> None: ...
-
-    def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None: ...
-
-    def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None: ...
-
-    def close_stream(self, slot: int) -> None: ...

@@ -14,8 +14,9 @@ from itertools import count
 from math import inf
 from time import perf_counter
 
-from services.common.errors import ErrorKind, SluiceError, internal, overloaded, unavailable
+from services.common.errors import SHUTTING_DOWN, ErrorKind, SluiceError, internal, overloaded, unavailable
 from services.common.observability import telemetry
+from services.common.rows.shared_steps import shared_step
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.context import NO_CONTEXT, RequestContext
@@ -26,28 +27,27 @@ from services.gateway.core.request import (
     FinishReason,
     GenerationRequest,
     PositionLogprobs,
+    Reservations,
     Role,
     Sink,
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placement
+from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.audit import recorded
-from services.gateway.streams.interfaces import (
-    CANCELLED,
-    NoRecovery,
-    RecoveryPolicy,
-    StreamEnd,
-    StreamObserver,
-    TextLink,
-)
+from services.gateway.streams.generation_metrics import GenerationMetrics
+from services.gateway.streams.interfaces import CANCELLED, NoRecovery, StreamEnd, StreamObserver
 from services.gateway.streams.postprocess_pool import PostprocessPool
-from services.gateway.streams.stream import EngineEnd, GenerationStream, WorkerPair
+from services.gateway.streams.running_memory import RunningMemory, RunningShare
+from services.gateway.streams.stream import EngineEnd, GenerationStream, RecoveryPolicy, TextLink, WorkerPair
 from services.gateway.streams.token_forwarder import TokenForwarder
 
 log = logging.getLogger(__name__)
 
+MAX_STREAMS = 4096
+"""Concurrent generations of a gateway; more are rejected with 503."""
 POST_WAIT_S = 10.0
+"""Longest wait of a stream for a postprocess replica while none is available, seconds."""
 NO_RECOVERY = NoRecovery()
 
 
@@ -56,13 +56,13 @@ class StreamManager:
 
     Args:
         max_streams: maximum number of streams; more are refused with OVERLOADED.
-        prefill_complete: called once per reservation, with its id, when prefill completes.
-        free: called once per reservation, when it ends, with its id, the number of cached prompt tokens (None: prefill
-            did not complete) and the number of output tokens.
+        reservations: is told of reservations whose route does not name another.
         post_wait_s: how long a stream waits for a postprocess replica.
-        observers: notified of the start and the end of every stream, in addition to `metrics`.
+        observers: notified of the start and the end of every stream, in addition to the metrics.
+        memory: None for one with the default limit.
 
     Attributes:
+        memory: bounds the memory of the requests of all streams.
         texts: the postprocess replicas.
         forwarder: forwards tokens to them.
     """
@@ -70,17 +70,17 @@ class StreamManager:
     def __init__(
         self,
         max_streams: int,
-        prefill_complete: Callable[[str], None],
-        free: Callable[[str, int | None, int], None],
+        reservations: Reservations,
         metrics: GatewayMetrics,
         post_wait_s: float = POST_WAIT_S,
         observers: Sequence[StreamObserver] = (),
+        memory: RunningMemory | None = None,
     ) -> None:
+        self.memory = memory or RunningMemory()
         self._max_streams = max_streams
-        self._prefill_complete = prefill_complete
-        self._free = free
+        self._reservations = reservations
         self._metrics = metrics
-        self._observers: Sequence[StreamObserver] = (metrics, *observers)
+        self._observers: Sequence[StreamObserver] = (GenerationMetrics(), *observers)
         self._slots = count(1)
         self._pending = 0
         self._streams: dict[int, GenerationStream] = {}
@@ -95,6 +95,12 @@ class StreamManager:
     def computing(self, worker: WorkerLink) -> bool:
         """Returns whether a worker runs a generation."""
         return bool(worker.streams)
+
+    def choices(self, stream: GenerationStream) -> list[GenerationStream]:
+        """Returns the running streams of the same request."""
+        if stream.request.choices == 1:
+            return [stream]
+        return [other for other in self._streams.values() if other.request is stream.request]
 
     def admit(self, choices: int) -> None:
         """Raises SluiceError(OVERLOADED) if `choices` more streams would exceed the limit."""
@@ -127,6 +133,7 @@ class StreamManager:
         context: RequestContext = NO_CONTEXT,
         recovery: RecoveryPolicy = NO_RECOVERY,
         custom_text: TextLink | None = None,
+        memory: RunningShare | None = None,
     ) -> GenerationStream:
         """Starts choice `index` of a request, whose output goes to the sink.
 
@@ -135,10 +142,14 @@ class StreamManager:
             context: the context of the request.
             recovery: continues the stream when its worker fails.
             custom_text: the custom stage that makes its text; None: the engine or a postprocess replica does.
+            memory: what the request holds; the stream is one more holder of it.
         """
         slot = next(self._slots) & 0xFFFFFFFF
         sink = recorded(sink, context.audit)
         stream = GenerationStream(slot, request, index, prompt, max_tokens, sink, context, recovery, custom_text)
+        if memory is not None:
+            memory.add_holder()
+            stream.memory = memory
         stream.span = telemetry.start_span(
             "gateway.generate", request_id=stream.request_id, worker=placement.worker.worker_id, choice=index
         )
@@ -213,6 +224,8 @@ class StreamManager:
             worker.start(stream, name, rank, resumed, part)
         except SluiceError as error:
             self._interrupted(stream, error)
+        except Exception as error:
+            self.on_broken(stream, error)
 
     def cancel(self, stream: GenerationStream) -> None:
         """Cancels a stream whose client has disconnected; its sink is not called again."""
@@ -246,22 +259,25 @@ class StreamManager:
         stream.take_prompt_logprobs(positions)
         stream.sink.prompt_logprobs(positions)
 
-    def on_started(self, stream: GenerationStream, cached_tokens: int) -> None:
-        """Handles the completion of prefill, once per reservation."""
+    def on_started(self, stream: GenerationStream, cached_tokens: int | None) -> None:
+        """Handles the completion of prefill, once per reservation.
+
+        Args:
+            cached_tokens: prompt tokens found in the worker's cache; None: its engine counts them at the end.
+        """
         if stream.worker is not None:
             stream.worker.breaker.succeeded()
         if stream.prompt.raw is not None and not stream.request.text_only:
             self.give_up(stream, internal("The worker tokenized the prompt but did not send its token ids."))
             return
-        if stream.attempt_cached is not None:
+        if stream.prefilled:
             return  # already reported, in a pair by the prefill worker
-        cached_tokens = min(cached_tokens, stream.prompt_tokens + stream.resumed)
-        if not stream.computed:
-            stream.cached_tokens = min(cached_tokens, stream.prompt_tokens)
+        stream.prefilled = True
+        if cached_tokens is not None:
+            _note_cached(stream, cached_tokens, first=not stream.computed)
         stream.computed = True
-        stream.attempt_cached = cached_tokens
         if stream.reservation_id:
-            self._prefill_complete(stream.reservation_id)
+            (stream.reservations or self._reservations).prefill_complete(stream.reservation_id)
 
     def on_ended(
         self,
@@ -269,11 +285,12 @@ class StreamManager:
         reason: FinishReason,
         stop_token_id: int | None,
         completion_tokens: int,
-        cached_tokens: int = 0,
+        cached_tokens: int | None = None,
     ) -> None:
         """Handles the end of the engine's work; postprocess still sends the remaining text."""
-        if stream.pair is None and cached_tokens > (stream.attempt_cached or 0):
-            _correct_cached(stream, cached_tokens)
+        known = stream.attempt_cached
+        if cached_tokens is not None and stream.pair is None and (known is None or cached_tokens > known):
+            _note_cached(stream, cached_tokens, first=not stream.resumed)
         if reason is FinishReason.CANCELLED:
             self.release_worker(stream)
             self.give_up(stream, SluiceError(ErrorKind.CANCELLED, "The generation was cancelled on its worker."))
@@ -311,6 +328,7 @@ class StreamManager:
         log.error("handling a stream failed", extra={"request": stream.request_id}, exc_info=error)
         self.give_up(stream, _internal_failure())
 
+    @shared_step("gateway.worker_lost")
     def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
         """Handles the loss of a worker's session, which interrupts all of its generations."""
         for stream in list(link.streams.values()):
@@ -395,6 +413,7 @@ class StreamManager:
 
     # --- ends ---
 
+    @shared_step("gateway.sweep_stalled")
     def sweep_stalled(self) -> None:
         """Fails every stream without text or tokens since the last sweep, or with more tokens than requested."""
         for stream in list(self._streams.values()):
@@ -421,11 +440,13 @@ class StreamManager:
 
         The sink is detached, which breaks the reference cycle between sink and stream.
         """
-        worker, post = stream.worker, stream.post
-        if not self._remove(stream):
+        if self._streams.pop(stream.slot, None) is None:
             return
-        sink = stream.detach_sink()
+        worker, post, sink = stream.worker, stream.post, stream.detach_sink()
+        if stream.memory is not None:
+            stream.memory.release()
         try:
+            self._release(stream)
             if worker is not None and stream.end is None:
                 worker.cancel(stream.slot)
             if post is not None and end.finish is None:
@@ -458,18 +479,15 @@ class StreamManager:
         for stream in list(self._streams.values()):
             self.give_up(stream, error)
 
-    def _remove(self, stream: GenerationStream) -> bool:
-        """Removes a stream and releases its reservation; returns False if it was removed before."""
-        if self._streams.pop(stream.slot, None) is None:
-            return False
-        self.release_worker(stream)
+    def _release(self, stream: GenerationStream) -> None:
+        """Releases what a stream holds: its worker, its reservation, its replica, its timer and its task."""
         self.texts.remove(stream)
         if stream.expiry is not None:
             stream.expiry.cancel()
         if stream.migration_task is not None:
             stream.migration_task.cancel()
             stream.migration_task = None
-        return True
+        self.release_worker(stream)
 
     def release_worker(self, stream: GenerationStream) -> None:
         """Detaches a stream from its worker and releases its reservation."""
@@ -479,13 +497,17 @@ class StreamManager:
         reservation_id, stream.reservation_id = stream.reservation_id, ""
         if reservation_id:
             output = max(stream.completion_tokens, len(stream.tokens)) - stream.booked_from
-            self._free(reservation_id, stream.attempt_cached, output)
+            (stream.reservations or self._reservations).free(reservation_id, stream.attempt_cached, output)
 
 
-def _correct_cached(stream: GenerationStream, cached_tokens: int) -> None:
-    """Takes the number of cached tokens from the usage of an engine that counts them only at the end."""
+def _note_cached(stream: GenerationStream, cached_tokens: int, first: bool) -> None:
+    """Records the number of cached tokens, which an engine reports with its first tokens or only at the end.
+
+    Args:
+        first: whether it comes from the stream's first worker.
+    """
     stream.attempt_cached = min(cached_tokens, stream.prompt_tokens + stream.resumed)
-    if not stream.resumed:
+    if first:
         stream.cached_tokens = min(cached_tokens, stream.prompt_tokens)
 
 
@@ -518,4 +540,4 @@ def _internal_failure() -> SluiceError:
 
 def shutting_down() -> SluiceError:
     """Returns the error for requests that do not finish before the gateway stops."""
-    return unavailable("The gateway is shutting down; retry the request.", code="shutting_down")
+    return unavailable("The gateway is shutting down; retry the request.", code=SHUTTING_DOWN)

@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 
 from services.common import logs
 from services.common.errors import SluiceError, internal, unavailable
 from services.common.observability import telemetry
 from services.common.packing import pack_u32
+from services.common.rpc.errors import PEER_CANCELLED, PEER_REFUSED
 from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import overdue
+from services.gateway.core.deaths import MAX_DEATHS
 from services.gateway.core.request import TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placement, PlacementRequest, PlaceStage
+from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
+from services.gateway.placement.interfaces import Placement, PlacementRequest, PlaceStage
 from services.gateway.streams.interfaces import StreamControl
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream, Loss
+from services.gateway.streams.suspects import Suspects
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 
@@ -34,10 +41,14 @@ RESUME = "resume"
 RESUME_GUIDED = "resume_guided"
 INEXACT = "migration_inexact"
 MAX_CONCURRENT = 64
+"""Migrations that a gateway runs at the same time; further ones wait."""
 RETRY_PAUSE_S = 0.1
 DISTRUST_S = 3.0
 """How long a generation avoids a worker that it lost; discovery removes dead workers within this time."""
-
+SEPARATE_S = 1.0
+"""How long a suspect waits for a worker without another suspect."""
+NOT_CURED_BY_TIME = frozenset({PEER_REFUSED, PEER_CANCELLED})
+"""Codes of errors that a worker repeats for as long as it runs."""
 
 __all__ = ["MigrationPolicy", "Migrator"]
 
@@ -53,6 +64,7 @@ class Migrator:
         self,
         policy: MigrationPolicy,
         placement: PlaceStage,
+        disaggregation: DisaggregationPolicy,
         registry: WorkerRegistry,
         connections: ConnectionManager,
         streams: StreamControl,
@@ -61,16 +73,28 @@ class Migrator:
     ) -> None:
         self._policy = policy
         self._placement = placement
+        self._disaggregation = disaggregation
         self._registry = registry
         self._connections = connections
         self._streams = streams
         self._metrics = metrics
         self._tasks = tasks
         self._concurrent = asyncio.Semaphore(MAX_CONCURRENT)
+        self._suspects = Suspects()
+        self._next_suspect: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by model
 
     def take_over(self, stream: GenerationStream, lost: WorkerLink, error: SluiceError) -> bool:
         """Starts the migration of a stream; returns False if it must not migrate."""
-        obstacle = self._obstacle(stream, error)
+        obstacle = self._obstacle(stream, lost, error)
+        if (
+            not obstacle
+            and self._suspects.record(stream, lost, error, partial(self._streams.choices, stream)) >= MAX_DEATHS
+        ):
+            obstacle = "suspect"
+            log.error(
+                "a request is not tried again: its workers died while they ran it",
+                extra={"request": stream.request_id, "worker": lost.worker_id},
+            )
         if obstacle:
             self._metrics.migration(obstacle)
             return False
@@ -83,16 +107,18 @@ class Migrator:
             error.message,
             extra={"request": stream.request_id, "worker": lost.worker_id, "tokens": len(stream.tokens)},
         )
-        stream.migration_task = self._tasks.spawn(self._move(stream, lost), f"migration-{stream.slot}")
+        stream.migration_task = self._tasks.spawn(self._move(stream, lost, error), f"migration-{stream.slot}")
         return True
 
-    def _obstacle(self, stream: GenerationStream, error: SluiceError) -> str:
+    def _obstacle(self, stream: GenerationStream, lost: WorkerLink, error: SluiceError) -> str:
         """Returns why a stream must not migrate, as a metric outcome; empty when it may."""
         policy, generated = self._policy, len(stream.tokens)
         if not policy.enabled:
             return "disabled"
         if not error.retryable:
             return "not_retryable"
+        if error.code in NOT_CURED_BY_TIME and not self._has_untried_worker(stream, lost):
+            return "no_worker"  # at once, with the worker's own error
         if stream.migrations >= policy.limit:
             return "limit"
         if policy.max_tokens and stream.prompt_tokens + generated > policy.max_tokens:
@@ -109,34 +135,67 @@ class Migrator:
             return "guided"
         return ""
 
-    async def _move(self, stream: GenerationStream, lost: WorkerLink) -> None:
+    def _has_untried_worker(self, stream: GenerationStream, lost: WorkerLink) -> bool:
+        tried = {lost.worker_id, *stream.losses}
+        return any(entry.worker_id not in tried for entry in self._registry.of_model(stream.model))
+
+    async def _move(self, stream: GenerationStream, lost: WorkerLink, cause: SluiceError) -> None:
         logs.request_id.set(stream.request_id)
         try:
             async with asyncio.timeout(min(self._policy.wait_s, stream.context.deadline.left_s)):
-                placement = await self._find(stream)
-            self._resume(stream, lost, placement)
+                await self._continue_elsewhere(stream, lost, cause)
         except TimeoutError:
-            self._give_up(stream, overdue() if stream.context.deadline.left_s <= 0 else _no_worker())
+            late = stream.context.deadline.left_s <= 0
+            none = unavailable("No other worker could take the generation over in time.", code="no_workers")
+            self._give_up(stream, overdue() if late else none)
         except SluiceError as error:
-            self._give_up(stream, error)
+            self._give_up(stream, error, "suspect" if error is cause else "no_worker")
         except Exception:
             log.exception("migration failed")
             self._give_up(stream, internal("Unexpected failure in the gateway; see its log for details."))
 
-    async def _find(self, stream: GenerationStream) -> Placement:
-        """Retries until a worker is available."""
-        attempt = 0
+    async def _continue_elsewhere(self, stream: GenerationStream, lost: WorkerLink, cause: SluiceError) -> None:
+        """Retries until a worker is available, and continues the stream there.
+
+        Raises:
+            SluiceError: `cause` when a choice of the same request has meanwhile ended the last worker it may end.
+        """
+        attempt, since = 0, monotonic()
+        suspect = self._suspects.includes(stream)
         while True:
             try:
-                async with self._concurrent:  # not held while pausing: a model without workers would block all others
-                    return await self._placement.place(
-                        self._placement_request(stream, attempt), self._avoided_workers(stream)
-                    )
+                # Not held while pausing: a model without workers would block all others.
+                async with self._next_suspect[stream.model] if suspect else self._concurrent:
+                    avoided = self._avoided_workers(stream)
+                    taken: list[str] = []
+                    if suspect:
+                        self._check_suspect(stream, cause)
+                        taken = self._workers_of_suspects(stream, monotonic() - since < SEPARATE_S)
+                        avoided += taken
+                    if not taken or self._is_any_left(stream, avoided):
+                        placement = await self._placement.place(self._placement_request(stream, attempt), avoided)
+                        if suspect:
+                            route = placement.route  # its reservation is released with the stream
+                            stream.reservation_id, stream.reservations = route.reservation_id, route.reservations
+                            self._check_suspect(stream, cause)
+                        self._resume(stream, lost, placement)
+                        return
             except SluiceError as error:
-                if not error.retryable:
+                if error is cause or not error.retryable:
                     raise
             attempt += 1
             await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _check_suspect(self, stream: GenerationStream, cause: SluiceError) -> None:
+        if self._suspects.deaths(stream) >= MAX_DEATHS:
+            raise cause.with_traceback(None)
+
+    def _workers_of_suspects(self, stream: GenerationStream, separate: bool) -> list[str]:
+        workers = [entry.worker_id for entry in self._registry.of_model(stream.model)]
+        return self._suspects.workers_to_avoid(stream, workers, separate)
+
+    def _is_any_left(self, stream: GenerationStream, avoided: Collection[str]) -> bool:
+        return any(entry.worker_id not in avoided for entry in self._registry.of_model(stream.model))
 
     def _avoided_workers(self, stream: GenerationStream) -> list[str]:
         """Returns workers to avoid until they reconnect: the last one lost and, as failures correlate, recent ones."""
@@ -166,6 +225,7 @@ class Migrator:
             output_tokens=stream.max_tokens - generated if request.stop.max_tokens else 0,
             deadline=stream.context.deadline,
             needs=((RESUME_GUIDED, "response_format"),) if guided else (),
+            disaggregation=self._disaggregation,
         )
 
     def _resume(self, stream: GenerationStream, lost: WorkerLink, placement: Placement) -> None:
@@ -175,10 +235,12 @@ class Migrator:
         if stream.span is not None:
             _trace(stream, lost, worker)
         self._streams.resume(stream, placement)
+        if self._suspects.includes(stream):
+            self._suspects.start(stream)
 
-    def _give_up(self, stream: GenerationStream, error: SluiceError) -> None:
+    def _give_up(self, stream: GenerationStream, error: SluiceError, outcome: str = "no_worker") -> None:
         stream.migration_task = None  # this is the running task, which must not cancel itself
-        self._metrics.migration("no_worker")
+        self._metrics.migration(outcome)
         self._streams.give_up(stream, error)
 
 
@@ -216,7 +278,3 @@ def _trace(stream: GenerationStream, lost: WorkerLink, worker: WorkerLink) -> No
         if stream.worker_span is not None:
             stream.worker_span.end()
         stream.worker_span = after
-
-
-def _no_worker() -> SluiceError:
-    return unavailable("No other worker could take the generation over in time.", code="no_workers")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MAX_TOKENS = 131_072
+"""Prompt and generated tokens of a generation that migrates; a longer one fails with its worker."""
+
 
 @dataclass(frozen=True, slots=True)
 class MigrationPolicy:
@@ -11,7 +14,8 @@ class MigrationPolicy:
 
     Attributes:
         enabled: whether generations migrate at all.
-        limit: maximum number of migrations of one generation.
+        limit: maximum number of migrations of one generation; without output after deaths of its workers without a
+            known cause, 1 at most (`suspects`).
         max_tokens: maximum number of prompt and generated tokens, because the new worker may have to prefill all of
             them; 0 for no limit.
         wait_s: how long a generation waits for a new worker, seconds.
@@ -19,5 +23,5 @@ class MigrationPolicy:
 
     enabled: bool = True
     limit: int = 3
-    max_tokens: int = 0
+    max_tokens: int = MAX_TOKENS
     wait_s: float = 10.0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from services.common.errors import SluiceError, unavailable
+from services.common.rows.shared_steps import shared_step
 from services.common.rpc.replicas import idlest
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.metrics import GatewayMetrics
@@ -19,6 +20,7 @@ from services.gateway.streams.stream import GenerationStream
 log = logging.getLogger(__name__)
 
 MAX_REPLAYS = 3
+"""Postprocess replicas that a stream may lose, as it may be what ends them; with one more it fails."""
 REPLACED = "postprocess_replaced"
 DRAINING = "draining"
 
@@ -115,6 +117,7 @@ class PostprocessPool:
         self._waiting.pop(stream.slot, None)
         self._detach(stream)
 
+    @shared_step("gateway.open_waiting")
     def on_connected(self) -> None:
         """Opens waiting streams, and moves those of draining replicas, after a replica has connected."""
         for stream in list(self._waiting.values()):
@@ -124,6 +127,7 @@ class PostprocessPool:
             if other.leaving and other.connected:
                 self.drain(other)
 
+    @shared_step("gateway.drain_texts")
     def drain(self, link: PostLink) -> None:
         """Moves the streams of a draining replica; they stay while no other replica is available."""
         if self.least_loaded() is None:
@@ -137,6 +141,7 @@ class PostprocessPool:
         if moving:
             log.info("moved streams off a draining postprocess replica", extra={"streams": len(moving)})
 
+    @shared_step("gateway.texts_lost")
     def on_lost(self, link: PostLink, error: SluiceError) -> None:
         """Replays the streams of a lost replica on others."""
         for stream in list(link.streams.values()):

@@ -7,14 +7,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from opentelemetry.trace import Span
 
 from services.common.errors import SluiceError, internal
 from services.common.observability import telemetry
 from services.common.packing import unpack_u32
-from services.gateway.clients.postprocess_link import Sent
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.context import RequestContext
 from services.gateway.core.receipts import Receipt, receipt_of
@@ -23,11 +22,13 @@ from services.gateway.core.request import (
     FinishReason,
     GenerationRequest,
     PositionLogprobs,
+    Reservations,
     Route,
     Sink,
     TokenizedPrompt,
 )
-from services.gateway.streams.interfaces import RecoveryPolicy, TextLink
+from services.gateway.core.stream_view import Sent
+from services.gateway.streams.running_memory import RunningShare
 
 PROMPT_TAIL_TOKENS = 16
 """Length of `TokenizedPrompt.prompt_tail`, from which detokenization continues; as in preprocess."""
@@ -64,7 +65,39 @@ class Loss(NamedTuple):
     at: float
 
 
-@dataclass(slots=True, eq=False)
+class RecoveryPolicy(Protocol):
+    """Decides how a stream continues when its worker cannot finish it."""
+
+    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
+        """Continues a stream on the decode worker of its pair, with the handoff of the prefill worker."""
+
+    def on_interrupted(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+        """Handles the failure of a stream's worker.
+
+        Returns:
+            None if the stream continues, at once or later, else the error to end it with.
+        """
+
+
+class TextLink(Protocol):
+    """Turns the tokens of streams into text: the link to a postprocess replica, or a custom stage."""
+
+    leaving: bool
+
+    def adopt(self, stream: GenerationStream) -> None: ...
+
+    def release(self, stream: GenerationStream) -> None: ...
+
+    def open(self, stream: GenerationStream) -> None: ...
+
+    def feed(self, slots: bytes, counts: bytes, token_ids: bytes) -> None: ...
+
+    def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None: ...
+
+    def close_stream(self, slot: int) -> None: ...
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class GenerationStream:
     """The state of one choice of a request.
 
@@ -80,6 +113,7 @@ class GenerationStream:
         waiting_since: when it began to wait for a postprocess replica.
         tokens: all tokens generated so far, by all of its workers.
         resumed: how many of the tokens came from earlier workers.
+        reservations: what made the reservation; None: the gateway's router.
         booked_from: how many tokens there were when the current reservation was made.
         logprob_positions: number of output tokens received with log-probabilities.
         prompt_positions: number of prompt tokens received with log-probabilities.
@@ -94,10 +128,12 @@ class GenerationStream:
         replays: how often another postprocess replica took it over after a loss.
         migration_task: the migration in progress.
         cached_tokens: cached prompt tokens on its first worker.
-        attempt_cached: cached prompt tokens on the current worker; None until prefill completes.
+        prefilled: whether prefill has completed with the current reservation.
+        attempt_cached: cached prompt tokens on the current worker; None until it has reported them.
         computed: whether prefill has completed on any worker.
         active: whether text has arrived since the last sweep.
         tokens_at_last_sweep: number of tokens at the last sweep.
+        memory: what its request holds; released at its end.
     """
 
     slot: int
@@ -112,6 +148,7 @@ class GenerationStream:
     worker: WorkerLink | None = None
     route: Route | None = None
     reservation_id: str = ""
+    reservations: Reservations | None = None
     post: TextLink | None = None
     waiting_since: float = 0.0
     tokens: array[int] = field(default_factory=lambda: array("I"))
@@ -130,6 +167,7 @@ class GenerationStream:
     replays: int = 0
     migration_task: asyncio.Task[None] | None = None
     cached_tokens: int = 0
+    prefilled: bool = False
     attempt_cached: int | None = None
     computed: bool = False
     completion_tokens: int = 0
@@ -140,6 +178,7 @@ class GenerationStream:
     started_at: float = field(default_factory=perf_counter)
     first_text_at: float = 0.0
     expiry: asyncio.TimerHandle | None = None
+    memory: RunningShare | None = None
     span: Span | None = None
     worker_span: Span | None = None
 
@@ -199,8 +238,8 @@ class GenerationStream:
         """Assigns the stream to a worker with a new reservation."""
         self.worker = worker
         self.route = route
-        self.reservation_id = route.reservation_id
-        self.attempt_cached = None
+        self.reservation_id, self.reservations = route.reservation_id, route.reservations
+        self.prefilled, self.attempt_cached = False, None
         self.resumed = self.booked_from = len(self.tokens)
         self.pair = None
         self.handed_over = False

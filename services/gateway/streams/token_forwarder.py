@@ -12,9 +12,8 @@ from array import array
 
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.streams.interfaces import TextLink
 from services.gateway.streams.postprocess_pool import PostprocessPool
-from services.gateway.streams.stream import GenerationStream
+from services.gateway.streams.stream import GenerationStream, TextLink
 
 _ONES = pack_u32([1]) * 16_384
 

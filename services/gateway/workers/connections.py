@@ -12,12 +12,13 @@ import grpc
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.rpc.channels import open_channel
+from services.common.rpc.frame_guard import PacedFrames
 from services.common.rpc.replicas import ReplicaSet, idlest
 from services.common.tasks import TaskOwner
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import BATCH_TOKENS, MAX_START_BYTES, WorkerEvents, WorkerLink
 from services.gateway.workers.registry import WorkerEntry
-from sluice.v1 import postprocess_pb2_grpc
+from sluice.v1 import postprocess_pb2_grpc, worker_pb2
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class ConnectionManager:
         self._makes_text = makes_text
         self._max_pause_s = max_pause_s
         self._on_media = on_media
+        self._frames = PacedFrames(worker_pb2.TokenBatch)
         self._workers: dict[str, WorkerLink] = {}
         self._running: dict[WorkerLink | PostLink, asyncio.Task[None]] = {}
         self._channels: dict[WorkerLink, grpc.aio.Channel] = {}
@@ -111,7 +113,10 @@ class ConnectionManager:
             return
         if existing is not None:
             existing.retired = True
-        channel = open_channel(entry.address, self._credentials, callee=f"worker/{entry.worker_id}")
+        callee = f"worker/{entry.worker_id}"
+        channel = open_channel(
+            entry.address, self._credentials, callee=callee, keepalive_ms=entry.keepalive_ms, bounds_read_ahead=True
+        )
         link = WorkerLink(
             entry.worker_id,
             entry.address,
@@ -123,6 +128,7 @@ class ConnectionManager:
             self._batch_tokens,
             self._max_pause_s,
             self._on_media,
+            self._frames,
         )
         self._workers[entry.worker_id] = link
         self._channels[link] = channel

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
-from services.common.errors import SluiceError, unavailable
+from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.observability import telemetry
-from services.common.rpc.errors import from_rpc_error, passed_on
-from services.common.tasks import end_all
+from services.common.rpc.errors import from_rpc_error, has_detail, passed_on
+from services.common.tasks import asked_to_end, end_all
 from services.gateway import context
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import overdue
+from services.gateway.core.deaths import MAX_DEATHS, is_death
 from services.gateway.workers.capabilities import able, with_adapter
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
@@ -23,6 +24,7 @@ from sluice.v1 import worker_pb2
 
 INPUTS_PER_CALL = 256
 MAX_CONCURRENT_CALLS = 4
+"""Calls to workers that one embeddings request makes at the same time; its other inputs wait."""
 ATTEMPTS = 3
 NEEDS = (("embeddings", "model"),)
 CLASSIFICATION = "classification"
@@ -50,6 +52,10 @@ async def all_or_none(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def _failure(task: asyncio.Future[Any]) -> BaseException | None:
     return task.exception() if task.done() and not task.cancelled() else None
+
+
+MAX_EMBED_S = 60.0
+"""Seconds until all vectors of a request are computed; then DEADLINE_EXCEEDED."""
 
 
 class EmbedInput(NamedTuple):
@@ -96,6 +102,7 @@ class EmbedClient:
         """
         deadline = asyncio.get_running_loop().time() + min(self._timeout_s, context.current().deadline.left_s)
         concurrent = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+        deaths: set[str] = set()
 
         async def embed_batch(first: int) -> worker_pb2.EmbedResponse:
             message = worker_pb2.EmbedRequest(
@@ -110,7 +117,7 @@ class EmbedClient:
                 lora=lora,
             )
             async with concurrent:
-                return await self._call(message, deadline)
+                return await self._call(message, deadline, deaths)
 
         responses = await all_or_none(embed_batch(first) for first in range(0, len(inputs), INPUTS_PER_CALL))
         return Embeddings(
@@ -118,7 +125,14 @@ class EmbedClient:
             sum(response.usage.prompt_tokens for response in responses),
         )
 
-    async def _call(self, message: worker_pb2.EmbedRequest, deadline: float) -> worker_pb2.EmbedResponse:
+    async def _call(
+        self, message: worker_pb2.EmbedRequest, deadline: float, deaths: set[str]
+    ) -> worker_pb2.EmbedResponse:
+        """Makes one call, again on another worker where it fails.
+
+        Args:
+            deaths: workers that died while they ran a call of the request; with MAX_DEATHS no further one is tried.
+        """
         tried: set[str] = set()
         while True:
             link = self._pick(message.model, message.lora, tried)
@@ -129,13 +143,18 @@ class EmbedClient:
             try:
                 left_s = deadline - asyncio.get_running_loop().time()
                 return await link.stub.Embed(message, timeout=max(left_s, 0.001), metadata=telemetry.grpc_metadata())
-            except grpc.aio.AioRpcError as error:
+            except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and asked_to_end():
+                    raise
                 if context.current().deadline.left_s <= 0:
                     raise overdue() from error
-                cause = passed_on(from_rpc_error(error, link.peer), link.peer)
+                cause = _cause(error, link)
+                if is_death(cause):
+                    deaths.add(link.worker_id)
                 if (
                     not cause.retryable
                     or len(tried) >= ATTEMPTS
+                    or len(deaths) >= MAX_DEATHS
                     or not self._others(message.model, message.lora, tried)
                 ):
                     try:
@@ -155,3 +174,12 @@ class EmbedClient:
         self._registry.model(model)
         workers = with_adapter(pooling(self._registry.of_model(model)), lora)
         return [worker.worker_id for worker in workers if worker.worker_id not in tried]
+
+
+def _cause(error: grpc.aio.AioRpcError | asyncio.CancelledError, link: WorkerLink) -> SluiceError:
+    """Returns the typed error of a call that failed, or that ended with its channel because the worker was given up."""
+    if isinstance(error, asyncio.CancelledError):
+        return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {link.peer} was lost.")
+    if error.code() is grpc.StatusCode.UNAVAILABLE and not has_detail(error):
+        return SluiceError(ErrorKind.DISCONNECTED, f"The connection to the {link.peer} was lost.")
+    return passed_on(from_rpc_error(error, link.peer), link.peer)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import grpc
 
-from services.common.errors import ErrorKind, SluiceError, not_found, quoted
-from services.common.rpc.channels import open_channel
+from services.common.errors import ErrorKind, SluiceError, no_answer, not_found, quoted, unavailable
+from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.gateway.workers.fleet_store import FleetStore, Kind
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
@@ -20,7 +20,13 @@ log = logging.getLogger(__name__)
 
 ACTION_S = 310.0  # a little longer than the worker's own limit
 CHECK_EVERY_S = 2.0
-MOST_AT_ONCE = 16
+CONNECT_S = 10.0
+LISTED_S = 10.0  # after a worker has changed its adapters, until this gateway's list has them
+POLL_S = 0.02
+MAX_AT_ONCE = 16
+"""Workers on which an operator's command runs at the same time; the others wait."""
+LOADED, NOT_LOADED, UNSUPPORTED = "adapter_loaded", "adapter_not_found", "unsupported_by_engine"
+"""Error codes of workers."""
 ADAPTERS: Kind = "adapters"
 ASLEEP: Kind = "asleep"
 
@@ -32,6 +38,7 @@ class _Sleeper(NamedTuple):
     worker_id: str
     model: str
     address: str
+    keepalive_ms: int = FOREIGN_KEEPALIVE_MS
 
 
 class FleetControl:
@@ -57,12 +64,19 @@ class FleetControl:
             path: of the adapter's files as the workers see them; empty if the engine finds them by name.
 
         Raises:
-            SluiceError: as the registry for an unknown model, as the store, and as the workers that fail.
+            SluiceError: as the registry for an unknown model, as the store, and as the workers that fail; UNAVAILABLE
+                if requests cannot name the adapter yet.
         """
         base = self._registry.model(model).model
         entries = self._workers(base)
-        await self._on_all([entry for entry in entries if name not in entry.adapters], *_loading(name, path))
+        await self._on_all(entries, *_loading(name, path), passed=(LOADED,))
         await self._store.put(ADAPTERS, _name(base, name), path)
+        if not await self._listed(entries, name, loaded=True):
+            raise unavailable(
+                f"LoRA adapter {quoted(name)} is loaded, but this gateway has not heard of it from its router yet; try "
+                "again later.",
+                code="adapter_not_listed",
+            )
         return [entry.worker_id for entry in entries]
 
     async def unload_adapter(self, model: str, name: str) -> list[str]:
@@ -73,11 +87,25 @@ class FleetControl:
         """
         base = self._registry.model(model).model
         kept = await self._store.remove(ADAPTERS, _name(base, name))
-        holders = [entry for entry in self._workers(base) if name in entry.adapters]
-        if not kept and not holders:
-            raise not_found(f"LoRA adapter {quoted(name)} is not loaded.", param="lora_name", code="adapter_not_found")
-        await self._on_all(holders, _Action.ACTION_UNLOAD_LORA, {"name": name})
-        return [entry.worker_id for entry in holders]
+        # All workers are asked: what this gateway knows of their adapters may be older than the last load.
+        entries = self._workers(base)
+        unloaded = await self._on_all(
+            entries, _Action.ACTION_UNLOAD_LORA, {"name": name}, passed=(NOT_LOADED, UNSUPPORTED)
+        )
+        if not kept and not unloaded:
+            raise not_found(f"LoRA adapter {quoted(name)} is not loaded.", param="lora_name", code=NOT_LOADED)
+        await self._listed(entries, name, loaded=False)
+        return unloaded
+
+    async def _listed(self, entries: Iterable[WorkerEntry], name: str, loaded: bool) -> bool:
+        """Waits until this gateway's list of workers has a change of their adapters; returns whether it has."""
+        workers, ids = self._registry.workers, [entry.worker_id for entry in entries]
+        for _ in range(round(LISTED_S / POLL_S)):
+            current = [workers[worker_id] for worker_id in ids if worker_id in workers]
+            if all((name in entry.adapters) == loaded for entry in current):
+                return True
+            await asyncio.sleep(POLL_S)
+        return False
 
     async def sleep(self, model: str, level: int) -> list[str]:
         """Puts all workers of a model to sleep once they are idle; returns their ids."""
@@ -129,7 +157,7 @@ class FleetControl:
             model, _, name = key.partition(_SEPARATOR)
             without = [entry for entry in self._workers(model) if name not in entry.adapters]
             try:
-                await self._on_all(without, *_loading(name, path))
+                await self._on_all(without, *_loading(name, path), passed=(LOADED,))
             except SluiceError as error:
                 log.warning("loading an adapter failed: %s", error.message, extra={"adapter": name})
 
@@ -138,11 +166,8 @@ class FleetControl:
 
     async def _asleep(self) -> list[_Sleeper]:
         stored = await self._store.all(ASLEEP)
-        return [
-            _Sleeper(worker_id, *value.split(_SEPARATOR, 1))
-            for worker_id, value in stored.items()
-            if _SEPARATOR in value
-        ]
+        parted = ((worker_id, *value.partition(_SEPARATOR)) for worker_id, value in stored.items())
+        return [_Sleeper(worker_id, model, address) for worker_id, model, separator, address in parted if separator]
 
     async def _wakes(self, sleeper: _Sleeper) -> bool:
         """Returns whether the worker could be reached; raises SluiceError if it does not wake."""
@@ -156,14 +181,31 @@ class FleetControl:
         return True
 
     async def _on_all(
-        self, entries: Iterable[WorkerEntry], action: _Action.Action.ValueType, arguments: Mapping[str, str]
-    ) -> None:
-        """Runs an action on workers concurrently; raises the first failure once all have returned."""
-        gate = asyncio.Semaphore(MOST_AT_ONCE)
+        self,
+        entries: Iterable[WorkerEntry],
+        action: _Action.Action.ValueType,
+        arguments: Mapping[str, str],
+        passed: Collection[str] = (),
+    ) -> list[str]:
+        """Runs an action on workers concurrently; raises the first failure once all have returned.
 
-        async def run(entry: WorkerEntry) -> None:
+        Args:
+            passed: codes of the errors of workers that need nothing done.
+
+        Returns:
+            The ids of the workers that ran it.
+        """
+        gate = asyncio.Semaphore(MAX_AT_ONCE)
+
+        async def run(entry: WorkerEntry) -> str:
             async with gate:
-                await self._run(entry, action, arguments)
+                try:
+                    await self._run(entry, action, arguments)
+                except SluiceError as error:
+                    if error.code in passed:
+                        return ""
+                    raise
+                return entry.worker_id
 
         results = await asyncio.gather(*map(run, entries), return_exceptions=True)
         failed = [result for result in results if isinstance(result, BaseException)]
@@ -175,16 +217,21 @@ class FleetControl:
             assert isinstance(first, SluiceError)
             message = f"{len(failed)} of {len(results)} workers failed: {first.message}"
             raise SluiceError(first.kind, message, code=first.code)
+        return [result for result in results if isinstance(result, str) and result]
 
     async def _run(
         self, entry: WorkerEntry | _Sleeper, action: _Action.Action.ValueType, arguments: Mapping[str, str]
     ) -> None:
-        channel = open_channel(entry.address, self._credentials, callee=f"worker/{entry.worker_id}")
+        callee = f"worker/{entry.worker_id}"
+        channel = open_channel(entry.address, self._credentials, callee=callee, keepalive_ms=entry.keepalive_ms)
         try:
+            await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
             request = worker_pb2.ControlRequest(action=action, arguments=arguments)
             await worker_pb2_grpc.WorkerStub(channel).Control(request, timeout=ACTION_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, f"worker {entry.worker_id}") from error
+        except TimeoutError:
+            raise no_answer(f"The worker {entry.worker_id} cannot be reached.") from None
         finally:
             await channel.close()
 

@@ -9,8 +9,8 @@ from typing import Literal
 from services.common.errors import ErrorKind, SluiceError
 
 Kind = Literal["adapters", "asleep"]
-MOST_ENTRIES = 1_024
-"""Of each kind; bounds what operators can store."""
+MAX_ENTRIES = 1_024
+"""Adapters, and sleeping workers, that operators can store; one more is refused with FAILED_PRECONDITION."""
 
 
 class FleetStore(ABC):
@@ -25,7 +25,7 @@ class FleetStore(ABC):
         """Sets a value.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION if there are `MOST_ENTRIES` others, UNAVAILABLE as `all`.
+            SluiceError: FAILED_PRECONDITION if there are `MAX_ENTRIES` others, UNAVAILABLE as `all`.
         """
 
     @abstractmethod
@@ -47,7 +47,7 @@ class MemoryFleetStore(FleetStore):
 
     async def put(self, kind: Kind, name: str, value: str) -> None:
         values = self._values[kind]
-        if name not in values and len(values) >= MOST_ENTRIES:
+        if name not in values and len(values) >= MAX_ENTRIES:
             raise store_full(kind)
         values[name] = value
 
@@ -58,4 +58,4 @@ class MemoryFleetStore(FleetStore):
 def store_full(kind: Kind) -> SluiceError:
     """Returns the error of a value too many."""
     what = "adapters are kept loaded; unload one" if kind == "adapters" else "workers sleep; wake some"
-    return SluiceError(ErrorKind.FAILED_PRECONDITION, f"{MOST_ENTRIES} {what}.")
+    return SluiceError(ErrorKind.FAILED_PRECONDITION, f"{MAX_ENTRIES} {what}.")

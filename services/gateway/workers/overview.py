@@ -18,6 +18,7 @@ class WorkerState:
     """One worker; blocks and requests are totals over its data-parallel ranks.
 
     Attributes:
+        set_aside: why it is registered but receives no requests, such as `tokenizer_differs`; else empty.
         running: requests in the batch, as last reported.
         waiting: requests queued for the batch, as last reported.
         used_blocks: blocks held by running requests.
@@ -35,6 +36,7 @@ class WorkerState:
     engine: str
     version: str
     draining: bool
+    set_aside: str
     running: int
     waiting: int
     used_blocks: int
@@ -70,6 +72,7 @@ def _state(worker: router_pb2.WorkerInfo, booked: Sequence[router_pb2.BookedLoad
         engine=worker.engine,
         version=worker.engine_version,
         draining=worker.draining,
+        set_aside=worker.set_aside,
         running=load.running_requests,
         waiting=load.waiting_requests,
         used_blocks=load.used_blocks,

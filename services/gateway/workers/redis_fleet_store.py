@@ -6,9 +6,10 @@ import logging
 from typing import Any
 
 from services.common.errors import unavailable
-from services.common.redis.scripts import FAILURES, Script, ScriptRunner
+from services.common.redis.failures import FAILURES
+from services.common.redis.scripts import Script, ScriptRunner
 from services.common.redis.target import Credentials, parse
-from services.gateway.workers.fleet_store import MOST_ENTRIES, FleetStore, Kind, store_full
+from services.gateway.workers.fleet_store import MAX_ENTRIES, FleetStore, Kind, store_full
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class RedisFleetStore(FleetStore):
 
     async def _run(self, kind: Kind, action: str, name: str = "", value: str = "") -> Any:
         try:
-            return await self._redis.run(_SCRIPT, [f"{self._prefix}:fleet:{kind}"], [action, name, value, MOST_ENTRIES])
+            return await self._redis.run(_SCRIPT, [f"{self._prefix}:fleet:{kind}"], [action, name, value, MAX_ENTRIES])
         except FAILURES as error:
             log.warning("state of the fleet unavailable, Redis failed: %s", type(error).__name__)
             raise unavailable(

@@ -10,9 +10,10 @@ from functools import lru_cache
 
 import grpc
 
+from services.common.discovery.tokenizer_agreement import differing_kinds
 from services.common.discovery.worker_checks import check_worker
-from services.common.errors import LONGEST_NAME, SluiceError, not_found, quoted, unavailable
-from services.common.media.spans import SAMPLES
+from services.common.errors import MAX_NAME_LENGTH, SluiceError, not_found, quoted, unavailable
+from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, keepalive_ms_of
 from services.common.rpc.replicas import ReplicaSet
 from services.common.tasks import asked_to_end
 from services.gateway import context
@@ -23,7 +24,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 MAX_REMEMBERED_MODELS = 1024
-"""Models remembered after their last worker is removed, so that requests fail with 503 rather than 404."""
+"""Models remembered after their last worker, for which requests get 503; those of older ones get 404."""
+MAX_SET_ASIDE = 1024
+"""Workers that are set aside of which the reason is shown; that of further ones is not."""
 LOCAL_PREFILL = "local_prefill"
 CONFIRM_S = 10.0
 """How long workers are kept while a restarted router receives their registrations again."""
@@ -37,6 +40,11 @@ class WorkerEntry:
         labels: classes of a model that classifies.
         media_differ: kinds of media items of which the worker's model makes other tokens than preprocess: it must get
             none of them.
+        keepalive_ms: how long a connection to the worker may be silent before it is pinged.
+        source: of the tokenizer's files, which `processor` reads.
+        total_blocks: KV-cache blocks of each rank; 0: unknown. `max_sequences` and `max_batched_tokens` likewise.
+        chat_template: replaces that of the files; empty: not replaced.
+        tool_parser: the one that "auto" selects; empty: detected from the template. `reasoning_parser` likewise.
     """
 
     worker_id: str
@@ -57,6 +65,17 @@ class WorkerEntry:
     labels: tuple[str, ...] = ()
     media_fingerprint: str = ""
     media_differ: frozenset[str] = frozenset()
+    keepalive_ms: int = FOREIGN_KEEPALIVE_MS
+    source: str = ""
+    processor: str = ""
+    engine: str = ""
+    engine_version: str = ""
+    total_blocks: int = 0
+    max_sequences: int = 0
+    max_batched_tokens: int = 0
+    chat_template: str = ""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
     @property
     def runs_alone(self) -> bool:
@@ -75,6 +94,7 @@ class WorkerRegistry:
     Attributes:
         workers: the registered workers, by id.
         synced: whether a complete list has been received.
+        set_aside: model and reason of each registered worker that receives no requests, by id.
     """
 
     def __init__(
@@ -89,6 +109,7 @@ class WorkerRegistry:
         self._on_down = on_down
         self._owner = owner
         self.workers: dict[str, WorkerEntry] = {}
+        self.set_aside: dict[str, tuple[str, str]] = {}
         self._remembered_models: dict[str, None] = {}  # ordered by the last change of a worker
         self.synced = False
         self._media_fingerprints: dict[str, str] = {}  # of preprocess, by model
@@ -180,8 +201,10 @@ class WorkerRegistry:
     async def _follow(self) -> None:
         stub = self._routers.pick().stub
         confirmed: set[str] = set()
+        self.set_aside.clear()
         loop, synced = asyncio.get_running_loop(), False
         async for change in stub.WatchWorkers(router_pb2.WatchWorkersRequest(owner=self._owner)):
+            self._note_set_aside(change.worker)
             if change.kind == router_pb2.WorkerChange.KIND_UP:
                 if self._add(change.worker):
                     confirmed.add(change.worker.worker_id)
@@ -193,6 +216,11 @@ class WorkerRegistry:
                 if self.doubted:
                     loop.call_later(CONFIRM_S, self._drop_unconfirmed, confirmed)
 
+    def _note_set_aside(self, worker: router_pb2.WorkerInfo) -> None:
+        self.set_aside.pop(worker.worker_id, None)
+        if worker.set_aside and len(self.set_aside) < MAX_SET_ASIDE:
+            self.set_aside[worker.worker_id] = worker.card.model[:MAX_NAME_LENGTH], worker.set_aside[:MAX_NAME_LENGTH]
+
     def _drop_unconfirmed(self, confirmed: set[str]) -> None:
         if confirmed is self._confirmed:  # otherwise another router is followed by now
             for worker_id in self.workers.keys() - confirmed:
@@ -203,7 +231,7 @@ class WorkerRegistry:
         try:
             entry = _entry(worker)
         except (ValueError, SluiceError) as error:
-            _warn_ignored(worker.worker_id[:LONGEST_NAME], worker.epoch, str(error))
+            _warn_ignored(worker.worker_id[:MAX_NAME_LENGTH], worker.epoch, str(error))
             self._down(worker.worker_id)  # its previous registration
             return False
         self._up(entry)
@@ -238,25 +266,6 @@ def _warn_ignored(worker_id: str, epoch: int, reason: str) -> None:
     log.warning("worker ignored: %s", reason, extra={"worker": worker_id, "epoch": epoch})
 
 
-def agreement(ours: str, theirs: str) -> bool | None:
-    """Whether two fingerprints of fixed chats agree where both sides accept the chat; None if that is unknown."""
-    pairs = zip(ours.split(","), theirs.split(","), strict=False) if ours and theirs else ()
-    comparable = [one == other for one, other in pairs if "-" not in (one, other)]
-    return all(comparable) if comparable else None
-
-
-def differing_kinds(ours: str, theirs: str) -> frozenset[str]:
-    """Returns the kinds of media items for which two media fingerprints do not agree."""
-    found, start = set(), 0
-    sides = [fingerprint.split(",") if fingerprint else [] for fingerprint in (ours, theirs)]
-    for kind, samples in SAMPLES.items():
-        one, other = (",".join(side[start : start + samples]) for side in sides)
-        if agreement(one, other) is False:
-            found.add(kind.capability)
-        start += samples
-    return frozenset(found)
-
-
 def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
     card = worker.card
     check_worker(worker.worker_id, worker.address, card)
@@ -278,4 +287,15 @@ def _entry(worker: router_pb2.WorkerInfo) -> WorkerEntry:
         adapters=tuple(card.adapters),
         ranks=max(card.data_parallel_size, 1),
         labels=tuple(card.labels),
+        keepalive_ms=keepalive_ms_of(card.min_ping_interval_ms),
+        source=card.tokenizer.source,
+        processor=card.tokenizer.processor,
+        engine=worker.engine,
+        engine_version=worker.engine_version,
+        total_blocks=card.total_blocks,
+        max_sequences=card.max_sequences,
+        max_batched_tokens=card.max_batched_tokens,
+        chat_template=card.chat_template,
+        tool_parser=card.tool_parser,
+        reasoning_parser=card.reasoning_parser,
     )

@@ -7,16 +7,17 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from services.common.discovery.tokenizer_agreement import agreement, same_tokenizer
 from services.common.errors import SluiceError
 from services.common.observability.instruments import watch
 from services.gateway.clients.preprocess import TokenizerIdentity
 from services.gateway.metrics import PARITY
-from services.gateway.workers.registry import agreement
 
 log = logging.getLogger(__name__)
 
 REFRESH_EVERY_S = 10.0
 MIN_REFRESH_S = 1.0
+"""Seconds between two refreshes that models with an unknown tokenizer cause."""
 
 PROVEN = "same_prompts"
 SAME_FILES = "same_files"
@@ -46,12 +47,13 @@ def compare(ours: TokenizerIdentity | None, theirs: Worker) -> str:
     """
     if ours is None:
         return UNKNOWN
-    agree = agreement(ours.prompt_fingerprint, theirs.prompt_fingerprint)
-    if agree is not None:
-        return PROVEN if agree else DIFFERS
-    if not ours.fingerprint or not theirs.fingerprint:
+    same = same_tokenizer(ours, theirs)
+    if same is None:
         return UNKNOWN
-    return SAME_FILES if ours.fingerprint == theirs.fingerprint else DIFFERS
+    if not same:
+        return DIFFERS
+    proven = agreement(ours.prompt_fingerprint, theirs.prompt_fingerprint) is not None
+    return PROVEN if proven else SAME_FILES
 
 
 def compare_media(ours: TokenizerIdentity | None, theirs: Worker) -> str:
@@ -137,6 +139,7 @@ class TokenizerParity:
             "processor": ours.processor if ours is not None else None,
             "fingerprint": ours.fingerprint if ours is not None else None,
             "prompt_fingerprint": ours.prompt_fingerprint if ours is not None else None,
+            "template": ours.template if ours is not None else None,
             "worker_fingerprints": sorted({worker.fingerprint for worker in workers if worker.fingerprint}),
             "worker_prompt_fingerprints": sorted(
                 {worker.prompt_fingerprint for worker in workers if worker.prompt_fingerprint}

@@ -20,7 +20,7 @@ from services.common.errors import SluiceError, invalid
 EACH_BYTE = "sluice-replace-each-byte"
 """Codec error handler of byte-fallback decoders: one U+FFFD per invalid byte, where "replace" has one per sequence."""
 
-TAIL_AT_MOST = 32
+MAX_TAIL = 32
 """Number of tokens at the end of the prompt that detokenizers take into account."""
 
 
@@ -123,7 +123,7 @@ class TableDetokenizer:
         self._pending = b""  # an incomplete character of at most 3 bytes
         self._opening = table.opening
         self._plain = self._opening is None
-        for token in tail[-TAIL_AT_MOST:]:
+        for token in tail[-MAX_TAIL:]:
             self.step(token)
 
     def step(self, token: int) -> str:
@@ -173,7 +173,7 @@ class LibraryDetokenizer:
         tail: last ids of the prompt, for decoders that depend on the preceding text.
     """
 
-    HELD_AT_MOST = 32
+    MAX_HELD = 32
     """Tokens held back without complete text before they are decoded as they are; a character has at most 4 bytes."""
 
     __slots__ = ("_context", "_held", "_size", "_skip", "_stream", "_tokenizer")
@@ -182,7 +182,7 @@ class LibraryDetokenizer:
         self._tokenizer = tokenizer
         self._size = size
         self._skip = skip_special_tokens
-        self._context = list(tail[-TAIL_AT_MOST:])
+        self._context = list(tail[-MAX_TAIL:])
         for token in self._context:
             if token >= size:
                 raise outside_vocabulary(token, size)
@@ -200,7 +200,7 @@ class LibraryDetokenizer:
         if text is not None:
             self._context, self._held = self._held, []
             return text
-        return self.flush() if len(self._held) >= self.HELD_AT_MOST else ""
+        return self.flush() if len(self._held) >= self.MAX_HELD else ""
 
     def peek(self, tokens: Sequence[int]) -> str | None:
         return None

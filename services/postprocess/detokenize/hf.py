@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 SAMPLES = 256
 SAMPLE_LENGTH = 8
-MOST_PADDED = 1 << 20
+MAX_PADDED = 1 << 20
+"""Ids of a vocabulary padded by `config.json`, or twice those of the tokenizer if more; a larger size is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def _padded_size(path: Path, known: int) -> int:
     config = read_json(path, "config.json")
     text_config = config.get("text_config")
     sizes = [part.get("vocab_size") for part in (config, text_config) if isinstance(part, dict)]
-    most = max(MOST_PADDED, 2 * known)
+    most = max(MAX_PADDED, 2 * known)
     return max((size for size in sizes if isinstance(size, int) and size <= most), default=0)
 
 

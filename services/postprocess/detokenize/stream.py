@@ -50,11 +50,19 @@ class StreamOptions:
     token_texts: bool = False
     template_kwargs_json: bytes = b""
     max_tokens: int = 0
+    guided_calls: bool = False
+    thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one stream; see the settings of the same names."""
+    """Limits of one stream.
+
+    Attributes:
+        max_stop_strings: stop strings.
+        max_stop_chars: code points of all stop strings together.
+        max_tools_bytes: bytes of the tool definitions.
+    """
 
     max_stop_strings: int = 1_000
     max_stop_chars: int = 8_192

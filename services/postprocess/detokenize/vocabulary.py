@@ -36,6 +36,8 @@ class Vocabulary(ABC):
         size: upper bound of the ids.
         exact: detokenization is a table lookup, verified against the library.
         parsers: parsers that `auto` selects for this model.
+        files_parsers: parsers that the files alone select.
+        replaces_engine: the built-in parsers stand in for those of an engine.
         built_in: fallback if `auto` selected parsers of an engine that cannot handle this model; None if parsers are
             configured explicitly.
         source: location of its files.
@@ -46,6 +48,8 @@ class Vocabulary(ABC):
     exact: bool
     parsers: ParserNames = ParserNames()
     built_in: ParserNames | None = None
+    replaces_engine: bool = False
+    files_parsers: ParserNames = ParserNames()
     source: str = ""
     template: str = ""
 

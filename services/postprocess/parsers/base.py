@@ -28,6 +28,7 @@ class ParserContext:
         prompt_ids: the end of the prompt as ids.
         template_kwargs: the caller's arguments for the chat template.
         source: location of the model's files, for parsers that load a tokenizer.
+        thinking: the prompt ends inside a thought of the message that the model continues.
     """
 
     tools: Sequence[dict[str, Any]] = ()
@@ -40,6 +41,7 @@ class ParserContext:
     prompt_ids: Sequence[int] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+    thinking: bool = False
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,11 +77,13 @@ class Parser(ABC):
     Attributes:
         markers: special tokens that the parser needs in the text. Other special tokens are omitted on request.
         reasoning: whether the last text belongs to the reasoning.
+        retracted: the text that `reasoning` counted turned out to be content; known at the end.
         reasoning_tokens: reasoning tokens that `reasoning` does not count; known at the end.
     """
 
     markers: ClassVar[frozenset[str]] = frozenset()
     reasoning: bool = False
+    retracted: bool = False
     reasoning_tokens: int = 0
 
     def __init_subclass__(cls) -> None:
@@ -137,7 +141,12 @@ class Chain(Parser):
         return self._second.plain(text) if kind is Content else kind
 
     def finish(self) -> list[Event]:
-        return self._forward(self._first.finish()) + self._second.finish()
+        return self._forward(self._end_first()) + self._second.finish()
+
+    def _end_first(self) -> list[Event]:
+        events = self._first.finish()
+        self.reasoning, self.retracted = self._first.reasoning, self._first.retracted
+        return events
 
     def _forward(self, found: list[Event]) -> list[Event]:
         events: list[Event] = []

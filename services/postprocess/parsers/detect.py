@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from services.common.models import read_json
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.engines import ENGINES
 from services.postprocess.parsers.families import FAMILIES
+from services.postprocess.parsers.families.family import EngineNames
 
 
 def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:
@@ -20,99 +22,37 @@ def names_of(path: Path, is_special: frozenset[str]) -> ParserNames:
         is_special: texts of its special tokens.
     """
     template = template_of(path)
-    return ParserNames(_tool(template, is_special), _reasoning(template, is_special))
-
-
-_RENAMED: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "vllm": (
-        {"harmony": "openai"},
-        {"think": "qwen3", "harmony": "openai_gptoss"},
-    ),
-    "sglang": (
-        {
-            "llama3_json": "llama3",
-            "deepseek_v3": "deepseekv3",
-            "harmony": "gpt-oss",
-            "minimax_m2": "minimax-m2",
-        },
-        {"think": "qwen3", "deepseek_r1": "deepseek-r1", "harmony": "gpt-oss"},
-    ),
-}
-"""Tool and reasoning parsers that an engine names differently."""
-
-# Families with a specific reasoning parser, by a marker in the template: the names in vLLM and SGLang.
-_THINKERS = (
-    ("<arg_key>", {"vllm": "glm45", "sglang": "glm45"}),
-    ("<|tool_calls_section_begin|>", {"vllm": "kimi_k2", "sglang": "kimi_k2"}),
-    ("<minimax:tool_call>", {"vllm": "minimax_m2", "sglang": "minimax"}),
-)
-
-
-_FORMS = (
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<|tool_call_argument_begin|>", "kimi_k2"),
-    ("<parameter=", "qwen3_coder"),
-    ("<arg_key>", "glm45"),
-    ("<|tool_call|>", "granite"),
-)
-"""Markers that are specific to the templates of one family, most specific first."""
+    tool = next((family.name for family in FAMILIES if family.writes_calls(template, is_special)), "")
+    reasoning = next((family.name for family in FAMILIES if family.writes_thoughts(template, is_special)), "")
+    return ParserNames(tool, reasoning)
 
 
 def native_names(engine: str, found: ParserNames, template: str) -> ParserNames:
     """Returns the engine's parsers for a model whose built-in ones are `found`; empty names if it has none."""
-    tools, reasonings = _RENAMED[engine]
-    tool, reasoning = tools.get(found.tool, found.tool), reasonings.get(found.reasoning, found.reasoning)
-    tool = tool if tool in ENGINES[engine].tool else ""
-    reasoning = reasoning if reasoning in ENGINES[engine].reasoning else ""
-    if found.tool == "deepseek_v3" and "```json" not in template:
-        tool = "deepseek_v31" if engine == "vllm" else "deepseekv31"
-    if found.tool == "pythonic" and "<|python_start|>" in template:
-        tool = "llama4_pythonic" if engine == "vllm" else "pythonic"
-    for mark, names in _THINKERS if reasoning else ():
-        if mark in template:
-            reasoning = names[engine]
+    tools = [names for family in FAMILIES if family.name == found.tool for names in family.engine_tools]
+    tool = _engine_name(engine, found.tool, tools, template, ENGINES[engine].tool)
+    families = [family for family in FAMILIES if family.name == found.reasoning]
+    plain = [names for family in families for names in family.engine_reasoning if not names.mark]
+    reasoning = _engine_name(engine, found.reasoning, plain, template, ENGINES[engine].reasoning)
+    if reasoning:
+        marked = [names for family in FAMILIES for names in family.engine_reasoning if names.mark]
+        reasoning = _engine_name(engine, reasoning, marked, template, ENGINES[engine].reasoning)
     return ParserNames(f"{engine}:{tool}" if tool else "", f"{engine}:{reasoning}" if reasoning else "")
+
+
+def _engine_name(
+    engine: str, name: str, choices: Sequence[EngineNames], template: str, available: frozenset[str]
+) -> str:
+    """Returns the engine's name of a parser by the first choice that applies; empty if the engine does not have it."""
+    applying = next((names for names in choices if names.mark in template), None)
+    if applying is not None:
+        name = applying.of(engine) or name
+    return name if name in available else ""
 
 
 def writes_tools(template: str) -> bool:
     """Returns whether a chat template writes tools into prompts."""
     return re.search(r"\{[{%][^}%]*\btools\b", template) is not None
-
-
-def _tool(template: str, special: frozenset[str]) -> str:
-    if {"<|channel|>", "<|message|>"} <= special:
-        return "harmony"
-    for family in FAMILIES:
-        if family.tool and (special.intersection(family.special) or any(mark in template for mark in family.hints)):
-            return family.name
-    if "<｜tool▁call▁begin｜>" in template or "<｜tool▁call▁begin｜>" in special:
-        return "deepseek_v3"
-    for mark, name in _FORMS:
-        if mark in template:
-            return name
-    if "<tool_call>" in template:
-        return "hermes"
-    if "[TOOL_CALLS]" in special or "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "func_name1(" in template or "<|python_start|>" in special:
-        return "pythonic"
-    if "<|python_tag|>" in special and '"parameters"' in template:
-        return "llama3_json"
-    return ""
-
-
-def _reasoning(template: str, special: frozenset[str]) -> str:
-    if {"<|channel|>", "<|message|>"} <= special:
-        return "harmony"
-    if "[THINK]" in special or "[THINK]" in template:
-        return "mistral"
-    for family in FAMILIES:
-        if family.reasoning and any(mark in template for mark in family.reasoning_hints):
-            return family.name
-    if "<think>" not in template and "</think>" not in template and "<think>" not in special:
-        return ""
-    # The first template of R1 lacks the tag, but the model reasons nevertheless.
-    return "deepseek_r1" if "<｜Assistant｜>" in template and "<think>" not in template else "think"
 
 
 def template_of(path: Path) -> str:

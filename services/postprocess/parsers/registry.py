@@ -5,66 +5,26 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-from services.common.engine_packages import TESTED_VERSIONS
 from services.common.errors import invalid, quoted
+from services.common.packages.engines import TESTED_VERSIONS
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Chain, Parser, ParserContext
-from services.postprocess.parsers.calls import CallParser
-from services.postprocess.parsers.deepseek import DeepSeekParser
+from services.postprocess.parsers.calls.parser import CallParser
 from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
 from services.postprocess.parsers.families import FAMILIES
-from services.postprocess.parsers.harmony import HarmonyParser
-from services.postprocess.parsers.json_calls import GraniteParser, HermesParser, LlamaJsonParser
-from services.postprocess.parsers.kimi import KimiParser
-from services.postprocess.parsers.mistral import MistralParser
-from services.postprocess.parsers.pythonic import PythonicParser
-from services.postprocess.parsers.tag_families import GlmParser, MiniMaxParser, Qwen3CoderParser
-from services.postprocess.parsers.think import (
-    AppendedThinkParser,
-    ImpliedThinkParser,
-    MistralThinkParser,
-    ThinkParser,
-)
-from services.postprocess.parsers.unclosed_reasoning import UnclosedReasoningChain
+from services.postprocess.parsers.families.harmony import HarmonyParser
+from services.postprocess.parsers.reasoning.think import ThinkParser
+from services.postprocess.parsers.reasoning.unclosed_reasoning import UnclosedReasoningChain
 
 AUTO = "auto"
 NONE = "none"
 
 TOOL_PARSERS: dict[str, type[Parser]] = {
-    "hermes": HermesParser,
-    "qwen": HermesParser,
-    "llama3_json": LlamaJsonParser,
-    "pythonic": PythonicParser,
-    "mistral": MistralParser,
-    "deepseek_r1": DeepSeekParser,
-    "deepseek_v3": DeepSeekParser,
-    "harmony": HarmonyParser,
-    "qwen3_coder": Qwen3CoderParser,
-    "glm45": GlmParser,
-    "kimi_k2": KimiParser,
-    "minimax_m2": MiniMaxParser,
-    "granite": GraniteParser,
-    # Names of vLLM and SGLang for the same formats.
-    "deepseek_v31": DeepSeekParser,
-    "glm47": GlmParser,
-    "qwen3_xml": Qwen3CoderParser,
-    "step3p5": Qwen3CoderParser,
-    "nemotron_v3": Qwen3CoderParser,
-    "granite4": HermesParser,
-    "llama4_pythonic": PythonicParser,
-    **{name: family.tool for family in FAMILIES if family.tool for name in (family.name, *family.aliases)},
+    name: family.tool for family in FAMILIES if family.tool for name in (family.name, *family.aliases)
 }
 
 REASONING_PARSERS: dict[str, type[Parser]] = {
-    "think": ThinkParser,
-    "qwen3": ThinkParser,
-    "deepseek_r1": ImpliedThinkParser,
-    "deepseek_v3": ThinkParser,
-    "mistral": MistralThinkParser,
-    "harmony": HarmonyParser,
-    **dict.fromkeys(("glm45", "kimi_k2", "minimax_m2", "nemotron_v3", "step3", "hy_v3"), ThinkParser),
-    "minimax_append_think": AppendedThinkParser,
-    **{name: family.reasoning for family in FAMILIES if family.reasoning for name in (family.name, *family.aliases)},
+    name: family.reasoning for family in FAMILIES if family.reasoning for name in (family.name, *family.aliases)
 }
 
 
@@ -146,7 +106,9 @@ def markers_of(names: ParserNames) -> frozenset[str]:
 def build(names: ParserNames, context: ParserContext) -> Parser:
     """Creates the parser of one stream; at least one name must be set."""
     if HarmonyParser in (_class(names.tool, TOOL_PARSERS), _class(names.reasoning, REASONING_PARSERS)):
-        return HarmonyParser(context, calls=bool(names.tool))
+        harmony = _class(names.tool, TOOL_PARSERS) is HarmonyParser
+        parser = HarmonyParser(context, calls=harmony)
+        return parser if harmony or not names.tool else Chain(parser, _class(names.tool, TOOL_PARSERS)(context))
     if not names.tool:
         return _class(names.reasoning, REASONING_PARSERS)(context)
     tools = _class(names.tool, TOOL_PARSERS)(context)

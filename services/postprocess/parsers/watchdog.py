@@ -6,7 +6,7 @@ import signal
 import threading
 from types import FrameType
 
-HELD_AT_MOST = 1 << 20
+MAX_HELD = 1 << 20
 """Maximum code points that a parser in this process may hold back."""
 
 

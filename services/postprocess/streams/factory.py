@@ -32,6 +32,12 @@ AnyParsed = ParsedStream | RemoteStream
 AnyStream = Stream | AnyParsed
 
 
+MAX_PARSER_S = 2.0
+"""Seconds that a parser runs for one stream's text of a message; then its stream continues as plain text."""
+MAX_PARSER_MEMORY_MB = 512
+"""MiB that a parser's process allocates after its start; with more, it is ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class CustomParsers:
     """Custom and engine parsers, and their resource limits.
@@ -45,8 +51,8 @@ class CustomParsers:
     """
 
     names: Sequence[str] = ()
-    time_s: float = 2.0
-    memory_mb: int = 512
+    time_s: float = MAX_PARSER_S
+    memory_mb: int = MAX_PARSER_MEMORY_MB
     engines: Mapping[str, str] = field(default_factory=dict)
     later: Mapping[str, str] = field(default_factory=dict)
 
@@ -107,20 +113,20 @@ class StreamFactory:
     async def prepare_for(self, vocabulary: Vocabulary) -> None:
         """Loads the parsers that `auto` selects for a model, with and without tools.
 
-        Falls back to the built-in parsers if preferred engine parsers cannot handle the model.
+        Falls back to the built-in parsers, which marks the streams, if preferred engine parsers cannot handle the model
+        or the engine's package is absent or of another version.
 
         Raises:
-            SluiceError: explicitly configured parsers cannot handle the model, or the engine's package is missing.
+            SluiceError: explicitly configured parsers cannot handle the model.
         """
         names = vocabulary.parsers
         try:
             for pair in {names, replace(names, tool="")} - {NO_PARSERS}:
                 await self.prepare(ParserSelection(pair, ParserContext(source=vocabulary.source)))
         except SluiceError as error:
-            missing = error.kind is not ErrorKind.FAILED_PRECONDITION or error.code == "missing_extra"
-            if missing or vocabulary.built_in is None:
+            if error.kind is not ErrorKind.FAILED_PRECONDITION or vocabulary.built_in is None:
                 raise
-            vocabulary.parsers = vocabulary.built_in
+            vocabulary.parsers, vocabulary.replaces_engine = vocabulary.built_in, True
             log.warning("using the built-in parsers: %s", error.message, extra={"source": vocabulary.source})
 
     def release(self, source: str) -> None:

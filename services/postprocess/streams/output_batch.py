@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from services.common.rows.shared_steps import shared_step
 from services.postprocess.detokenize.stream import Finish
 from services.postprocess.detokenize.token_texts import TokenRecorder, TokenTexts
 from services.postprocess.parsers.events import Event, merge
@@ -87,16 +89,36 @@ class OutputBatch:
         """Announces in the next batch that this replica leaves."""
         self._leaving = True
 
-    def take(self) -> Batch | None:
-        """Returns all output as a batch; None if there is none."""
+    @shared_step("postprocess.take_output")
+    def take(self, on_broken: Callable[[int, Exception], None]) -> Batch | None:
+        """Returns all output as a batch; None if there is none.
+
+        Args:
+            on_broken: called with the slot whose output cannot be taken, which is dropped, and the exception. It may
+                add the finish of that slot's stream.
+        """
+        broken: list[tuple[int, Exception]] = []
+        merged: list[tuple[int, list[Event]]] = []
         for slot, recorder in self._recorders.items():
-            self._take_tokens(slot, recorder)
-        texts, finishes, events = self.texts, self._finishes, self._events
-        if not (texts or finishes or events or self._tokens or self._leaving):
+            try:
+                self._take_tokens(slot, recorder)
+            except Exception as error:
+                broken.append((slot, error))
+        for slot, found in self._events.items():
+            try:
+                merged.append((slot, merge(found)))
+            except Exception as error:
+                broken.append((slot, error))
+        if broken:
+            slots = {slot for slot, _ in broken}
+            self.forget(slots)
+            merged = [(slot, found) for slot, found in merged if slot not in slots]
+            for slot, reason in broken:
+                on_broken(slot, reason)
+        texts, finishes, tokens, leaving = self.texts, self._finishes, self._tokens, self._leaving
+        if not (texts or finishes or merged or tokens or leaving):
             return None
-        tokens, leaving = self._tokens, self._leaving
         self.texts, self._finishes, self._events, self._tokens, self._leaving = {}, [], {}, [], False
-        merged = [(slot, merge(found)) for slot, found in events.items()]
         lengths = array("I", map(len, texts.values()))
         return Batch(array("I", texts), lengths, "".join(texts.values()), finishes, merged, tokens, leaving)
 

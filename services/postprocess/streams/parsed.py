@@ -9,7 +9,7 @@ from services.postprocess.detokenize.stream import Finish, FinishReason, Stream
 from services.postprocess.detokenize.token_texts import TokenRecorder
 from services.postprocess.parsers.base import Parser
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event, Reasoning
-from services.postprocess.parsers.watchdog import HELD_AT_MOST, WATCH, Expired
+from services.postprocess.parsers.watchdog import MAX_HELD, WATCH, Expired
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class ParsedStream:
             return
         if held := parser.held_size:
             self._keep_last(held)
-            if held > HELD_AT_MOST:
+            if held > MAX_HELD:
                 self._fail(self._last_fed(held) + text, PARSER_TOO_LARGE)
                 return
         self._last = text
@@ -186,6 +186,9 @@ class ParsedStream:
         if self._parser is not None:
             if held := self._parser.held_size:
                 self._keep_last(held)
-            self._guarded(self._parser.finish, held)
+            parser = self._parser
+            self._guarded(parser.finish, held)
             self._parser = None
+            if parser.retracted:
+                self._reasoning_tokens = 0
         self.finish = finish.parsed(self._calls, self._reasoning_tokens)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from services.common.errors import SluiceError, invalid, quoted
-from services.postprocess.detokenize.detokenizer import TAIL_AT_MOST
+from services.common.intake.json_intake import foreign_json
+from services.postprocess.detokenize.detokenizer import MAX_TAIL
 from services.postprocess.detokenize.stream import Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.calls import NOT_CHOSEN
+from services.postprocess.parsers.calls.call_names import NOT_CHOSEN
 from services.postprocess.parsers.engines import engine_of
 from services.postprocess.parsers.registry import AUTO, NONE, ParserRegistry
 
 NO_PARSER = "tool_parser_unknown"
+REPLACED = "engine_parser_replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,19 @@ def plan_of(
         required=calls and choice == "required",
         only=only.removeprefix(_NAMED),
         single=options.single_tool_call,
-        guided=options.guided,
+        guided=options.guided or options.guided_calls,
         prompt_tail=_tail(options, vocabulary) if names.reasoning or names.tool else "",
         identity=identity,
         prompt_ids=options.prompt_tail,
         template_kwargs=_kwargs(options.template_kwargs_json),
         source=vocabulary.source,
+        thinking=options.thinking,
     )
     wanted = calls and bool(options.tool_parser) and bool(tools) and options.tool_parser != NONE
     degraded = NO_PARSER if wanted and not names.tool else ""
+    automatic = AUTO in (options.tool_parser if names.tool else "", options.reasoning_parser if names.reasoning else "")
+    if automatic and vocabulary.replaces_engine:
+        degraded = REPLACED
     return ParserSelection(names, context, NOT_CHOSEN if degraded and (only or context.required) else degraded)
 
 
@@ -135,14 +140,11 @@ def _kwargs(text: bytes) -> dict[str, Any]:
 
 
 def _load(text: bytes, field: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"{field} is not valid JSON.", param=field) from error
+    return foreign_json(text, field)
 
 
 def _tail(options: StreamOptions, vocabulary: Vocabulary) -> str:
     try:
-        return vocabulary.text_of(options.prompt_tail[-TAIL_AT_MOST:])
+        return vocabulary.text_of(options.prompt_tail[-MAX_TAIL:])
     except SluiceError:
         return ""  # creating the stream raises the error

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, unavailable
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, overloaded, unavailable
+from services.common.rows.shared_steps import shared_step
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Content, Degraded, Event
@@ -23,10 +25,21 @@ from services.postprocess.streams.resume import Remainder, Resume, mismatch
 from services.postprocess.streams.slots import Slots
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of one session; see the settings of the same names."""
+    """Limits of one session.
+
+    Attributes:
+        stream: limits of each of its streams.
+        max_streams: open streams.
+        max_message_tokens: tokens of one message.
+        max_row_tokens: tokens of one stream in a message; a row is converted without a pause for other streams.
+        max_waiting_tokens: tokens buffered for a stream while its model is loading.
+        max_backlog: tokens and results buffered while the caller does not read.
+    """
 
     stream: Limits = field(default_factory=Limits)
     max_streams: int = 16_384
@@ -105,8 +118,8 @@ class PostSession:
                 self._slots.take(slot, request_id, options.model, parent)
                 text = stream.feed(resume.token_ids) if resume is not None else None
                 self._join(slot, stream, plan, resume, text or "")
-        except SluiceError as error:
-            self.refuse(slot, error)
+        except Exception as error:
+            self.fail(slot, error)
 
     def _admit(self, slot: int) -> None:
         if slot in self._streams or slot in self._parsed or slot in self._pending:
@@ -151,6 +164,13 @@ class PostSession:
         stream = self._streams.get(slot) or self._parsed.get(slot)
         self._finished(slot, Finish(FinishReason.ERROR, stream.tokens_seen if stream else 0, error=error))
 
+    def fail(self, slot: int, error: Exception) -> None:
+        """Finishes the stream in a slot with what processing it has raised."""
+        if not isinstance(error, SluiceError):
+            log.error("processing a stream failed", extra={"slot": slot}, exc_info=error)
+            error = internal("The text of this stream cannot be produced; see the log of postprocess.")
+        self.refuse(slot, error)
+
     def _begun(self, slot: int, pending: PendingStream, stream: AnyStream, plan: ParserSelection, text: str) -> None:
         """Adds a stream that was pending, and processes its buffered input."""
         try:
@@ -158,14 +178,15 @@ class PostSession:
             self._feed_any(slot, pending.tokens)
             if pending.end is not None:
                 self.end(slot, *pending.end)
-        except SluiceError as error:
-            self.refuse(slot, error)
+        except Exception as error:
+            self.fail(slot, error)
         self._wake()
 
     def _not_begun(self, slot: int, error: SluiceError) -> None:
         self.refuse(slot, error)
         self._wake()
 
+    @shared_step("postprocess.feed")
     def feed(self, slots: array[int], counts: array[int], tokens: array[int]) -> None:
         """Processes token columns: row i has the next `counts[i]` tokens of `slots[i]`.
 
@@ -190,22 +211,26 @@ class PostSession:
         end, most = 0, self._limits.max_row_tokens
         for slot, count in zip(slots, counts, strict=True):
             start, end = end, end + count
-            stream = streams.get(slot)
-            if count > most and slot in self._slots.live:
-                self.refuse(slot, _too_many(count, most))
-                continue
-            if stream is None:
-                parsed = parsed_streams.get(slot)
-                if type(parsed) is ParsedStream:
-                    self._feed_parsed(slot, parsed, tokens[start:end])
-                else:
-                    self._feed_any(slot, tokens[start:end])
-                continue
-            text = stream.feed_one(tokens[start]) if count == 1 else stream.feed(tokens[start:end])
-            if text:
-                texts[slot] = texts.get(slot, "") + text
-            if stream.finish is not None:
-                self._finished(slot, stream.finish)
+            try:
+                stream = streams.get(slot)
+                if count > most and slot in self._slots.live:
+                    message = f"{count} tokens of one stream in one message are too many; send at most {most}."
+                    self.refuse(slot, SluiceError(ErrorKind.TOO_LARGE, message, param="tokens.counts"))
+                    continue
+                if stream is None:
+                    parsed = parsed_streams.get(slot)
+                    if type(parsed) is ParsedStream:
+                        self._feed_parsed(slot, parsed, tokens[start:end])
+                    else:
+                        self._feed_any(slot, tokens[start:end])
+                    continue
+                text = stream.feed_one(tokens[start]) if count == 1 else stream.feed(tokens[start:end])
+                if text:
+                    texts[slot] = texts.get(slot, "") + text
+                if stream.finish is not None:
+                    self._finished(slot, stream.finish)
+            except Exception as error:
+                self.fail(slot, error)
 
     def _feed_parsed(self, slot: int, stream: ParsedStream, tokens: array[int]) -> None:
         """Feeds a row; content without markup goes to the text column unless an event precedes it."""
@@ -241,7 +266,10 @@ class PostSession:
                 self.refuse(slot, error)
 
     def _remote_changed(self, slot: int, stream: RemoteStream) -> None:
-        self._parsed_changed(slot, stream)
+        try:
+            self._parsed_changed(slot, stream)
+        except Exception as error:
+            self.fail(slot, error)
         self._parsed_progress.set()
         self._wake()
 
@@ -264,6 +292,12 @@ class PostSession:
 
     def end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
         """Ends a stream as the engine did; ignores slots whose stream has ended."""
+        try:
+            self._end(slot, reason, stop_token_id)
+        except Exception as error:
+            self.fail(slot, error)
+
+    def _end(self, slot: int, reason: FinishReason, stop_token_id: int | None) -> None:
         if slot in self._pending:
             self._pending.end(slot, reason, stop_token_id)
         if (parsed := self._parsed.get(slot)) is not None:
@@ -317,7 +351,7 @@ class PostSession:
     def drain(self) -> Batch | None:
         """Returns the output that is ready, None if there is none; call it once all earlier output has been written."""
         self._backlog = 0
-        batch = self._output.take()
+        batch = self._output.take(self.fail)
         if batch is None and self._draining and not len(self):
             self.drained.set()
         return batch
@@ -343,8 +377,3 @@ class PostSession:
         """Closes all streams after the caller disconnected."""
         await self._pending.aclose()
         self.close(self._slots.live)
-
-
-def _too_many(count: int, most: int) -> SluiceError:
-    message = f"{count} tokens of one stream in one message are too many; send at most {most}."
-    return SluiceError(ErrorKind.TOO_LARGE, message, param="tokens.counts")

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
+from weakref import WeakValueDictionary
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found, quoted
 from services.common.models import PROCESSORS, ModelSpec, detect_processor, resolve
@@ -17,6 +19,8 @@ from services.postprocess.parsers.registry import NONE
 
 log = logging.getLogger(__name__)
 
+MAX_LOAD_S = 300.0
+"""Seconds that a vocabulary takes to load, a first download of its files included; then its load has failed."""
 NO_OVERRIDES: Mapping[str, ParserNames] = {}
 
 
@@ -86,7 +90,7 @@ class VocabularyRegistry:
     def __init__(
         self,
         specs: Sequence[ModelSpec],
-        load_timeout_s: float,
+        load_timeout_s: float = MAX_LOAD_S,
         loader: Callable[[ModelSpec], Vocabulary] = load,
         parsers: Mapping[str, ParserNames] = NO_OVERRIDES,
         native: Callable[[ModelSpec], Sequence[str]] = lambda spec: (),
@@ -100,6 +104,7 @@ class VocabularyRegistry:
         self._check = check
         self._loaded: dict[str, Vocabulary] = {}
         self._loading: dict[str, asyncio.Task[Vocabulary]] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by source, while loading
 
     def ready(self, model: str) -> Vocabulary | None:
         """Returns a vocabulary, or None until it is loaded; raises SluiceError (NOT_FOUND) for an unknown model."""
@@ -127,6 +132,16 @@ class VocabularyRegistry:
         """
         self._loaded[spec.name] = await self._loaded_from(spec)
         self._specs[spec.name] = spec
+
+    async def _tables(self, spec: ModelSpec) -> Vocabulary:
+        """Returns a vocabulary of its own whose tables are shared by discovered models with the same files."""
+        for other in self._specs.values():
+            same = (other.source, other.processor) == (spec.source, spec.processor)
+            if spec.learned and other.learned and same and other.name in self._loaded:
+                shared = copy(self._loaded[other.name])
+                shared.parsers = shared.files_parsers
+                return shared
+        return await asyncio.to_thread(self._loader, spec)
 
     def remove(self, name: str) -> str:
         """Removes a discovered model; ignores unknown and configured ones. Running streams keep the vocabulary.
@@ -176,14 +191,17 @@ class VocabularyRegistry:
         model = spec.name
         started = time.monotonic()
         try:
-            vocabulary = await asyncio.to_thread(self._loader, spec)
+            async with self._locks.setdefault(spec.source, asyncio.Lock()):
+                vocabulary = await self._tables(spec)
         except SluiceError:
             raise
         except Exception as error:
             log.exception("loading the tokenizer failed", extra={"model": model})
             raise internal(f"The tokenizer of {model} cannot be loaded; see the log of postprocess.") from error
         given = self._given(spec)
+        vocabulary.files_parsers = vocabulary.parsers
         vocabulary.built_in = vocabulary.parsers if given == ParserNames() else None
+        vocabulary.replaces_engine = False
         native = self._native(spec)
         vocabulary.parsers = chosen(given, vocabulary, native)
         if native and given == ParserNames() != vocabulary.parsers == vocabulary.built_in:

@@ -15,7 +15,8 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.encoders.backend import Backend, EncoderOptions, fastest
 from services.preprocess.encoders.fastokens_backend import FastokensBackend
-from services.preprocess.encoders.segment_cache import CacheStats, SegmentCache
+from services.preprocess.encoders.segment_cache import SegmentCache
+from services.preprocess.protocol import CacheStats
 
 log = logging.getLogger(__name__)
 

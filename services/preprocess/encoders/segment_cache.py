@@ -4,33 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from sys import getsizeof
 from threading import Lock
 
 from services.preprocess.encoders.backend import Backend
+from services.preprocess.protocol import CacheStats
 
 ENTRY_OVERHEAD = 200
 """Bytes per entry beyond its text and ids, measured and rounded up."""
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Statistics of a cache; all but `entries` in bytes.
-
-    Attributes:
-        held: memory in use.
-        limit: maximum memory.
-        entries: cached segments.
-        hit: text found in the cache.
-        missed: text that was encoded.
-    """
-
-    held: int
-    limit: int
-    entries: int
-    hit: int
-    missed: int
 
 
 class SegmentCache(Backend):

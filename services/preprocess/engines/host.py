@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from services.common.child_rpc.child import Channel, limit_memory, serve
-from services.common.engine_packages import NOT_NEEDED, TESTED_VERSIONS, stand_in_for_absent
 from services.common.errors import ErrorKind, SluiceError, first_line
+from services.common.packages.engines import NOT_NEEDED, import_failure, stand_in_for_absent
 from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
 
 LOAD_FACTOR = 2
@@ -62,12 +62,7 @@ def _load_error(engine: str, error: Exception) -> dict[str, Any]:
     if isinstance(error, SluiceError):
         return error_form(error)
     if isinstance(error, ImportError):
-        missing = error.name or str(error)
-        message = (
-            f"The processor {engine} needs the package {missing.split('.')[0]}: install sluice-llm[{engine}] "
-            f"({engine}=={TESTED_VERSIONS.get(engine, '')}), or name an interpreter that has it with --{engine}-python."
-        )
-        return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, message, param="model", code="missing_extra"))
+        return error_form(import_failure(engine, f"Prompts of {engine}", error))
     reason = "it needs too much memory" if isinstance(error, MemoryError) else first_line(error, 200)
     message = f"The processor {engine} failed to load this tokenizer: {(reason or type(error).__name__).rstrip('.')}."
     return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, message, param="model"))

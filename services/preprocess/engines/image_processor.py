@@ -20,7 +20,8 @@ from services.preprocess.engines.tokenizer import error_form
 
 LOAD_FACTOR = 2
 """Memory limit while loading, as a multiple of the limit afterwards."""
-MOST_REASON_CHARS = 200
+MAX_REASON_CHARS = 200
+"""Characters of a processor's own message in an error; the rest is left out."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
 _FORMATS: tuple[str | None, ...] = ("np", "pt", None)
 _PROBE = ("a{0}b\n\n{0}\n\n c {0} \n{0}\n{0}{0}d", ((600, 400), (64, 64), (400, 600), (100, 30), (64, 64), (600, 400)))
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> None:
     try:
         processor = ModelProcessor.load(path, memory_mb if foreign else 0)
     except Exception as error:
-        reason = first_line(error, MOST_REASON_CHARS).rstrip(".") or type(error).__name__
+        reason = first_line(error, MAX_REASON_CHARS).rstrip(".") or type(error).__name__
         channel.send_json({"error": error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, reason))})
         return
     limit_memory(memory_mb)
@@ -98,7 +99,7 @@ class ModelProcessor:
         try:
             return {"ids": self.ids(placeholder, width, height)}
         except (ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-            return {"refused": first_line(error, MOST_REASON_CHARS).rstrip(".") or type(error).__name__}
+            return {"refused": first_line(error, MAX_REASON_CHARS).rstrip(".") or type(error).__name__}
 
     def ids(self, placeholder: str, width: int, height: int) -> list[int]:
         """Returns the ids that the processor makes in place of a placeholder."""

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 WINDOW = 64
 MAX_FRAME_BYTES = 256 << 20
+"""Bytes of a message of an engine's tokenizer process; a process that sends a longer one is replaced."""
 BACKOFF_S = (0.1, 5.0)
 CLOSE_S = 5.0
 

@@ -27,8 +27,8 @@ from services.preprocess.protocol import ChatRequest
 
 VERSION: str = vllm.__version__
 KINDS = tuple(kind.capability for kind in MediaKind)
-MOST_ITEMS = 256
-"""Media items of each kind in a prompt; the limits of the service are lower."""
+MAX_ITEMS = 256
+"""Media items of each kind in a prompt for which vLLM's code is configured, above the limits of the service."""
 CACHE_GIB = 0.05
 """Processed media items that vLLM keeps: the ids of repeated ones need no processing."""
 
@@ -58,7 +58,7 @@ class Tokenizer(LibraryTokenizer):
             tokenizer_mode=mode,
             dtype="float32",
             enforce_eager=True,
-            limit_mm_per_prompt=dict.fromkeys(KINDS, MOST_ITEMS),
+            limit_mm_per_prompt=dict.fromkeys(KINDS, MAX_ITEMS),
             mm_processor_cache_gb=CACHE_GIB,
         )
         config = VllmConfig(model_config=model, device_config=DeviceConfig("cpu"))

@@ -21,7 +21,9 @@ from services.preprocess.media.limits import CheckLimits
 
 START_S = 30.0
 MAX_REPLY_BYTES = 4096
-MOST_KNOWN = 16_384
+"""Bytes of a reply of the process that decodes files; a process that sends a longer one is replaced."""
+MAX_KNOWN = 16_384
+"""Checked files whose properties are remembered; the oldest is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class MediaChecker:
         if done.exception() is not None or done.result().fault:
             return
         self._known[digest] = done.result()
-        if len(self._known) > MOST_KNOWN:
+        if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
     async def close(self) -> None:

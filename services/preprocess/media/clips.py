@@ -18,19 +18,21 @@ from services.preprocess.media.frame_counts import count_frames, declared_frames
 from services.preprocess.media.limits import ClipLimits
 
 READ_SAMPLES = 1 << 16
-MOST_CHANNELS = 8
+MAX_CHANNELS = 8
+"""Channels of an audio file; a file with more is refused with INVALID_ARGUMENT."""
 RATES = range(1_000, 384_001)
 _READERS = {"WAV": ("WAV", "WAVEX"), "MP3": ("MP3",), "FLAC": ("FLAC",), "OGG": ("OGG",)}
 """Names of the formats in libsndfile."""
 _DEMUXERS = {"MP4": "mp4", "WEBM": "webm"}
 _CODECS = frozenset(("h264", "hevc", "mpeg4", "vp8", "vp9"))
-MOST_STREAMS = 64
-_MOST_READ_STREAMS = 256
-"""Streams at which FFmpeg ends with an error, since each takes memory; below, the file is refused by name."""
-_MOST_DECODED = 256
-"""Packets that are decoded to find the first frame; encoders write up to a few dozen frames in another order."""
-_MOST_DECODED_PIXELS = _MOST_DECODED * 1920 * 1080
-"""Pixels of these packets: of frames larger than full HD, fewer are decoded."""
+MAX_STREAMS = 64
+"""Tracks of a video; a file with more is refused with INVALID_ARGUMENT."""
+_MAX_READ_STREAMS = 256
+"""Tracks of a video that FFmpeg reads, as each takes memory; with more the file is refused without their number."""
+_MAX_DECODED = 256
+"""Packets decoded to find the first frame, as encoders write a few dozen in another order; then the file is refused."""
+_MAX_DECODED_PIXELS = _MAX_DECODED * 1920 * 1080
+"""Pixels of these packets, so that fewer are decoded of frames larger than full HD; then the file is refused."""
 _SIDEWAYS = 90
 """Degrees; videos of phones are recorded so."""
 _MP3_SYNC = 0xFFE0
@@ -81,8 +83,8 @@ def check_audio(data: bytes, form: str, limits: ClipLimits) -> AudioFacts:
 def _check_header(file: Any, form: str, limits: ClipLimits) -> None:
     if file.format not in _READERS[form]:
         raise BadMedia(UNKNOWN_FORMAT)
-    if file.channels > MOST_CHANNELS:
-        raise BadMedia(f"has more than {MOST_CHANNELS} channels")
+    if file.channels > MAX_CHANNELS:
+        raise BadMedia(f"has more than {MAX_CHANNELS} channels")
     if file.samplerate not in RATES:
         raise BadMedia(f"has not between {RATES[0]:,} and {RATES[-1]:,} samples a second")
     if not file.seekable():
@@ -110,11 +112,11 @@ def check_video(data: bytes, form: str, limits: ClipLimits) -> VideoFacts:
     """Reads the packets of a video, decodes its first frame and returns its facts; raises BadMedia."""
     if ends_early(data, form):
         raise BadMedia("is truncated")
-    options = {"protocol_whitelist": "", "max_streams": str(_MOST_READ_STREAMS)}
+    options = {"protocol_whitelist": "", "max_streams": str(_MAX_READ_STREAMS)}
     try:
         with av.open(BytesIO(data), format=_DEMUXERS[form], options=options) as container:
-            if len(container.streams) > MOST_STREAMS:
-                raise BadMedia(f"has more than {MOST_STREAMS} tracks")
+            if len(container.streams) > MAX_STREAMS:
+                raise BadMedia(f"has more than {MAX_STREAMS} tracks")
             if not container.streams.video:
                 raise BadMedia("has no pictures")
             stream = container.streams.video[0]
@@ -131,7 +133,7 @@ def check_video(data: bytes, form: str, limits: ClipLimits) -> VideoFacts:
 def _read_packets(container: Any, stream: Any, form: str, limits: ClipLimits) -> VideoFacts:
     frames, shown, size = 0, 0, (0, 0)
     pixels = max(1, stream.codec_context.width * stream.codec_context.height)
-    most_decoded = min(_MOST_DECODED, _MOST_DECODED_PIXELS // pixels)
+    most_decoded = min(_MAX_DECODED, _MAX_DECODED_PIXELS // pixels)
     for packet in container.demux(stream):
         frames += packet.size > 0  # the last one is empty, and makes the decoder return what it holds
         shown += packet.size > 0 and not packet.is_discard  # an edit list hides the others

@@ -15,8 +15,8 @@ from services.preprocess.protocol import Message
 from services.preprocess.validation import typed_placeholder
 
 _KINDS = {kind.capability: kind for kind in MediaKind}
-MOST_BYTES = 128 << 20
-"""Bytes of the files of one chat: they are written as base64 into one message to the engine's process."""
+MAX_BYTES = 128 << 20
+"""Bytes of the files of one chat, sent as base64 to the engine's process; more are refused with TOO_LARGE."""
 
 
 def with_files(messages: Sequence[Message], items: Sequence[CountedItem], files: Sequence[bytes]) -> list[Message]:
@@ -26,12 +26,12 @@ def with_files(messages: Sequence[Message], items: Sequence[CountedItem], files:
         files: the encoded file of each item.
 
     Raises:
-        SluiceError: TOO_LARGE for more than MOST_BYTES.
+        SluiceError: TOO_LARGE for more than MAX_BYTES.
     """
-    if sum(map(len, files)) > MOST_BYTES:
+    if sum(map(len, files)) > MAX_BYTES:
         raise SluiceError(
             ErrorKind.TOO_LARGE,
-            f"The media items of the chat have more than {MOST_BYTES >> 20} MiB together; send fewer or smaller ones.",
+            f"The media items of the chat have more than {MAX_BYTES >> 20} MiB together; send fewer or smaller ones.",
             param=items[0].part,
             code="media_too_large",
         )

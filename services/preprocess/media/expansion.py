@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import invalid
 from services.common.media.facts import MediaFacts
 from services.common.media.spans import MediaKind, MediaSpan
 from services.common.packing import pack_u32, unpack_u32
@@ -53,7 +53,12 @@ def expand(packed: bytes, rules: MediaRules, items: Sequence[CountedItem]) -> tu
         try:
             at = ids.index(token_id, start)
         except ValueError:
-            raise _out_of_order(item) from None
+            raise invalid(
+                f"The chat template of the model writes the placeholder of {item.part} in another order; send the "
+                "media items of each kind in messages of their own.",
+                param=item.part,
+                code="invalid_media",
+            ) from None
         expanded += ids[start:at]
         ids_of_item = _ids(rules, item)
         length = len(ids_of_item)
@@ -88,14 +93,5 @@ def _check_count(count: int, expected: Sequence[CountedItem], kind: MediaKind, i
         f"The chat template of the model writes {count} placeholders for {len(expected)} items of the kind "
         f"{kind.capability}; send such items only in messages whose role may have them.",
         param=(expected or items)[0].part if items else "messages",
-        code="invalid_media",
-    )
-
-
-def _out_of_order(item: CountedItem) -> SluiceError:
-    return invalid(
-        f"The chat template of the model writes the placeholder of {item.part} in another order; send the media items "
-        "of each kind in messages of their own.",
-        param=item.part,
         code="invalid_media",
     )

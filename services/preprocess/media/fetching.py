@@ -9,7 +9,7 @@ from time import monotonic
 from urllib.parse import urljoin
 
 from services.common.errors import ErrorKind, SluiceError, invalid, overloaded
-from services.common.media.parts import MOST_URL, media_too_large
+from services.common.media.parts import MAX_URL, media_too_large
 from services.common.tasks import TaskOwner
 from services.preprocess.media.addresses import AllowedHosts
 from services.preprocess.media.https_get import FetchFailed, FileOverLimit, HttpsGet, UrlRefused, read_target
@@ -175,7 +175,7 @@ class MediaFetcher:
             if not answer.location:
                 return answer.data
             url = _joined(url, answer.location)
-            if len(url) > MOST_URL:
+            if len(url) > MAX_URL:
                 raise UrlRefused("is redirected to a URL that is too long")
         raise UrlRefused(f"is redirected more than {self._limits.redirects} times")
 

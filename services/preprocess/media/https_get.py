@@ -15,13 +15,15 @@ from urllib.parse import SplitResult, urlsplit
 import h11
 
 PIECE_BYTES = 64 << 10
-MOST_HEAD_BYTES = 16 << 10
-MOST_ADDRESSES = 4
+MAX_HEAD_BYTES = 16 << 10
+"""Bytes of the headers of a host's response; with more the fetch fails."""
+MAX_ADDRESSES = 4
+"""Addresses of a host that are tried; then the fetch fails."""
 FREE_PIECES = 1024
-LEAST_PIECE_BYTES = 128
-"""Least bytes of the pieces in which a file is sent, on average, beyond FREE_PIECES: each one costs time."""
-MOST_RESOLVING = 16
-"""Most names resolved at once; a thread that waits for a name server cannot be ended."""
+MIN_PIECE_BYTES = 128
+"""Bytes of a response's pieces, which cost time, on average after FREE_PIECES; with smaller ones the fetch fails."""
+MAX_RESOLVING = 16
+"""Names resolved at the same time, as a thread that waits for a name server cannot be ended; further ones wait."""
 REDIRECTS = frozenset((301, 302, 303, 307, 308))
 
 Resolver = Callable[[str, int], Awaitable[list[str]]]
@@ -93,7 +95,7 @@ def read_target(url: str) -> HttpsTarget:
     return HttpsTarget(host, 443 if port is None else port, path)
 
 
-_resolving = ThreadPoolExecutor(MOST_RESOLVING, "media host names")
+_resolving = ThreadPoolExecutor(MAX_RESOLVING, "media host names")
 """Not the event loop's own threads, which do the work of all requests."""
 
 
@@ -158,7 +160,7 @@ class HttpsGet:
         if self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         failure = ""
-        for address in allowed[:MOST_ADDRESSES]:
+        for address in allowed[:MAX_ADDRESSES]:
             try:
                 async with asyncio.timeout(self._read_s):
                     return await asyncio.open_connection(
@@ -171,7 +173,7 @@ class HttpsGet:
     async def _exchange(
         self, target: HttpsTarget, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> HttpsAnswer:
-        connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=MOST_HEAD_BYTES)
+        connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
         headers = [
             ("Host", target.authority),
             ("User-Agent", "sluice"),
@@ -187,7 +189,7 @@ class HttpsGet:
             event = connection.next_event()
             if event is not h11.NEED_DATA:
                 pieces += 1
-                if pieces > FREE_PIECES + len(data) // LEAST_PIECE_BYTES:
+                if pieces > FREE_PIECES + len(data) // MIN_PIECE_BYTES:
                     raise FetchFailed("is answered in pieces that are too small")
             if event is h11.NEED_DATA:
                 async with asyncio.timeout(self._read_s):

@@ -23,8 +23,8 @@ _MAGIC = (
 )
 _JPEG_REDUCTION = 8
 """JPEG files are decoded at this fraction of their size: reads every byte, with half of the work."""
-MOST_SCANS = 32
-"""Most passes over the pixels of a JPEG file; encoders write up to 14, and each one takes time but only a few bytes."""
+MAX_SCANS = 32
+"""Passes over the pixels of a JPEG file, of which encoders write up to 14; a file with more is refused."""
 _MARKER = re.compile(rb"\xff[^\x00\xff]")
 _BARE_MARKERS = frozenset((0x01, *range(0xD0, 0xD9)))
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
@@ -106,8 +106,8 @@ def _check_jpeg(data: bytes) -> None:
         if marker in _BARE_MARKERS:
             continue
         scans += marker == _START_OF_SCAN
-        if scans > MOST_SCANS:
-            raise BadMedia(f"has more than {MOST_SCANS} scans")
+        if scans > MAX_SCANS:
+            raise BadMedia(f"has more than {MAX_SCANS} scans")
         at += int.from_bytes(data[at : at + 2], "big")
 
 

@@ -14,8 +14,8 @@ from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.fetching import MediaFetcher
 from services.preprocess.protocol import TokenizerProtocol, kinds_of
 
-MOST_FETCHED_BYTES = 512 << 20
-"""Most bytes of fetched files in all requests that are being loaded."""
+MAX_FETCHED_BYTES = 512 << 20
+"""Bytes of fetched files of all requests that are being loaded; a request beyond it is refused as OVERLOADED."""
 _INLINE_BYTES = 256 << 10
 _ALIASES = {
     "image/jpg": "image/jpeg",
@@ -154,7 +154,7 @@ class MediaLoader:
         """Counts a fetched file until its request has been loaded; raises SluiceError(OVERLOADED) beyond the limit."""
         if digest in total.fetched:
             return
-        if self._fetched_bytes + size > MOST_FETCHED_BYTES:
+        if self._fetched_bytes + size > MAX_FETCHED_BYTES:
             raise overloaded("Too many bytes of fetched media files are waiting to be checked; retry shortly.")
         self._fetched_bytes += size
         total.held += size
@@ -176,7 +176,7 @@ def check_kinds(inputs: Sequence[MediaInput], tokenizer: TokenizerProtocol) -> N
 
 def not_supported(item: MediaInput, tokenizer: TokenizerProtocol) -> SluiceError:
     """Returns the error of a media item that a model's tokenizer does not take."""
-    reason = getattr(tokenizer, "no_images", "") if item.kind is MediaKind.IMAGE else ""  # optional for custom classes
+    reason = tokenizer.no_images if item.kind is MediaKind.IMAGE else ""
     return invalid(
         f"{item.part} is of the kind {item.kind.capability}, which the {tokenizer.facts.processor} tokenizer of this "
         f"model does not take; leave it out, or choose a model with that modality.{reason and ' '}{reason}",

@@ -20,8 +20,10 @@ from services.common.media.spans import MediaKind
 from services.common.models import read_json
 from services.preprocess.protocol import ImageRule, MediaRule, MediaRules
 
-MOST_TOKENS = 1 << 20
-_MOST_RATIO = 200  # of transformers
+MAX_TOKENS = 1 << 20
+"""Tokens of one media item; one that takes more is refused, and a model whose every item would is not supported."""
+_MAX_RATIO = 200
+"""Ratio of the sides of a picture, as in transformers; a picture with more is refused with INVALID_ARGUMENT."""
 _IMAGE_PIXELS = (56 * 56, 28 * 28 * 1280)
 _VIDEO_PIXELS = (28 * 28 * 128, 28 * 28 * 768)
 _SAMPLES_A_SECOND = 2
@@ -62,8 +64,8 @@ class ResizedGrid(ImageRule):
 @lru_cache(maxsize=4096)
 def _scaled_squares(width: int, height: int, side: int, least: int, most: int) -> int:
     """Returns the number of tokens of a scaled image; raises ValueError for a shape that is refused."""
-    if max(width, height) / min(width, height) > _MOST_RATIO:
-        raise ValueError(f"has sides whose ratio is over {_MOST_RATIO}")
+    if max(width, height) / min(width, height) > _MAX_RATIO:
+        raise ValueError(f"has sides whose ratio is over {_MAX_RATIO}")
     rows, columns = round(height / side), round(width / side)
     if rows * columns * side * side > most:
         scale = math.sqrt(height * width / most)
@@ -148,8 +150,8 @@ def _resampled(samples: int, rate: int, wanted: int) -> int:
 
 
 def _repeated(token_id: int, count: int) -> array[int]:
-    if count > MOST_TOKENS:
-        raise ValueError(f"has more than {MOST_TOKENS:,} tokens")
+    if count > MAX_TOKENS:
+        raise ValueError(f"has more than {MAX_TOKENS:,} tokens")
     return array("I", [token_id]) * count
 
 
@@ -202,7 +204,7 @@ def image_rule(files: ModelFiles) -> ImageRule | None:
         return None
     if name == "LlavaProcessor":
         tokens = _llava_tokens(files.config, preprocessor, files.processor)
-        return PatchGrid(token_id, tokens) if 0 < tokens <= MOST_TOKENS else None
+        return PatchGrid(token_id, tokens) if 0 < tokens <= MAX_TOKENS else None
     grid = _qwen_grid(preprocessor, _IMAGE_PIXELS) if name in _QWEN_CLASSES else None
     return None if grid is None else ResizedGrid(token_id, *grid)
 
@@ -214,7 +216,7 @@ def _audio_rule(files: ModelFiles) -> MediaRule | None:
         return None
     rate, step = _number(extractor, "sampling_rate", 16_000), _number(extractor, "hop_length", 160)
     samples = rate * _number(extractor, "chunk_length", 30)
-    if min(rate, step, samples) < 1 or samples // step > MOST_TOKENS:
+    if min(rate, step, samples) < 1 or samples // step > MAX_TOKENS:
         return None
     return AudioWindow(token_id, rate, step, samples)
 
@@ -258,7 +260,7 @@ def _qwen_grid(preprocessor: Mapping[str, Any], default: tuple[int, int]) -> tup
     side = _number(preprocessor, "patch_size", 14) * _number(preprocessor, "merge_size", 2)
     if not all(isinstance(number, int) and number > 0 for number in (least, most, side)):
         return None
-    if most // (side * side) > MOST_TOKENS or least > most:
+    if most // (side * side) > MAX_TOKENS or least > most:
         return None
     return side, least, most
 

@@ -3,16 +3,18 @@
 The fork server loads Jinja once and never runs a foreign template. Each fork lowers its own limits and then runs
 templates sequentially. It has an empty environment and no other descriptors.
 
-A request is the size of the template, the template, and its variables as JSON; no variables to only compile it. A reply
-is its kind and the prompt as UTF-8, or an error as JSON.
+A request is the size of the template, the template, and its job as JSON (see `job`); no job to only compile it. A reply
+is its kind, the size of its notes, the notes as JSON, and the prompt as UTF-8; or its kind and an error as JSON.
 """
 
 from __future__ import annotations
 
 import gc
 import resource
+import signal
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from struct import Struct
 from typing import Any
@@ -22,6 +24,9 @@ import orjson
 from services.common.child_rpc.child import Channel, ForkedService, serve, serve_forks
 from services.common.errors import SluiceError
 from services.preprocess.templates import templates
+from services.preprocess.templates.capabilities import TemplateCapabilities
+from services.preprocess.templates.turns import NOTES
+from services.preprocess.validation import as_json
 
 SOURCE_SIZE = Struct("<I")
 TEXT, ERROR, ENDS = b"\1", b"\2", b"\3"
@@ -30,7 +35,9 @@ TEXT, ERROR, ENDS = b"\1", b"\2", b"\3"
 CACHED_CHARS = 1 << 20
 """Total characters of templates cached in compiled form, which takes about thirty times as much memory."""
 ALARM_S = 2.0
-"""Time after the limit at which a template's process ends itself, even without its parent."""
+"""CPU time after the limit at which a template's process ends itself, even without its parent."""
+REPEAT_S = 0.05
+"""Interval at which a template that exceeded its limit is interrupted, until one interruption ends it."""
 _FILES = 16
 
 
@@ -60,6 +67,24 @@ class TemplateCache:
             self._chars = self._misses = 0
 
 
+def answer_in_time(cache: TemplateCache, limit_s: float, max_chars: int, request: bytes) -> bytes:
+    """Returns the reply to one request; interrupts a template after `limit_s`, except in a native call."""
+    signal.setitimer(signal.ITIMER_PROF, limit_s + ALARM_S)  # the default action of this signal ends the process
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s, REPEAT_S)
+        try:
+            return answer(cache, limit_s, max_chars, request)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except templates.TemplateTimeout:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return ERROR + _error(templates.took_too_long(limit_s))
+
+
+def _interrupt(*_: Any) -> None:
+    raise templates.TemplateTimeout
+
+
 def answer(cache: TemplateCache, limit_s: float, max_chars: int, request: bytes) -> bytes:
     """Returns the reply to one request."""
     end = SOURCE_SIZE.size + SOURCE_SIZE.unpack_from(request)[0]
@@ -67,16 +92,48 @@ def answer(cache: TemplateCache, limit_s: float, max_chars: int, request: bytes)
     try:
         if end == len(request):
             templates.compiled(source)
-            text = ""
-        else:
-            text = templates.render(source, orjson.loads(request[end:]), limit_s, max_chars)
-        return TEXT + text.encode("utf-8", "replace")
+            return TEXT + _text("")
+        variables, known, as_it_is = orjson.loads(request[end:])
+        if as_it_is:
+            return TEXT + _text(templates.probe(source, variables, limit_s, max_chars))
+        shows = TemplateCapabilities.read(known) if known is not None else None
+        return TEXT + _text(*templates.render(source, variables, limit_s, max_chars, shows))
     except SluiceError as error:
         return (ENDS if error.code == templates.OUT_OF_MEMORY else ERROR) + _error(error)
     except MemoryError:
         return ENDS + _error(templates.too_much_memory())
     finally:
         cache.enforce(source)
+
+
+def job(variables: dict[str, Any], known: TemplateCapabilities | None, as_it_is: bool = False) -> bytes:
+    """Returns the job of a request.
+
+    Args:
+        known: what the template shows; None: the process learns it if the conversation needs it.
+        as_it_is: render the conversation as it is, for a probe.
+    """
+    return as_json((variables, known and known.as_json(), as_it_is))
+
+
+def _text(text: str, notes: Sequence[str] = ()) -> bytes:
+    form = orjson.dumps(notes) if notes else b""
+    return SOURCE_SIZE.pack(len(form)) + form + text.encode("utf-8", "replace")
+
+
+def read_text(content: bytes) -> templates.RenderedText:
+    """Returns the prompt of a reply; a process compromised by a template may send anything."""
+    if len(content) < SOURCE_SIZE.size:
+        return templates.RenderedText("")
+    end = SOURCE_SIZE.size + SOURCE_SIZE.unpack_from(content)[0]
+    notes: Any = ()
+    if end > SOURCE_SIZE.size:
+        try:
+            notes = orjson.loads(content[SOURCE_SIZE.size : end])
+        except ValueError:
+            notes = ()
+    notes = tuple(note for note in NOTES if note in notes) if isinstance(notes, list) else ()
+    return templates.RenderedText(content[end:].decode("utf-8", "replace"), notes)
 
 
 def _error(error: SluiceError) -> bytes:
@@ -104,8 +161,9 @@ class TemplateService(ForkedService):
         resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))
 
     def serve(self, channel: Channel) -> None:
-        handle = partial(answer, TemplateCache(), self._limit_s, self._max_chars)
-        serve(channel, handle, self._limit_s + ALARM_S, lambda reply: reply.startswith(ENDS))
+        signal.signal(signal.SIGALRM, _interrupt)
+        handle = partial(answer_in_time, TemplateCache(), self._limit_s, self._max_chars)
+        serve(channel, handle, is_last=lambda reply: reply.startswith(ENDS))
 
 
 def main(control_fd: str, limit_s: str, max_chars: str, memory_mb: str) -> None:

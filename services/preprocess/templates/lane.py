@@ -6,49 +6,74 @@ When the process must be killed, the running template is blamed; the other calls
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import orjson
 
 from services.common.budgets import Budget
 from services.common.child_rpc.call_queue import Call, CallQueue
+from services.common.child_rpc.process import Child
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
+from services.common.tasks import TaskOwner
 from services.preprocess.templates import templates
-from services.preprocess.templates.child import ENDS, SOURCE_SIZE, TEXT
-
-if TYPE_CHECKING:
-    from services.preprocess.templates.processes import TemplateProcesses
+from services.preprocess.templates.child import ENDS, SOURCE_SIZE, TEXT, read_text
+from services.preprocess.templates.fair_calls import FairCalls
+from services.preprocess.templates.templates import RenderedText
 
 START_S = 30.0
 """Maximum time for the first process to load Jinja; generous, for busy machines."""
 WINDOW = 32
+FAIR_WINDOW = 2
+"""Calls that a process of several origins has at once: their order is fixed."""
 GRACE_S = 1.0
 MAX_ERROR_CHARS = 1000
+"""Characters of each part of an error of the templates' process; the rest is left out."""
 KILLS_FORGIVEN = 2
 PAUSE_S = (1.0, 60.0)
 COMPILE_ONLY = b""
+_MESSAGES = re.compile(r"messages(\[\d{1,9}\])?").fullmatch
 
 
-class Lane(CallQueue[str]):
+class LaneHome(Protocol):
+    """What lanes share; implemented by `TemplateProcesses`."""
+
+    limit_s: float
+    wait_s: float
+    tasks: TaskOwner
+
+    async def open(self, lane: Lane) -> Child:
+        """Starts a process for a lane."""
+
+    def ended(self, lane: Lane) -> None:
+        """Called when the lane's process has ended."""
+
+    def rests(self, lane: Lane) -> None:
+        """Called when the lane is idle."""
+
+
+class Lane(CallQueue[RenderedText]):
     """The calls of one origin and the process that runs them.
 
     Args:
         home: starts processes.
         blame: converts a template's error into the one its callers receive.
         waiting: limits the waiting calls.
-        patient: do not reject calls for a while after templates were killed several times in a row.
+        patient: several origins share the lane: none are rejected for a while after templates were killed several times
+            in a row.
     """
 
     def __init__(
         self,
-        home: TemplateProcesses,
+        home: LaneHome,
         blame: Callable[[SluiceError], SluiceError],
         waiting: Budget,
         patient: bool = False,
     ) -> None:
-        super().__init__(home.limit_s + GRACE_S, WINDOW)
+        super().__init__(home.limit_s + GRACE_S, FAIR_WINDOW if patient else WINDOW)
+        self.waiting: FairCalls = FairCalls()
         self._home = home
         self._blame = blame
         self._waiting_budget = waiting
@@ -59,8 +84,11 @@ class Lane(CallQueue[str]):
         self._closed = False
         self.used_at = 0.0
 
-    async def call(self, source: str, variables: bytes) -> str:
-        """Returns the prompt; compiles the template if `variables` is COMPILE_ONLY.
+    async def call(self, source: str, job: bytes, origin: str = "") -> RenderedText:
+        """Returns the prompt; only compiles the template if `job` is COMPILE_ONLY.
+
+        Args:
+            origin: whose template it is.
 
         Raises:
             SluiceError: as `templates.render`, or as converted by `blame`; OVERLOADED when too many calls wait or
@@ -73,11 +101,11 @@ class Lane(CallQueue[str]):
         loop = asyncio.get_running_loop()
         if loop.time() < self._refused_until:
             raise self._blame(_exhausted())
-        if self.outstanding >= self._waiting_budget.limit:
-            raise self._overloaded()
         template = source.encode("utf-8", "replace")
-        call = Call[str](SOURCE_SIZE.pack(len(template)) + template + variables, loop.create_future())
+        call = Call[RenderedText](SOURCE_SIZE.pack(len(template)) + template + job, loop.create_future(), origin=origin)
         self.waiting.append(call)
+        if self.outstanding > self._waiting_budget.limit:
+            self.waiting.pop_of_busiest().resolve(self._overloaded())
         self.send_ready()
         assert isinstance(call.future, asyncio.Future)
         try:
@@ -125,33 +153,43 @@ class Lane(CallQueue[str]):
         self.used_at = asyncio.get_running_loop().time()
         self._home.rests(self)
 
-    def on_reply(self, call: Call[str], reply: bytes) -> None:
+    def on_reply(self, call: Call[RenderedText], reply: bytes) -> None:
+        self._charge(call)
         kind, content = reply[:1], reply[1:]
         if kind == TEXT:
             self._kills = 0
-            call.resolve(content.decode("utf-8", "replace"))
-        else:
-            call.resolve(self._blame(_read_error(content)))
+            call.resolve(read_text(content))
+            return
+        tainted = self.replies > 1
         if kind == ENDS:
             self.drop()
+        if kind != ENDS or not self._retry(call, tainted):
+            call.resolve(self._blame(_read_error(content)))
 
     def on_failure(self, timed_out: bool) -> None:
-        """Blames the running template, but one that only ended the process after others had run is retried once.
-
-        An earlier one may have used up the memory.
-        """
+        """Blames the running template, unless it is retried."""
         head = self.take_head()
         tainted = self.replies > 0
         self.drop()
         if head is None:
             return
-        if not timed_out and tainted and not head.attempts:
-            head.attempts += 1
-            self.waiting.appendleft(head)
+        self._charge(head)
+        if not timed_out and self._retry(head, tainted):
             return
         error = templates.took_too_long(self._home.limit_s) if timed_out else _exhausted()
         head.resolve(self._blame(error))
         self._count_kill(error)
+
+    def _retry(self, call: Call[RenderedText], tainted: bool) -> bool:
+        """Queues a call again, once, whose process ended after it had run others: they may have used up the memory."""
+        if not tainted or call.attempts:
+            return False
+        call.attempts += 1
+        self.waiting.appendleft(call)
+        return True
+
+    def _charge(self, call: Call[RenderedText]) -> None:
+        self.waiting.charge(call, asyncio.get_running_loop().time() - call.started_at)
 
     def _count_kill(self, error: SluiceError) -> None:
         self._kills += 1
@@ -189,4 +227,4 @@ def _read_error(content: bytes) -> SluiceError:
         message, param, code = (str(form[name])[:MAX_ERROR_CHARS] for name in ("message", "param", "code"))
     except (ValueError, KeyError, TypeError):
         return _exhausted()
-    return invalid(message, param="messages" if param == "messages" else "chat_template", code=code)
+    return invalid(message, param=param if _MESSAGES(param) else "chat_template", code=code)

@@ -1,18 +1,19 @@
-"""Converts messages from the client's form to the one chat templates expect."""
+"""Converts the content of messages from the client's form to the one that a chat template expects."""
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import Any
 
-import orjson
-
+from services.common.budgets import Budget
 from services.common.errors import invalid
+from services.common.intake.json_intake import MAX_VALUES
+from services.common.intake.json_scan import Scan
+from services.common.intake.json_values import too_many_values
 from services.preprocess.protocol import Message
 from services.preprocess.validation import MEDIA_PARTS
 
-# Clients send either name; templates read either.
-_REASONING = (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning"))
+_VALUES = Budget("body_values", MAX_VALUES, "")
 
 
 class ContentFormat(Enum):
@@ -24,30 +25,51 @@ class ContentFormat(Enum):
 
 
 def as_templates_expect(messages: list[Message], content_format: ContentFormat) -> list[Message]:
-    """Returns copies with content in the template's form, tool arguments as objects and reasoning under both names.
+    """Returns the messages with content in the template's form; those that have it already are not copied.
 
     Args:
-        messages: checked OpenAI messages.
         content_format: for strings, text parts are joined by line breaks; for parts, a string becomes one part.
     """
-    return [_normalize(message, content_format) for message in messages]
+    parts = content_format is ContentFormat.PARTS
+    return [
+        message if message["content"].__class__ is str and not parts else _in_form(message, content_format)
+        for message in messages
+    ]
 
 
-def _normalize(message: Message, content_format: ContentFormat) -> Message:
-    content = message.get("content")
-    normalized = dict(message)
+def check_arguments(messages: list[Message]) -> None:
+    """Raises SluiceError(INVALID_ARGUMENT) for tool arguments with too many values, all together.
+
+    They are JSON in strings, where the values of a body are not counted.
+    """
+    left = MAX_VALUES
+    for message in messages:
+        for call in message.get("tool_calls") or () if message["role"] == "assistant" else ():
+            arguments = call["function"].get("arguments")
+            if not isinstance(arguments, str):
+                continue
+            scan = Scan(arguments.encode(errors="replace"), left, None)
+            for _ in scan.slices():
+                pass
+            if scan.too_many:
+                raise too_many_values(_VALUES, "The arguments of tool calls", "messages")
+            left -= scan.weight
+
+
+def _in_form(message: Message, content_format: ContentFormat) -> Message:
+    content = message["content"]
     if content is None:
-        normalized["content"] = ""
-    elif isinstance(content, str):
-        if content_format is ContentFormat.PARTS:
-            normalized["content"] = [{"type": "text", "text": content}]
+        return message
+    shown: Any
+    if isinstance(content, str) or not content:
+        shown = [{"type": "text", "text": content or ""}] if content_format is ContentFormat.PARTS else ""
     elif content_format is ContentFormat.STRING:
-        normalized["content"] = "\n".join(text for part in content if (text := _text_of(part)))
+        shown = "\n".join(text for part in content if (text := _text_of(part)))
     elif any(part["type"] in MEDIA_PARTS for part in content):
-        normalized["content"] = [{"type": part["type"]} if part["type"] in MEDIA_PARTS else part for part in content]
-    if message["role"] == "assistant":
-        _adapt_assistant(normalized)
-    return normalized
+        shown = [{"type": part["type"]} if part["type"] in MEDIA_PARTS else part for part in content]
+    else:
+        return message
+    return {**message, "content": shown}
 
 
 def _text_of(part: dict[str, Any]) -> str:
@@ -59,22 +81,3 @@ def _text_of(part: dict[str, Any]) -> str:
         )
     text: str = part[part["type"]]
     return text
-
-
-def _adapt_assistant(message: Message) -> None:
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{**call, "function": _parsed_arguments(call["function"])} for call in calls]
-    for name, other in _REASONING:
-        if name in message:
-            message.setdefault(other, message[name])
-
-
-def _parsed_arguments(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    if isinstance(arguments, dict):
-        return function
-    try:
-        parsed = orjson.loads(arguments) if arguments else {}
-    except orjson.JSONDecodeError:
-        return function  # a model's output may be invalid JSON; pass it to the template as a string
-    return {**function, "arguments": parsed} if isinstance(parsed, dict) else function

@@ -21,15 +21,20 @@ from services.common.child_rpc.process import Child, background_loop, bare_envir
 from services.common.errors import ErrorKind, SluiceError, overloaded
 from services.common.tasks import TaskOwner
 from services.preprocess.templates import templates
+from services.preprocess.templates.capabilities import TemplateCapabilities
+from services.preprocess.templates.child import job
+from services.preprocess.templates.fair_calls import origin
 from services.preprocess.templates.lane import COMPILE_ONLY, GRACE_S, START_S, Lane, stopping
 from services.preprocess.templates.runner import TemplateRunner
-from services.preprocess.validation import as_json
+from services.preprocess.templates.templates import RenderedText
 
 T = TypeVar("T")
 
 MODEL_FAULT = "model_template_failed"
 MAX_WAITING = 1024
-CLIENTS_SETTING, MODELS_SETTING = "--template-processes", "--worker-template-processes"
+"""Chats that wait for a process of their templates; further ones are refused, budget `template_processes`."""
+MAX_MODELS = 16
+"""Processes for templates of models discovered from workers, one a model; others wait until one is idle."""
 
 
 class TemplateProcesses:
@@ -51,7 +56,7 @@ class TemplateProcesses:
         limit_s: float,
         max_chars: int,
         memory_mb: int,
-        models: int = 16,
+        models: int = MAX_MODELS,
         wait_s: float = 0.0,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -66,8 +71,8 @@ class TemplateProcesses:
             environment=bare_environment(),
         )
         self._count = count
-        self._slots = BudgetPool("template_processes", models, MODELS_SETTING)
-        self._waiting = Budget("template_processes", MAX_WAITING, CLIENTS_SETTING)
+        self._slots = BudgetPool("template_processes", models, "")
+        self._waiting = Budget("template_processes", MAX_WAITING, "")
         self._given_loop = loop
         self._closed = False
         self._clients: list[Lane] = []
@@ -83,9 +88,13 @@ class TemplateProcesses:
         """Runs templates sent by clients."""
         return _Runner(self, self.of_client)
 
+    def prober(self) -> ModelRunner:
+        """Returns a runner of probes, in a process of its own; close it after use."""
+        return ModelRunner(self, "probe")
+
     def of_model(self, name: str) -> TemplateRunner:
         """Returns the runner for the templates of a model discovered from a worker, in its own process."""
-        return _ModelRunner(self, name)
+        return ModelRunner(self, name)
 
     def render(self, source: str, variables: dict[str, Any]) -> str:
         """Runs a client's template; blocks for at most `wait_s`. Must not be called on the managing event loop.
@@ -93,7 +102,7 @@ class TemplateProcesses:
         Raises:
             SluiceError: as `templates.render`; OVERLOADED when all processes stay busy.
         """
-        return self.clients.render(source, variables)
+        return self.clients.render(source, variables).text
 
     def wait_for(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs `work` on the event loop, blocks this thread, and returns or raises its result."""
@@ -141,12 +150,12 @@ class TemplateProcesses:
 
     # --- on the loop ---
 
-    async def of_client(self, source: str, variables: bytes) -> str:
-        """Renders a client's template in the least loaded process."""
+    async def of_client(self, source: str, job: bytes, origin: str = "") -> RenderedText:
+        """Renders a client's template in the least loaded process; the templates of different origins take turns."""
         while len(self._clients) < self._count:
             self._clients.append(Lane(self, lambda error: error, self._waiting, patient=True))
         lane = min(self._clients, key=lambda lane: lane.outstanding)
-        return await lane.call(source, variables)
+        return await lane.call(source, job, origin)
 
     def lane(self, model: str) -> Lane:
         """Returns a new lane for a model's templates, to be closed with the model."""
@@ -154,10 +163,12 @@ class TemplateProcesses:
         self._models.add(lane)
         return lane
 
-    def drop(self, lane: Lane) -> None:
-        """Closes a model's lane."""
+    async def drop(self, lane: Lane) -> None:
+        """Closes a model's lane, and the fork server with the last lane; it starts again on the next use."""
         self._models.discard(lane)
         lane.close()
+        if not self._models and not self._clients:
+            await self._server.close()
 
     async def open(self, lane: Lane) -> Child:
         """Starts a process for a lane; waits while too many run. Raises SluiceError(INTERNAL) if it does not start."""
@@ -219,40 +230,48 @@ class _Runner(TemplateRunner):
 
     apart = True
 
-    def __init__(self, home: TemplateProcesses, call: Callable[[str, bytes], Coroutine[Any, Any, str]]) -> None:
+    def __init__(
+        self, home: TemplateProcesses, call: Callable[[str, bytes, str], Coroutine[Any, Any, RenderedText]]
+    ) -> None:
         self._home = home
         self._call = call
 
     def compile(self, source: str) -> None:
-        self._home.wait_for(partial(self._call, source, COMPILE_ONLY))
+        self._home.wait_for(partial(self._call, source, COMPILE_ONLY, origin.get()))
 
-    def render(self, source: str, variables: dict[str, Any]) -> str:
-        return self._home.wait_for(partial(self._call, source, as_json(variables)))
+    def render(self, source: str, variables: dict[str, Any], known: TemplateCapabilities | None = None) -> RenderedText:
+        return self._home.wait_for(partial(self._call, source, job(variables, known), origin.get()))
 
-    def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
-        return self._home.on_loop(partial(self._call, source, as_json(variables)))
+    def probe(self, source: str, variables: dict[str, Any]) -> str:
+        """Runs a template on a conversation as it is; raises SluiceError as `render`."""
+        return self._home.wait_for(partial(self._call, source, job(variables, None, True), origin.get())).text
+
+    def prepare(
+        self, source: str, variables: dict[str, Any], known: TemplateCapabilities | None = None
+    ) -> Callable[[], Awaitable[RenderedText]]:
+        return self._home.on_loop(partial(self._call, source, job(variables, known), origin.get()))
 
     def close(self) -> None:
         """Does nothing: the processes are shared by all models."""
 
 
-class _ModelRunner(_Runner):
-    """Runs a model's templates in its own process, started with the first of them."""
+class ModelRunner(_Runner):
+    """Runs the templates of one origin in a process of its own, started with the first of them."""
 
     def __init__(self, home: TemplateProcesses, name: str) -> None:
         super().__init__(home, self._in_lane)
         self._name = name
         self._lane: Lane | None = None
 
-    async def _in_lane(self, source: str, variables: bytes) -> str:
+    async def _in_lane(self, source: str, job: bytes, origin: str) -> RenderedText:
         if self._lane is None:
             self._lane = self._home.lane(self._name)
-        return await self._lane.call(source, variables)
+        return await self._lane.call(source, job, origin)
 
     def close(self) -> None:
         async def close() -> None:
             if self._lane is not None:
-                self._home.drop(self._lane)
+                await self._home.drop(self._lane)
 
         if self._lane is not None:
             with suppress(SluiceError):

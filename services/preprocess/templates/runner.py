@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from services.common.errors import SluiceError
 from services.preprocess.templates import templates
+from services.preprocess.templates.capabilities import TemplateCapabilities
+from services.preprocess.templates.templates import RenderedText
 
 
 class TemplateRunner(Protocol):
@@ -21,11 +24,13 @@ class TemplateRunner(Protocol):
         """Compiles a template; raises SluiceError as `templates.compiled`."""
         ...
 
-    def render(self, source: str, variables: dict[str, Any]) -> str:
+    def render(self, source: str, variables: dict[str, Any], known: TemplateCapabilities | None = None) -> RenderedText:
         """Runs a template; raises SluiceError as `templates.render`."""
         ...
 
-    def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
+    def prepare(
+        self, source: str, variables: dict[str, Any], known: TemplateCapabilities | None = None
+    ) -> Callable[[], Awaitable[RenderedText]]:
         """Returns `render` as a coroutine function, for an event loop. Only where templates run apart."""
         ...
 
@@ -51,10 +56,17 @@ class InThisProcess(TemplateRunner):
     def compile(self, source: str) -> None:
         templates.compiled(source)
 
-    def render(self, source: str, variables: dict[str, Any]) -> str:
-        return templates.render(source, variables, self._limit_s, self._max_chars)
+    def render(self, source: str, variables: dict[str, Any], known: TemplateCapabilities | None = None) -> RenderedText:
+        try:
+            return templates.render(source, variables, self._limit_s, self._max_chars, known)
+        except SluiceError as error:
+            if error.param == "chat_template":  # not a field of the client's
+                error.param = "messages"
+            raise
 
-    def prepare(self, source: str, variables: dict[str, Any]) -> Callable[[], Awaitable[str]]:
+    def prepare(
+        self, source: str, variables: dict[str, Any], known: TemplateCapabilities | None = None
+    ) -> Callable[[], Awaitable[RenderedText]]:
         """Raises NotImplementedError: these templates do not run apart."""
         raise NotImplementedError("Templates in this process have no coroutine form; call render.")
 

@@ -12,20 +12,22 @@ from threading import Lock
 from typing import Any
 
 from services.common.child_rpc.process import engine_command
-from services.common.engine_packages import TESTED_VERSIONS, is_tested
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.media.spans import MediaKind, MediaSpan
 from services.common.models import fingerprint, read_json
+from services.common.packages.engines import TESTED_VERSIONS, is_tested
 from services.preprocess.engines.process import EngineProcess, deadly_prompt
 from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.media.engine_media import read_prompt, with_blanks, with_files
 from services.preprocess.media.expansion import CountedItem
-from services.preprocess.protocol import ChatRequest, TokenizerFacts, TokenizerProtocol
+from services.preprocess.protocol import ChatRequest, ChatTokenizer, TokenizerFacts
 from services.preprocess.templates.processes import MODEL_FAULT
 
 log = logging.getLogger(__name__)
 
+MAX_ENGINE_START_S = 120.0
+"""Seconds that an engine's process takes to start with its tokenizer; then it is ended."""
 _HANG_FACTOR = 2.0
 _UNSET = 1 << 31  # larger values in files mean "unset"
 
@@ -48,12 +50,12 @@ class EngineOptions:
     processes: int = 1
     limit_s: float = 10.0
     template_s: float = 2.0
-    start_s: float = 120.0
+    start_s: float = MAX_ENGINE_START_S
     memory_mb: int = 2048
     foreign: bool = False
 
 
-class EngineTokenizer(TokenizerProtocol):
+class EngineTokenizer(ChatTokenizer):
     """A tokenizer implemented by an engine.
 
     Attributes:

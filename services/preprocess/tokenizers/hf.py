@@ -18,20 +18,21 @@ from services.common.models import fingerprint, read_json
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.encoders.hf import HfEncoder
-from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.limits import Limits
 from services.preprocess.media.rules import ModelFiles, media_rules
 from services.preprocess.protocol import (
     HINTS,
+    CacheStats,
     ChatRequest,
+    ChatTokenizer,
     MediaRule,
     MediaRules,
     Message,
     PendingPrompt,
     TokenizerFacts,
-    TokenizerProtocol,
 )
+from services.preprocess.templates.learned import learned
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
 from services.preprocess.tokenizers.placeholders import Placeholders
 from services.preprocess.tokenizers.processor_rule import NoImages, ProcessorOptions, ProcessorRule, has_processor
@@ -57,11 +58,13 @@ _PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "c"},
 )
 _UNSET_LENGTH = 10**9  # transformers writes a huge number for an unknown length
-MOST_SPECIAL_CHARS = 1_024
-MOST_TEMPLATES = 64
+MAX_SPECIAL_CHARS = 1_024
+"""Characters of a special token that the template of every chat gets; longer ones are left out."""
+MAX_TEMPLATES = 64
+"""Chat templates of a model; a model with more is not loaded."""
 
 
-class HfTokenizer(TokenizerProtocol):
+class HfTokenizer(ChatTokenizer):
     """A tokenizer.json with the files beside it.
 
     Args:
@@ -100,10 +103,13 @@ class HfTokenizer(TokenizerProtocol):
         self._templates = _own_templates(path, config)
         if chat_template:
             self._templates = {"default": chat_template}
-        if len(self._templates) > MOST_TEMPLATES:
-            raise invalid(f"The model has more than {MOST_TEMPLATES} chat templates; remove some.", param="model")
+        if len(self._templates) > MAX_TEMPLATES:
+            raise invalid(f"The model has more than {MAX_TEMPLATES} chat templates; remove some.", param="model")
         for source in self._templates.values():
             self._own.compile(source)
+        self._shows = {
+            source: learned(limits.foreign_templates, source, self._special) for source in self._templates.values()
+        }
         self._encoder = HfEncoder(file, self._tokenizer, self._probe(), encoder_options or EncoderOptions())
         self._placeholders: Placeholders | None = None
         self.facts = TokenizerFacts(
@@ -118,6 +124,7 @@ class HfTokenizer(TokenizerProtocol):
             defaults=generation_defaults(generation),
             cache_refusal=self._encoder.cache_refusal,
             without_effect=frozenset(name for name in HINTS if not _is_read(name, self._templates.values())),
+            template=self._shows[default].as_json() if (default := self._templates.get("default", "")) else {},
         )
         # Last, because it may start a process.
         self.no_images = ""
@@ -183,8 +190,7 @@ class HfTokenizer(TokenizerProtocol):
     def pack_chat(self, chat: ChatRequest) -> bytes:
         """Returns packed ids of a chat; the template emits BOS itself, so none is added."""
         hidden = self._placeholders.hidden(chat) if self._placeholders is not None else chat
-        runner, source = self._template(chat)
-        text = _finished(chat, runner.render(source, self._variables(hidden)))
+        text = self._rendered(chat, hidden)
         return self._pack_hidden(text) if hidden is not chat else self.pack_text(text, add_special_tokens=False)
 
     def _pack_hidden(self, text: str) -> bytes:
@@ -202,7 +208,7 @@ class HfTokenizer(TokenizerProtocol):
             raise invalid("The prompt cannot be tokenized; send valid Unicode.") from error
 
     def pack_pair(self, first: str, second: str, add_special_tokens: bool | None = None) -> tuple[bytes, int]:
-        """See `packed_pair`; special tokens between the texts belong to the first one."""
+        """See `TokenizerProtocol`; special tokens between the texts belong to the first one."""
         try:
             encoding = self._tokenizer.encode(first, second, add_special_tokens=add_special_tokens is not False)
         except (TypeError, ValueError) as error:
@@ -222,8 +228,13 @@ class HfTokenizer(TokenizerProtocol):
         return text
 
     def render(self, chat: ChatRequest) -> str:
+        return self._rendered(chat, chat)
+
+    def _rendered(self, chat: ChatRequest, hidden: ChatRequest) -> str:
         runner, source = self._template(chat)
-        return _finished(chat, runner.render(source, self._variables(chat)))
+        text, notes = runner.render(source, self._variables(hidden), self._shows.get(source))
+        chat.notes.extend(notes)
+        return _finished(chat, text)
 
     def begin_chat(self, chat: ChatRequest) -> PendingPrompt | None:
         runner, source = self._template(chat)
@@ -231,10 +242,15 @@ class HfTokenizer(TokenizerProtocol):
             return None
         places = self._placeholders
         hidden = places.hidden(chat) if places is not None else chat
-        render = runner.prepare(source, self._variables(hidden))
-        if places is None or hidden is chat:
-            return PendingPrompt(render, lambda text: _finished(chat, text))
-        return PendingPrompt(render, lambda text: _finished(chat, text), self._pack_hidden, places.shown)
+        rendered = runner.prepare(source, self._variables(hidden), self._shows.get(source))
+
+        async def render() -> str:
+            text, notes = await rendered()
+            chat.notes.extend(notes)
+            return text
+
+        pack, shown = (self._pack_hidden, places.shown) if places is not None and hidden is not chat else (None, None)
+        return PendingPrompt(render, lambda text: _finished(chat, text), pack, shown, chat.notes)
 
     def close(self) -> None:
         """Ends the processes of the model's templates and processor, if any."""
@@ -323,7 +339,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     for name in _SPECIAL_NAMES:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str) and len(text) <= MOST_SPECIAL_CHARS:  # passed to the template of every chat
+        if isinstance(text, str) and len(text) <= MAX_SPECIAL_CHARS:  # passed to the template of every chat
             tokens[name] = text
     return tokens
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from services.common.models import ENGINE_PROCESSORS, PROCESSORS, ModelSpec, det
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import TokenizerProtocol
+from services.preprocess.tokenizers.custom import load_custom
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 from services.preprocess.tokenizers.processor_rule import ProcessorOptions
 
@@ -88,12 +88,10 @@ def _load(
         from services.preprocess.tokenizers.mistral import MistralTokenizer
 
         return MistralTokenizer(path, encoder_options)
-    module, _, name = processor.partition(":")
-    if not name:
+    if ":" not in processor:
         known = ", ".join((*PROCESSORS, *ENGINE_PROCESSORS))
         raise invalid(f"Processor {processor!r} is unknown; use {known} or package.module:Class.", param="model")
-    custom: TokenizerProtocol = getattr(importlib.import_module(module), name)(path)
-    return custom
+    return load_custom(processor, spec.name, path)
 
 
 def _processors(engines: Mapping[str, EngineOptions], foreign: bool) -> ProcessorOptions | None:

@@ -1,14 +1,14 @@
 """Mistral's tokenizers: mistral-common defines the conversation format; there is no Jinja template.
 
-As permissive as an engine that serves these models: a conversation that ends with an assistant message continues it,
-tool call ids are converted to the form the model expects, reasoning from earlier turns is dropped for models that do
-not support it, and a system message after the model's turn, as agents send them, becomes a user message. Anything
-mistral-common rejects beyond that is reported with its own message.
+As permissive as an engine that serves these models, and more where a conversation is legal: one that ends with an
+assistant message continues it, a system message after the model's turn, as agents send them, becomes a user message,
+and conversations are fitted to what mistral-common shows (ids of calls, empty turns, arguments), learned by probes as
+for templates. Text and calls in one turn are the tokens that the model generated. Anything that mistral-common rejects
+beyond that is reported with its own message.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import warnings
 from collections.abc import Sequence
@@ -29,12 +29,22 @@ from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.encoders.backend import CACHE_OFF, EncoderOptions
 from services.preprocess.encoders.mistral import MistralEncoder
 from services.preprocess.encoders.mistral_plain import PlainEncoder
-from services.preprocess.encoders.segment_cache import CacheStats
 from services.preprocess.generation_defaults import generation_defaults
-from services.preprocess.protocol import EFFORT, HINTS, ChatRequest, Message, TokenizerFacts, TokenizerProtocol
+from services.preprocess.protocol import (
+    EFFORT,
+    HINTS,
+    CacheStats,
+    ChatRequest,
+    ChatTokenizer,
+    Message,
+    TokenizerFacts,
+    Tool,
+)
+from services.preprocess.templates.capabilities import REASONING_FIELDS, STANDARD_FIELDS
+from services.preprocess.templates.histories import fit
+from services.preprocess.templates.learning import learn
 from services.preprocess.tokenizers.mistral_images import IMAGE_PART, MistralImages
 
-_TOOL_CALL_ID_CHARS = 9
 _UNSET_LENGTH = 10**9
 _PATTERNS = ("tekken.json", "tokenizer.model.v*", "tokenizer.model")
 
@@ -42,7 +52,7 @@ logging.getLogger("mistral_common").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", category=Warning, module=r"mistral_common\..*")
 
 
-class MistralTokenizer(TokenizerProtocol):
+class MistralTokenizer(ChatTokenizer):
     """A tekken.json or SentencePiece model of Mistral.
 
     Args:
@@ -54,13 +64,15 @@ class MistralTokenizer(TokenizerProtocol):
         self._tokenizer: Tokenizer[Any, Any, Any, Any, Any] = Tokenizer.from_file(_tokenizer_file(path))
         self._text = self._tokenizer.instruct_tokenizer.tokenizer
         self._supports_reasoning = self._text.version >= TokenizerVersion.v13
-        self._short_ids = self._text.version < TokenizerVersion.v13
+        _allow_text_with_calls(self._tokenizer)
         self._encoder = MistralEncoder(self._text, encoder_options or EncoderOptions())
         self._plain = PlainEncoder.for_tokenizer(self._tokenizer, self._encoder.pack)
         # Only after the fast path was compared with mistral-common, which must not use this encoder then.
         self._encoder.stand_in(self._text)
         images = MistralImages.take_over(self._tokenizer.instruct_tokenizer)
         self.media_rules = {MediaKind.IMAGE: images} if images is not None else {}
+        # mistral-common gives each legal system message its place.
+        self._shows = replace(learn(self._probe), late_system=True)
         config = read_json(path, "params.json") | read_json(path, "config.json")
         length = config.get("max_position_embeddings") or config.get("max_seq_len") or 0
         self.facts = TokenizerFacts(
@@ -74,6 +86,7 @@ class MistralTokenizer(TokenizerProtocol):
             cache_refusal="" if self._encoder.cache_stats is not None else CACHE_OFF,
             defaults=generation_defaults(read_json(path, "generation_config.json")),
             without_effect=HINTS - {EFFORT} if self._text.version.supports_model_settings else HINTS,
+            template=self._shows.as_json(),
         )
 
     @property
@@ -124,7 +137,10 @@ class MistralTokenizer(TokenizerProtocol):
     def _encode(self, chat: ChatRequest) -> list[int]:
         """Returns the ids as encoded by mistral-common."""
         extra = _extra_arguments(chat)
-        messages = _in_order([self._adapted(message, index) for index, message in enumerate(chat.messages)])
+        _check_results(chat.messages)
+        turns, tools, notes = fit(chat.messages, chat.prompt_tools, self._shows)
+        chat.notes.extend(notes)
+        messages = _in_order([self._adapted(turn.message) for turn in turns])
         continued = messages[-1]["role"] == "assistant"
         if chat.continue_final_message and not continued:
             raise invalid(
@@ -133,7 +149,7 @@ class MistralTokenizer(TokenizerProtocol):
             )
         try:
             request = ChatCompletionRequest.from_openai(
-                messages=messages, tools=chat.prompt_tools, continue_final_message=continued, **extra
+                messages=messages, tools=tools, continue_final_message=continued, **extra
             )
             ids: list[int] = self._tokenizer.encode_chat_completion(request).tokens
         except ValidationError as error:
@@ -157,29 +173,54 @@ class MistralTokenizer(TokenizerProtocol):
             raise invalid("The model's tokenizer does not support this kind of chat.", param="messages") from error
         return ids
 
-    def _adapted(self, message: Message, index: int) -> Message:
-        adapted = dict(message)
-        if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
-            raise invalid(
-                f"messages[{index}].tool_call_id is missing; set it to the id of the tool call.",
-                param=f"messages[{index}].tool_call_id",
-            )
-        if not self._supports_reasoning:
-            adapted.pop("reasoning_content", None)
-            adapted.pop("reasoning", None)
+    def _adapted(self, message: Message) -> Message:
+        """Returns a message in the form that mistral-common reads."""
+        read = STANDARD_FIELDS if self._supports_reasoning else ()
+        adapted = {name: value for name, value in message.items() if name in read or name not in REASONING_FIELDS}
         if isinstance(content := message.get("content"), list):
             adapted["content"] = [
                 IMAGE_PART if part["type"] == "image" else {"type": "text", "text": part[part["type"]]}
                 for part in content
             ]
-        if self._short_ids:
-            if call_id := message.get("tool_call_id"):
-                adapted["tool_call_id"] = _short_id(call_id)
-            if calls := message.get("tool_calls"):
-                adapted["tool_calls"] = [
-                    {**call, "id": _short_id(call["id"])} if call.get("id") else call for call in calls
-                ]
         return adapted
+
+    def _probe(self, messages: list[Message], tools: list[Tool] | None) -> str | None:
+        """Returns a conversation as mistral-common shows it; None if it does not."""
+        continued = messages[-1]["role"] == "assistant"
+        try:
+            request = ChatCompletionRequest.from_openai(messages, tools, continue_final_message=continued)
+            return self.decode(self._tokenizer.encode_chat_completion(request).tokens)
+        except Exception:  # as many types as reasons
+            return None
+
+
+def _allow_text_with_calls(tokenizer: Tokenizer[Any, Any, Any, Any, Any]) -> None:
+    """Lets old versions encode text and calls in one turn, which their models generate, one after the other."""
+    instruct: Any = tokenizer.instruct_tokenizer
+    if instruct.tokenizer.version >= TokenizerVersion.v7:
+        return
+    validator: Any = tokenizer._chat_completion_request_validator
+    validator._allow_tool_call_and_content = True
+    encode = instruct.encode_assistant_message
+
+    def encode_both(message: Any, is_before_last_user_message: bool) -> list[int]:
+        if not (message.content and message.tool_calls):
+            ids: list[int] = encode(message, is_before_last_user_message)
+            return ids
+        calls = encode(message.model_copy(update={"content": None}), is_before_last_user_message)
+        text = message.model_copy(update={"tool_calls": None, "prefix": bool(calls)})
+        return [*encode(text, is_before_last_user_message), *calls]
+
+    instruct.encode_assistant_message = encode_both
+
+
+def _check_results(messages: list[Message]) -> None:
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+            raise invalid(
+                f"messages[{index}].tool_call_id is missing; set it to the id of the tool call.",
+                param=f"messages[{index}].tool_call_id",
+            )
 
 
 def _shows_images(chat: ChatRequest) -> bool:
@@ -191,7 +232,9 @@ def _in_order(messages: list[Message]) -> list[Message]:
     """Returns the messages with the role user for each system message that the format does not allow at its place."""
     ordered: list[Message] = []
     for message in messages:
-        misplaced = message["role"] == "system" and ordered and ordered[-1]["role"] in ("assistant", "tool")
+        misplaced = (
+            message["role"] in ("system", "developer") and ordered and ordered[-1]["role"] in ("assistant", "tool")
+        )
         ordered.append({**message, "role": "user"} if misplaced else message)
     return ordered
 
@@ -209,17 +252,6 @@ def _extra_arguments(chat: ChatRequest) -> dict[str, Any]:
                 param=f"chat_template_kwargs.{name}",
             )
     return chat.template_kwargs
-
-
-def _short_id(call_id: str) -> str:
-    """Returns the 9 letters and digits for a tool call id; equal ids stay equal.
-
-    Engines keep the last 9 characters; if those are too few or not alphanumeric, a digest is used.
-    """
-    tail = call_id[-_TOOL_CALL_ID_CHARS:]
-    if len(tail) == _TOOL_CALL_ID_CHARS and tail.isascii() and tail.isalnum():
-        return tail
-    return hashlib.sha256(call_id.encode()).hexdigest()[:_TOOL_CALL_ID_CHARS]
 
 
 def _sentence(text: str) -> str:

@@ -104,7 +104,7 @@ def _media_digest(tokenizer: TokenizerProtocol, facts: MediaFacts) -> str:
 
 def _packed(tokenizer: Any, chat: ChatRequest, sample: CountedItem) -> bytes:
     """Returns the packed ids of a chat with a sample."""
-    rules = getattr(tokenizer, "media_rules", None)  # optional for custom classes
+    rules = tokenizer.media_rules
     if rules:
         return expand(pack_u32(tokenizer.encode_chat(chat)), rules, [sample])[0]
     packed: bytes = tokenizer.pack_media(chat, [sample], [_file(sample.facts)])[0]

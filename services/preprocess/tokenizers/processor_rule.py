@@ -16,12 +16,13 @@ from typing import Any
 from services.common.child_rpc.process import engine_command
 from services.common.errors import SluiceError, invalid
 from services.preprocess.engines.process import EngineProcess
-from services.preprocess.media.rules import MOST_TOKENS, ModelFiles
+from services.preprocess.media.rules import MAX_TOKENS, ModelFiles
 from services.preprocess.protocol import ChatRequest, ImageRule, Message
 
 log = logging.getLogger(__name__)
 
-MOST_KNOWN_TOKENS = 1 << 21
+MAX_KNOWN_TOKENS = 1 << 21
+"""Token ids of media items that are remembered by size; the oldest are forgotten."""
 _HANG_FACTOR = 2.0
 _TEXT: Message = {"type": "text", "text": "Describe: "}
 _TEXT_CHAT = ChatRequest([{"role": "user", "content": [_TEXT]}])
@@ -141,7 +142,7 @@ class ProcessorRule(ImageRule):
                 return
             self._known[size] = answer
             self._tokens += len(answer)
-            while self._tokens > MOST_KNOWN_TOKENS:
+            while self._tokens > MAX_KNOWN_TOKENS:
                 self._tokens -= len(self._known.popitem(last=False)[1])
 
     def close(self) -> None:
@@ -164,7 +165,7 @@ def _read(reply: Mapping[str, Any]) -> array[int] | str:
     if "refused" in reply:
         return f"is refused by the model's processor: {reply['refused']}"
     ids = array("I", reply["ids"])
-    return ids if len(ids) <= MOST_TOKENS else f"has more than {MOST_TOKENS} tokens"
+    return ids if len(ids) <= MAX_TOKENS else f"has more than {MAX_TOKENS} tokens"
 
 
 def _deadly_image() -> SluiceError:

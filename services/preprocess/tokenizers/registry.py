@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,17 +18,22 @@ from services.preprocess.tokenizers.probes import media_fingerprint, prompt_fing
 
 log = logging.getLogger(__name__)
 
+MAX_LOAD_WAIT_S = 60.0
+"""Seconds that a request waits for its tokenizer; then UNAVAILABLE, and the load goes on."""
+
 
 class ModelRegistry:
     """Tokenizers by served name.
 
-    A tokenizer that is replaced or removed is closed once the requests that use it have ended, see `using`.
+    A tokenizer that is replaced or removed is closed once the requests that use it have ended, see `using`. Discovered
+    models with the same files and template share one: workers choose how many names they give to a model.
 
     Args:
         specs: the models.
         load: loads a tokenizer; runs in a thread, once per model however many requests wait for it. The next request
             retries a failed load.
         wait_s: maximum wait of one caller for a load, seconds.
+        shared_by: returns what discovered models must have in common to share a tokenizer.
 
     Attributes:
         learn: waits, at most the given seconds, for a model to be added with `add`; returns False when it will not be.
@@ -37,11 +42,17 @@ class ModelRegistry:
     learn: Callable[[str, float], Awaitable[bool]] | None = None
 
     def __init__(
-        self, specs: Sequence[ModelSpec], load: Callable[[ModelSpec], TokenizerProtocol], wait_s: float = 60.0
+        self,
+        specs: Sequence[ModelSpec],
+        load: Callable[[ModelSpec], TokenizerProtocol],
+        wait_s: float = MAX_LOAD_WAIT_S,
+        shared_by: Callable[[ModelSpec], Hashable] = lambda spec: (spec.source, spec.processor, spec.chat_template),
     ) -> None:
         self._specs = {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
         self._load = load
         self._wait_s = wait_s
+        self._shared_by = shared_by
+        self._adding: dict[Hashable, asyncio.Future[TokenizerProtocol]] = {}
         self._loaded: dict[str, TokenizerProtocol] = {}
         self._loading: dict[str, asyncio.Future[TokenizerProtocol]] = {}
         self._uses: dict[int, int] = {}  # by identity: a custom class need not be hashable
@@ -92,12 +103,25 @@ class ModelRegistry:
 
     async def add(self, spec: ModelSpec) -> None:
         """Adds a model, or replaces one with new files, once it is loaded; raises any error of the load."""
-        tokenizer = await self._load_in_thread(spec)
+        tokenizer = await self._shared(spec) if spec.learned else await self._load_in_thread(spec)
         before = self._loaded.get(spec.name)
         self._specs = dict(sorted({**self._specs, spec.name: spec}.items()))
         self._loaded[spec.name] = tokenizer
         if before is not None:
-            self._retire(before)
+            self._retire_unshared(before)
+
+    async def _shared(self, spec: ModelSpec) -> TokenizerProtocol:
+        """Returns the tokenizer of a discovered model that has the same files and template; loads the first one."""
+        key = self._shared_by(spec)
+        for other in self._specs.values():
+            if other.learned and other.name in self._loaded and self._shared_by(other) == key:
+                return self._loaded[other.name]
+        task = self._adding.get(key)
+        if task is None:
+            task = self._adding[key] = self._load_in_thread(spec)
+            # After the callers, which then hold the tokenizer.
+            task.add_done_callback(lambda _: asyncio.get_running_loop().call_soon(self._adding.pop, key))
+        return await asyncio.shield(task)
 
     def remove(self, name: str) -> None:
         """Removes a discovered model; ignores unknown and configured ones."""
@@ -107,7 +131,7 @@ class ModelRegistry:
         self._specs = {other: known for other, known in self._specs.items() if other != name}
         tokenizer = self._loaded.pop(name, None)
         if tokenizer is not None:
-            self._retire(tokenizer)
+            self._retire_unshared(tokenizer)
 
     @contextmanager
     def using(self, tokenizer: TokenizerProtocol) -> Iterator[TokenizerProtocol]:
@@ -122,6 +146,10 @@ class ModelRegistry:
                 del self._uses[key]
                 if key in self._retired:
                     self._close_later(tokenizer)
+
+    def _retire_unshared(self, tokenizer: TokenizerProtocol) -> None:
+        if all(other is not tokenizer for other in self._loaded.values()):
+            self._retire(tokenizer)
 
     def _retire(self, tokenizer: TokenizerProtocol) -> None:
         self._retired[id(tokenizer)] = tokenizer
@@ -179,17 +207,15 @@ class ModelRegistry:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for tokenizer in (*self._loaded.values(), *self._retired.values()):
+        tokenizers = {id(tokenizer): tokenizer for tokenizer in (*self._loaded.values(), *self._retired.values())}
+        for tokenizer in tokenizers.values():
             await _close(tokenizer)
         await self._tasks.close()
 
 
-async def _close(tokenizer: TokenizerProtocol | None) -> None:
-    """Closes a tokenizer if it supports that; logs its errors."""
-    end = getattr(tokenizer, "close", None)
-    if end is None:
-        return
+async def _close(tokenizer: TokenizerProtocol) -> None:
+    """Closes a tokenizer; logs its errors."""
     try:
-        await asyncio.to_thread(end)
+        await asyncio.to_thread(tokenizer.close)
     except Exception:  # a custom class may raise anything
         log.exception("closing a tokenizer failed")

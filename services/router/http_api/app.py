@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
+import orjson
 from google.protobuf import json_format
 from google.protobuf.message import Message
 from starlette.applications import Starlette
@@ -15,29 +15,25 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from services.common import logs
 from services.common.errors import ErrorKind, SluiceError, internal, word
+from services.common.net.http_policy import HttpPolicy, HttpRefusal, PolicyMiddleware
 from services.common.observability import telemetry
 from services.common.rpc.auth_interceptor import CallerCheck
 from services.common.security import identity
 from services.common.tasks import end_all
 from services.router.http_api import route
-from services.router.http_api.bodies import BodyLimits, message_of, read_body
+from services.router.http_api.bodies import BodyLimits, read_object
+from services.router.scheduling.body_intake import HELD_FACTOR, beside
+from services.router.scheduling.request_bodies import ReadBody
+from services.router.scheduling.request_bodies import read_body as read_openai_body
 from sluice.v1 import router_pb2
 
 log = logging.getLogger(__name__)
 
 SERVICE = "/sluice.v1.Router/"
-RPCS: Mapping[str, type[Message]] = {
-    "RouteQuery": router_pb2.RouteQueryRequest,
-    "AddRequest": router_pb2.AddRequestRequest,
-    "MarkPrefillComplete": router_pb2.MarkPrefillCompleteRequest,
-    "FreeRequest": router_pb2.FreeRequestRequest,
-    "ReportProgress": router_pb2.ReportProgressRequest,
-    "ListWorkers": router_pb2.ListWorkersRequest,
-}
-"""The RPCs with an HTTP twin, at their gRPC path."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -47,6 +43,10 @@ class UnaryCalls(Protocol):
 
     def unary(self, name: str) -> Callable[[Message], Awaitable[Message]]:
         """Returns the handler of a unary RPC, which raises typed errors."""
+        ...
+
+    async def route(self, query: router_pb2.RouteQueryRequest, body: ReadBody) -> Message:
+        """Returns the response to a query whose prompt is an OpenAI body that has been read; raises typed errors."""
         ...
 
 
@@ -69,23 +69,24 @@ class HttpApi:
         is_ready: Callable[[], bool],
         open_health: bool = True,
     ) -> None:
-        self._handlers = {name: calls.unary(name) for name in RPCS}
+        self._calls = calls
+        self._handlers = {name: calls.unary(name) for name in ("MarkPrefillComplete", "FreeRequest", "ListWorkers")}
         self._check = check
         self._limits = limits
         self._is_ready = is_ready
         self._open_health = open_health
 
-    def app(self) -> Starlette:
-        """Returns the ASGI application."""
+    def app(self, policy: HttpPolicy) -> ASGIApp:
+        """Returns the ASGI application, which rejects what the policy does not accept."""
         routes = [
-            *(Route(SERVICE + name, self._served(name, self._rpc(name)), methods=["POST"]) for name in RPCS),
             Route("/route", self._served("RouteQuery", self._route), methods=["POST"]),
             Route("/prefill_complete", self._served("MarkPrefillComplete", self._mark), methods=["POST"]),
             Route("/free", self._served("FreeRequest", self._free), methods=["POST"]),
             Route("/workers", self._served("ListWorkers", self._workers), methods=["GET"]),
             Route("/health", self._health if self._open_health else self._served("ListWorkers", self._health)),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        served = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+        return PolicyMiddleware(served, policy, _refused)
 
     def _served(self, rpc: str, handle: Handler) -> Handler:
         """Returns the endpoint of a handler, which may call an RPC: with its caller, its span and typed errors."""
@@ -109,29 +110,27 @@ class HttpApi:
 
         return serve
 
-    def _rpc(self, name: str) -> Handler:
-        async def handle(request: Request) -> Response:
-            async with read_body(request, self._limits) as body:
-                reply = await self._call(request, name, message_of(body, RPCS[name]))
-            return _json(json_format.MessageToDict(reply))
-
-        return handle
-
     async def _route(self, request: Request) -> Response:
-        async with read_body(request, self._limits) as body:
-            reply = await self._call(request, "RouteQuery", route.query_of(request, body))
+        async with read_object(request, self._limits) as (fields, size):
+            query = route.query_of(request, fields)
+            body = await beside(size, read_openai_body, fields)
+            del fields
+        with self._limits.intake.holding(HELD_FACTOR * body.size):
+            reply = await self._call(request, self._calls.route(query, body))
         assert isinstance(reply, router_pb2.RouteQueryResponse)
         return _json(route.answer_of(reply))
 
     async def _mark(self, request: Request) -> Response:
-        async with read_body(request, self._limits) as body:
-            reply = await self._call(request, "MarkPrefillComplete", route.marked_of(body))
+        async with read_object(request, self._limits) as (fields, _):
+            message = route.marked_of(fields)
+        reply = await self._call(request, self._handlers["MarkPrefillComplete"](message))
         assert isinstance(reply, router_pb2.MarkPrefillCompleteResponse)
         return _json({"unknown": reply.unknown})
 
     async def _free(self, request: Request) -> Response:
-        async with read_body(request, self._limits) as body:
-            reply = await self._call(request, "FreeRequest", route.freed_of(body))
+        async with read_object(request, self._limits) as (fields, _):
+            message = route.freed_of(fields)
+        reply = await self._call(request, self._handlers["FreeRequest"](message))
         assert isinstance(reply, router_pb2.FreeRequestResponse)
         return _json({"unknown": reply.unknown})
 
@@ -139,13 +138,13 @@ class HttpApi:
         message = router_pb2.ListWorkersRequest(model=request.query_params.get("model", ""))
         return _json(json_format.MessageToDict(await self._handlers["ListWorkers"](message)))
 
-    async def _call(self, request: Request, name: str, message: Message) -> Message:
+    async def _call(self, request: Request, reply: Awaitable[Message]) -> Message:
         """Returns the reply of an RPC, which is cancelled when the client disconnects, as gRPC does.
 
         Args:
             request: its body has been read, so that only its end is left to receive.
         """
-        work = asyncio.ensure_future(self._handlers[name](message))
+        work = asyncio.ensure_future(reply)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -158,6 +157,11 @@ class HttpApi:
     async def _health(self, request: Request) -> Response:
         ready = self._is_ready()
         return _json({"status": "ok" if ready else "waiting"}, 200 if ready else 503)
+
+
+def _refused(refusal: HttpRefusal) -> Response:
+    headers = {"connection": "close"} if refusal.closes else {}
+    return _error(refusal.status, refusal.code or "invalid_http", refusal.message, "", headers)
 
 
 async def _disconnected(request: Request) -> None:
@@ -189,5 +193,4 @@ def _error(status: int, code: str, message: str, param: str, headers: Mapping[st
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    body = json.dumps(value, separators=(",", ":")).encode()
-    return Response(body, status, dict(headers or {}), media_type="application/json")
+    return Response(orjson.dumps(value), status, dict(headers or {}), media_type="application/json")

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from google.protobuf import json_format
-from google.protobuf.message import Message
 from starlette.requests import ClientDisconnect, Request
 
-from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, SluiceError, invalid, sentence
+from services.common.budgets import Budget, BudgetPool
+from services.common.errors import BODY_TIMEOUT, ErrorKind, SluiceError, invalid, quoted
+from services.common.net.http_policy import is_form
+from services.router.scheduling.body_intake import BodyIntake
 
-MOST_PROBLEM = 300
-MOST_LEVELS = 50
-_FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/")
-
-M = TypeVar("M", bound=Message)
+MAX_ITEMS = 10_000
+"""Items of a list or object in any body of the HTTP twin; more are refused, budget `list_items`."""
+_ITEMS = Budget("list_items", MAX_ITEMS, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +26,15 @@ class BodyLimits:
 
     Attributes:
         size: maximum bytes of one body.
-        memory: bytes of all bodies together.
+        memory: bytes of all bodies together, including parsed ones.
         timeout_s: longest time in which a body arrives.
+        intake: parses bodies, within the memory.
     """
 
     size: int
     memory: BudgetPool
     timeout_s: float
+    intake: BodyIntake
 
 
 @asynccontextmanager
@@ -76,7 +75,7 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
         raise SluiceError(
             ErrorKind.DEADLINE_EXCEEDED,
             f"The request body did not arrive within {limits.timeout_s:g} s.",
-            code="body_timeout",
+            code=BODY_TIMEOUT,
         ) from None
     except ClientDisconnect:
         raise SluiceError(ErrorKind.CANCELLED, "The client disconnected before the body was complete.") from None
@@ -85,7 +84,7 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
 
 def _check_type(request: Request) -> None:
     # Browsers send these types to other sites without asking them first, so any web page could reserve load.
-    if request.headers.get("content-type", "").strip().lower().startswith(_FORM_TYPES):
+    if any(is_form(value.encode("latin-1")) for value in request.headers.getlist("content-type")):
         raise invalid(
             'The request body is not declared as JSON; send "content-type: application/json".', param="content-type"
         )
@@ -96,36 +95,24 @@ def _check_type(request: Request) -> None:
 def _too_large(limits: BodyLimits) -> SluiceError:
     return SluiceError(
         ErrorKind.TOO_LARGE,
-        f"The request body exceeds {limits.size} bytes (--http-max-body-mb).",
+        f"The request body exceeds {limits.size} bytes.",
         code="request_too_large",
     )
 
 
-def json_object(body: bytes) -> dict[str, Any]:
-    """Returns the JSON object of a body; raises SluiceError (INVALID_ARGUMENT) for anything else."""
-    try:
-        value = json.loads(body, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"The request body is not valid JSON: {sentence(str(error), MOST_PROBLEM)}.") from None
-    if not isinstance(value, dict):
-        raise invalid("The request body must be a JSON object.")
-    return value
+@asynccontextmanager
+async def read_object(request: Request, limits: BodyLimits) -> AsyncIterator[tuple[dict[str, Any], int]]:
+    """Provides the JSON object of a body and the body's length in bytes; raises as `read_body` and `BodyIntake`."""
+    async with read_body(request, limits) as body, limits.intake.parsed(body) as value:
+        yield value, len(body)
 
 
-def message_of(body: bytes, kind: type[M]) -> M:
-    """Returns a message from its JSON form; an empty body is an empty message.
+def check_lists(value: Mapping[str, Any], unlimited: Container[str] = ()) -> None:
+    """Raises SluiceError (INVALID_ARGUMENT) for a field with more items than a call handles at once.
 
-    Raises:
-        SluiceError: INVALID_ARGUMENT if the body is not JSON or has fields that the message lacks.
+    Args:
+        unlimited: fields that only `body_values` bounds.
     """
-    if not body:
-        return kind()
-    try:
-        return json_format.ParseDict(json_object(body), kind(), max_recursion_depth=MOST_LEVELS)
-    except (json_format.ParseError, ValueError, TypeError, RecursionError) as error:
-        problem = sentence(str(error).partition("\n")[0], MOST_PROBLEM)
-        raise invalid(f"The request body is not a {kind.DESCRIPTOR.name}: {problem}.") from None
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not valid JSON")
+    for name, items in value.items():
+        if isinstance(items, list | dict) and name not in unlimited:
+            _ITEMS.check(len(items), f"The items of {quoted(name)}", param=name)

@@ -1,4 +1,4 @@
-"""The short form of the API: an OpenAI body in, a worker out; reservations by their id."""
+"""The calls of the API: an OpenAI body in, a worker out; reservations by their id."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from services.common.errors import invalid, quoted
 from services.common.packing import unpack_u32
-from services.router.http_api.bodies import json_object
+from services.router.http_api.bodies import check_lists
 from services.router.scheduling.queries import for_policies
-from sluice.v1 import router_pb2
+from sluice.v1 import common_pb2, router_pb2
 
 HEADERS = {
     "x-request-id": "request_id",
@@ -24,7 +24,16 @@ HEADERS = {
 }
 """Headers in place of parameters; of two names the later one here counts, and the query parameter takes precedence."""
 
-_MOST_U32 = 2**32 - 1
+ROLES = {
+    "aggregated": common_pb2.WORKER_ROLE_AGGREGATED,
+    "prefill": common_pb2.WORKER_ROLE_PREFILL,
+    "decode": common_pb2.WORKER_ROLE_DECODE,
+}
+NO_TARGET = {"worker": None, "address": None, "rank": None}
+TOKEN_LISTS = frozenset({"prompt"})
+"""Fields that may be a list of token ids, which has more items than other lists."""
+_MAX_U32 = 2**32 - 1
+"""Number in a header or parameter of `POST /route`; a larger one is refused with INVALID_ARGUMENT."""
 _FLAGS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -47,41 +56,53 @@ def _text(name: str, text: str) -> str:
     return text
 
 
+def _role(name: str, text: str) -> int:
+    if text not in ROLES:
+        raise invalid(f"{name} is {quoted(text)}; send one of {', '.join(ROLES)}.", param=name)
+    return ROLES[text]
+
+
 PARAMETERS: Mapping[str, Callable[[str, str], Any]] = {
     "request_id": _text,
     "session_id": _text,
     "priority": _whole(-(2**31), 2**31 - 1),
-    "max_wait_ms": _whole(0, _MOST_U32),
-    "max_wait_for_workers_ms": _whole(0, _MOST_U32),
-    "first_token_ms": _whole(0, _MOST_U32),
-    "tokenize_ms": _whole(0, _MOST_U32),
+    "max_wait_ms": _whole(0, _MAX_U32),
+    "max_wait_for_workers_ms": _whole(0, _MAX_U32),
+    "first_token_ms": _whole(0, _MAX_U32),
+    "tokenize_ms": _whole(0, _MAX_U32),
     "fairness_id": _text,
-    "fallbacks": _whole(0, _MOST_U32),
-    "ttl_ms": _whole(0, _MOST_U32),
-    "session_ttl_ms": _whole(0, _MOST_U32),
-    "expected_output_tokens": _whole(0, _MOST_U32),
+    "fallbacks": _whole(0, _MAX_U32),
+    "ttl_ms": _whole(0, _MAX_U32),
+    "session_ttl_ms": _whole(0, _MAX_U32),
+    "expected_output_tokens": _whole(0, _MAX_U32),
     "policy": _text,
     "owner": _text,
     "lora": _text,
     "candidates": _text,
     "reserve": _flag,
     "return_token_ids": _flag,
+    "role": _role,
+    "require_pair": _flag,
+    "bypass_uncached_tokens": _whole(0, _MAX_U32),
 }
 
 
-def query_of(request: Request, body: bytes) -> router_pb2.RouteQueryRequest:
-    """Returns the query for an OpenAI body; raises SluiceError (INVALID_ARGUMENT) for a wrong body or parameter.
+def query_of(request: Request, body: Mapping[str, Any]) -> router_pb2.RouteQueryRequest:
+    """Returns the query for an OpenAI body, without its prompt.
 
-    The body is a chat completion or a completion. Headers that begin with `x-` are passed on to composed policies.
+    Headers that begin with `x-` are passed on to composed policies.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for a body without a model or with too long a list, or a wrong parameter.
     """
-    model = json_object(body).get("model")
+    check_lists(body, TOKEN_LISTS)
+    model = body.get("model")
     if not _is_text(model):
         raise invalid("The request body must have a model: a text that is not empty.", param="model")
     given = _parameters(request)
     reserve, candidates = given.pop("reserve", True), given.pop("candidates", None)
     query = router_pb2.RouteQueryRequest(
         model=model,
-        prompt=router_pb2.PromptRef(openai_body=body),
         mode=router_pb2.RouteQueryRequest.MODE_QUERY_ONLY,
         headers=for_policies({name: value for name, value in request.headers.items() if name.startswith("x-")}),
         **given,
@@ -108,7 +129,7 @@ def answer_of(response: router_pb2.RouteQueryResponse) -> dict[str, Any]:
     """Returns the JSON object for the response to a query; every field is always present."""
     hint = response.router_hint
     return {
-        **_target(response.decode),
+        **(_target(response.decode) if response.HasField("decode") else NO_TARGET),
         "prefill": _target(response.prefill) if response.HasField("prefill") else None,
         "reservation": response.reservation_id or None,
         "expires_unix_ms": response.expires_unix_ms or None,
@@ -128,14 +149,13 @@ def _target(target: router_pb2.WorkerTarget | router_pb2.PeerHint) -> dict[str, 
     return {"worker": target.worker_id, "address": target.address, "rank": target.data_parallel_rank}
 
 
-def marked_of(body: bytes) -> router_pb2.MarkPrefillCompleteRequest:
+def marked_of(fields: Mapping[str, Any]) -> router_pb2.MarkPrefillCompleteRequest:
     """Returns the request for `{"reservation": ID}`; raises SluiceError (INVALID_ARGUMENT)."""
-    return router_pb2.MarkPrefillCompleteRequest(reservation_ids=_reservations(json_object(body), ()))
+    return router_pb2.MarkPrefillCompleteRequest(reservation_ids=_reservations(fields, ()))
 
 
-def freed_of(body: bytes) -> router_pb2.FreeRequestRequest:
+def freed_of(fields: Mapping[str, Any]) -> router_pb2.FreeRequestRequest:
     """Returns the request for `{"reservation": ID}` with the token counts of its outcome, which are optional."""
-    fields = json_object(body)
     names = _reservations(fields, ("cached_tokens", "output_tokens"))
     request = router_pb2.FreeRequestRequest(reservation_ids=names)
     counts = {name: _count(name, fields[name]) for name in ("cached_tokens", "output_tokens") if name in fields}
@@ -148,6 +168,7 @@ def freed_of(body: bytes) -> router_pb2.FreeRequestRequest:
 
 def _reservations(fields: Mapping[str, Any], others: tuple[str, ...]) -> list[str]:
     """Returns the ids in `reservation`, a text, or `reservations`, a list of texts."""
+    check_lists(fields)
     allowed = ("reservation", "reservations", *others)
     for name in fields:
         if name not in allowed:
@@ -166,6 +187,6 @@ def _is_text(value: Any) -> TypeGuard[str]:
 
 
 def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_U32:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_U32:
         raise invalid(f"{name} is {quoted(value)}; send a whole number of tokens.", param=name)
     return value

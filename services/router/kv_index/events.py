@@ -11,7 +11,8 @@ from typing import NamedTuple, TypeAlias
 from services.router.workers.worker import Worker, WorkerRank
 
 HASH_BYTES = 8
-MAX_SEQUENCE = 1 << 53  # Lua counts in doubles
+MAX_SEQUENCE = 1 << 53
+"""Sequence number of KV events, as Lua counts in doubles; a larger one is refused with INVALID_ARGUMENT."""
 _HEADER = Struct("<BBI")
 
 

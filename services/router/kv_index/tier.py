@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 _LOGS = 32  # each log is compacted in one go; several short ones keep that fast
 _SLACK = 64  # removed entries that a log may have before it is compacted
-_MOST_MASKS = 65_536
+_MAX_MASKS = 65_536
 
 
 class RankTierBlocks:
@@ -106,6 +106,6 @@ class TierTable:
 
     def shared(self, mask: int) -> int:
         """Returns a shared object equal to the mask, so that equal masks are stored once."""
-        if len(self._masks) >= _MOST_MASKS:
+        if len(self._masks) >= _MAX_MASKS:
             self._masks.clear()
         return self._masks.setdefault(mask, mask)

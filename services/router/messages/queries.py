@@ -15,11 +15,12 @@ from services.router.scheduling.decisions import Decision, Outcome
 from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RoutedPrompt, RouteResult
 from services.router.scheduling.route_headers import headers_of
 from services.router.store.memory import unix_ms
-from services.router.workers.worker import WorkerRank
+from services.router.workers.worker import Role, WorkerRank
 from sluice.v1 import router_pb2
 
 NO_PROMPT = RoutedPrompt()
-MOST_FALLBACKS = 16
+MAX_FALLBACKS = 16
+"""Fallbacks that a query may ask for; a larger number counts as this."""
 _REASONS = {
     Reason.CAPACITY: router_pb2.WaitingQueue.REASON_CAPACITY,
     Reason.WORKERS: router_pb2.WaitingQueue.REASON_WORKERS,
@@ -75,9 +76,21 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: 
         unix_ms() + request.first_token_ms if request.first_token_ms else 0,
         request.fairness_id,
         request.tokenize_ms,
-        min(request.fallbacks, MOST_FALLBACKS),
+        min(request.fallbacks, MAX_FALLBACKS),
         {name.lower(): value for name, value in request.headers.items()},
+        role=_role(request.role),
+        require_pair=request.require_pair,
+        bypass_uncached_tokens=request.bypass_uncached_tokens,
     )
+
+
+def _role(number: int) -> Role | None:
+    if not number:
+        return None
+    try:
+        return Role(number)
+    except ValueError:
+        raise invalid(f"Unknown role {number}; use AGGREGATED, PREFILL or DECODE.", param="role") from None
 
 
 def check_request_id(request_id: str) -> None:
@@ -110,9 +123,13 @@ def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
 def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
     """Returns the response to a query."""
     prefill, prompt = route.prefill_worker, route.prompt or NO_PROMPT
+    target = _target(WorkerRank(route.worker.worker_id, route.rank), route.worker.address)
+    only_prefill = route.half is Role.PREFILL
     return router_pb2.RouteQueryResponse(
-        decode=_target(WorkerRank(route.worker.worker_id, route.rank), route.worker.address),
-        prefill=None
+        decode=None if only_prefill else target,
+        prefill=target
+        if only_prefill
+        else None
         if prefill is None
         else _target(WorkerRank(prefill.worker_id, route.prefill_rank), prefill.address),
         overlap=overlap_of(route.overlap),
@@ -185,7 +202,7 @@ def decision_of(decision: Decision) -> router_pb2.Decision:
         reservation_id=decision.reservation_id,
         request_id=decision.request_id,
         model=decision.model,
-        decode=_target(decision.slot, decision.address),
+        decode=None if decision.slot is None else _target(decision.slot, decision.address),
         prefill=None if prefill is None else _target(prefill, decision.prefill_address),
         prompt_tokens=decision.prompt_tokens,
         predicted_cached_tokens=decision.predicted_cached_tokens,

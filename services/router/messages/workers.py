@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from hashlib import sha256
 
 from google.protobuf.message import DecodeError
 
+from services.common.budgets import Budget
 from services.common.discovery.worker_checks import check_worker
-from services.common.errors import LONGEST_ADDRESS, check_name, invalid, quoted
+from services.common.errors import MAX_ADDRESS_LENGTH, check_name, invalid, quoted
 from services.common.hashing import HASH_SCHEME
 from services.common.net.addresses import is_reachable
 from services.common.packing import pack_u64
+from services.common.rows.shared_steps import shared_step
 from services.common.security.identity import ANONYMOUS, Caller
 from services.router.kv_index.events import HASH_BYTES, BlockOp, CacheOperation, EventBatch, Tier
 from services.router.registration.stream_messages import Leaving, LoadReport, Replies, SnapshotChunk, WorkerMessage
@@ -27,13 +29,23 @@ from sluice.v1 import common_pb2, router_pb2
 
 log = logging.getLogger(__name__)
 
-MOST_RANKS = 1_024
-MOST_LABELS = 32
-LONGEST_LABEL = 63
+MAX_RANKS = 1_024
+"""Data-parallel ranks of a worker; a registration with more is refused with INVALID_ARGUMENT."""
+MAX_EVENTS = 65_536
+"""KV events of one batch; a larger batch is refused, budget `worker_frames`."""
+MAX_BLOCKS = 1 << 28
+"""Blocks of all ranks that a card may announce; a registration with more is refused with INVALID_ARGUMENT."""
+MAX_LABELS = 32
+"""Labels of a registration; one with more is refused with INVALID_ARGUMENT."""
+MAX_LABEL = 63
+"""Characters of the name or value of a label; a longer one is refused with INVALID_ARGUMENT."""
 DUMP_AT_ONCE = 65_536  # hashes per message
 EPOCH_AHEAD_US = 24 * 3600 * 1_000_000
+MAX_U32 = (1 << 32) - 1
+"""Sum of a load of all ranks of a worker, as its field has 32 bits; a larger one is shown as this."""
 LEASE_KEY_BYTES = (16, 64)
 
+_FRAMES = Budget("worker_frames", MAX_EVENTS, "")
 _TIERS = {
     common_pb2.CACHE_TIER_UNSPECIFIED: Tier.DEVICE,
     common_pb2.CACHE_TIER_DEVICE: Tier.DEVICE,
@@ -71,7 +83,7 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
             raise invalid(f"Missing {name}; a registration requires it.", param=f"registration.{name}")
     check_worker(registration.worker_id, registration.address, card)
     if registration.http_address:
-        check_name(registration.http_address, "registration.http_address", LONGEST_ADDRESS)
+        check_name(registration.http_address, "registration.http_address", MAX_ADDRESS_LENGTH)
         if not is_reachable(registration.http_address):
             raise invalid(
                 f"http_address {quoted(registration.http_address)} is not host:port.", param="registration.http_address"
@@ -85,8 +97,13 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
     if key and not shortest <= len(key) <= longest:
         raise invalid(f"lease_key has {len(key)} bytes; send {shortest} to {longest}.", param="registration.lease_key")
     ranks = card.data_parallel_size or 1
-    if ranks > MOST_RANKS:
-        raise invalid(f"data_parallel_size is {ranks}; the maximum is {MOST_RANKS}.", param="card.data_parallel_size")
+    if ranks > MAX_RANKS:
+        raise invalid(f"data_parallel_size is {ranks}; the maximum is {MAX_RANKS}.", param="card.data_parallel_size")
+    if card.total_blocks * ranks > MAX_BLOCKS:
+        raise invalid(
+            f"card.total_blocks is {card.total_blocks} for {ranks} ranks; send at most {MAX_BLOCKS} in all.",
+            param="card.total_blocks",
+        )
     scheme = card.hash_scheme or HASH_SCHEME
     if card.block_size and scheme != HASH_SCHEME:
         raise invalid(
@@ -131,17 +148,20 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         lease_digest=sha256(key).hexdigest() if key else "",
         http_address=registration.http_address,
         labels=tuple(sorted(registration.labels.items())),
+        fingerprint=card.tokenizer.fingerprint,
+        prompt_fingerprint=card.tokenizer.prompt_fingerprint,
+        named_by_server=registration.named_by_server,
     )
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:
-    if len(labels) > MOST_LABELS:
-        raise invalid(f"labels has {len(labels)} entries; send at most {MOST_LABELS}.", param="registration.labels")
+    if len(labels) > MAX_LABELS:
+        raise invalid(f"labels has {len(labels)} entries; send at most {MAX_LABELS}.", param="registration.labels")
     for name, value in labels.items():
         if not name:
             raise invalid("A label must have a name.", param="registration.labels")
-        check_name(name, "registration.labels", LONGEST_LABEL)
-        check_name(value, "registration.labels", LONGEST_LABEL)
+        check_name(name, "registration.labels", MAX_LABEL)
+        check_name(value, "registration.labels", MAX_LABEL)
 
 
 def _check_epoch(epoch: int) -> None:
@@ -155,17 +175,18 @@ def _check_epoch(epoch: int) -> None:
         )
 
 
+_SUMMED = ("running_requests", "waiting_requests", "used_blocks", "cached_blocks", "prefill_tokens")
+
+
 def worker_info(worker: Worker, report: bytes) -> router_pb2.WorkerInfo:
     """Returns the public description of a worker; its load is the sum over its ranks."""
     info = router_pb2.WorkerInfo.FromString(worker.document)
     info.draining = worker.draining
+    info.set_aside = worker.set_aside
     total = info.load
     for load in reported(report):
-        total.running_requests += load.running_requests
-        total.waiting_requests += load.waiting_requests
-        total.used_blocks += load.used_blocks
-        total.cached_blocks += load.cached_blocks
-        total.prefill_tokens += load.prefill_tokens
+        for name in _SUMMED:  # a worker reports what it likes; the sum must fit as well
+            setattr(total, name, min(getattr(total, name) + getattr(load, name), MAX_U32))
         total.step_ms = max(total.step_ms, load.step_ms)
     return info
 
@@ -184,15 +205,14 @@ def _log_ignored(report: bytes) -> None:
     log.warning("ignoring a stored worker report that cannot be parsed", extra={"bytes": len(report)})
 
 
-def used_blocks(report: bytes) -> list[int]:
-    """Returns the KV blocks in use by rank from a worker's last heartbeat."""
-    return [load.used_blocks for load in reported(report)]
-
-
 def read_report(report: bytes) -> list[Reported]:
-    """Returns the requests that each rank reported in the worker's last heartbeat."""
+    """Returns the load of each rank in a worker's last heartbeat."""
     return [
-        Reported(load.running_requests + load.waiting_requests, bool(load.prefill_tokens or load.waiting_requests))
+        Reported(
+            load.running_requests + load.waiting_requests,
+            bool(load.prefill_tokens or load.waiting_requests),
+            load.used_blocks,
+        )
         for load in reported(report)
     ]
 
@@ -202,6 +222,12 @@ def message_of(message: router_pb2.AttachRequest, worker: Worker) -> WorkerMessa
     which = message.WhichOneof("message")
     if which == "events":
         batch = message.events
+        if len(batch.events) > MAX_EVENTS:
+            raise _FRAMES.refuse(
+                f"The batch has {len(batch.events)} events; send at most {MAX_EVENTS}, with consecutive blocks in "
+                "one event",
+                param="events",
+            )
         return EventBatch(batch.data_parallel_rank, batch.sequence, tuple(map(_op, batch.events)))
     if which == "heartbeat":
         if len(message.heartbeat.loads) > worker.ranks:
@@ -259,6 +285,42 @@ def change_of(update: WorkerUpdate, report: bytes) -> router_pb2.WorkerChange:
     """Returns the message to send to a watcher."""
     worker = None if update.worker is None else worker_info(update.worker, report)
     return router_pb2.WorkerChange(kind=_KINDS[update.kind], worker=worker)
+
+
+@shared_step("router.worker_changes")
+def changes_of(updates: Iterable[WorkerUpdate], report: Callable[[Worker], bytes]) -> Iterator[router_pb2.WorkerChange]:
+    """Yields the messages to send to a watcher, without workers whose record cannot be sent.
+
+    Args:
+        report: returns the last heartbeat of a worker.
+    """
+    for update in updates:
+        try:
+            message = change_of(update, report(update.worker) if update.worker else b"")
+        except Exception:
+            _log_unsendable(update.worker)
+        else:
+            yield message
+
+
+@shared_step("router.worker_list")
+def worker_infos(workers: Iterable[Worker], report: Callable[[Worker], bytes]) -> Iterator[router_pb2.WorkerInfo]:
+    """Yields the messages of workers, without those whose record cannot be sent.
+
+    Args:
+        report: returns the last heartbeat of a worker.
+    """
+    for worker in workers:
+        try:
+            message = worker_info(worker, report(worker))
+        except Exception:
+            _log_unsendable(worker)
+        else:
+            yield message
+
+
+def _log_unsendable(worker: Worker | None) -> None:
+    log.exception("leaving out a worker whose record cannot be sent", extra={"worker": worker and worker.worker_id})
 
 
 def booked_load(slot: WorkerRank, load: Load, report: bytes) -> router_pb2.BookedLoad:

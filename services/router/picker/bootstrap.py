@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2
 
 from services.common.budgets import BudgetPool
 from services.common.errors import ErrorKind, SluiceError
+from services.common.intake.pace import BodyPace
 from services.common.rpc.server import GrpcServer
 from services.common.tasks import TaskOwner
 from services.router.picker.gateways import Gateways
@@ -17,9 +18,12 @@ from services.router.picker.picker import Picker, PickerConfig
 from services.router.picker.server import SERVICE, PickerLimits, PickerService
 from services.router.reservations.cost import CostModel
 from services.router.router import Router
+from services.router.scheduling.body_intake import BodyIntake
 from services.router.settings import RouterSettings
 
 FLUSH_S = 2.0
+MIN_BODIES_MB = 64
+"""MiB of all request bodies in the picker together, including parsed ones, while picker-body-mb is small."""
 
 
 def read_objectives(texts: list[str]) -> dict[str, int]:
@@ -56,28 +60,30 @@ def with_own_certificate(settings: RouterSettings) -> RouterSettings:
 class PickerServers:
     """The picker of a router process: its gRPC servers, its tasks and the lease of its bookings."""
 
-    def __init__(self, settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner) -> None:
+    def __init__(
+        self, settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner, pace: BodyPace
+    ) -> None:
         self._settings = with_own_certificate(settings)
         self._router = router
         self._tasks = tasks
         self._gateways = Gateways(settings.picker_gateways) if settings.picker_gateways else None
         config = PickerConfig(
-            settings.picker_tokenize_ms,
-            settings.picker_fallbacks,
+            fallbacks=settings.picker_fallbacks,
             objectives=read_objectives(settings.picker_objectives),
             conformance=settings.picker_conformance,
             receipts=settings.picker_receipts,
             store_timeout_s=settings.redis_timeout_s,
         )
         self._owner = f"picker/{uuid.uuid4().hex}"
-        self._picker = Picker(router, config, cost, self._owner, self._gateways)
+        bodies_mb = max(MIN_BODIES_MB, 4 * settings.picker_body_mb)
+        bodies = BudgetPool("picker_bodies", bodies_mb << 20, "--picker-body-mb")
+        intake = BodyIntake(bodies, pace)
+        self._picker = Picker(router, config, cost, intake, self._owner, self._gateways)
         limits = PickerLimits(
             settings.picker_body_mb << 20,
             settings.picker_body_s,
-            settings.picker_streams,
-            settings.picker_close_after_choice,
+            close_after_choice=settings.picker_close_after_choice,
         )
-        bodies = BudgetPool("picker_bodies", settings.picker_bodies_mb << 20, "--picker-bodies-mb")
         self._service = PickerService(self._picker, limits, bodies, router.metrics)
         self._servers: list[GrpcServer] = []
         self._lease = AsyncExitStack()

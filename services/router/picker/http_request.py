@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.router.scheduling.agent_bodies import Api, api_of
-from services.router.scheduling.queries import MOST_MS
+from services.router.scheduling.queries import MAX_MS
+from services.router.scheduling.request_bodies import Api, api_of
 
-MOST_HEADER = 512  # characters of a header that becomes a name
+MAX_HEADER = 512
+"""Characters of a header from which the endpoint picker takes a name; the rest is ignored."""
 
 REQUEST_ID = "x-request-id"
 SESSION = "x-session-id"
@@ -64,7 +65,7 @@ def read_head(headers: Mapping[str, str]) -> HttpRequest:
     """Returns the head of a request from its headers, with lower-case names; ignores malformed objectives."""
 
     def first(names: Sequence[str]) -> str:
-        return next((value[:MOST_HEADER] for name in names if (value := headers.get(name, ""))), "")
+        return next((value[:MAX_HEADER] for name in names if (value := headers.get(name, ""))), "")
 
     return HttpRequest(
         headers.get(":method", "POST"),
@@ -94,4 +95,4 @@ def _milliseconds(text: str) -> int:
         number = float(text)
     except ValueError:
         return 0
-    return int(number) if 0 < number <= MOST_MS else 0
+    return int(number) if 0 < number <= MAX_MS else 0

@@ -11,6 +11,7 @@ import orjson
 from google.protobuf import struct_pb2
 
 from services.common.errors import ErrorKind, SluiceError, word
+from services.common.intake.json_intake import foreign_json
 from services.common.observability.receipts import RECEIPT
 from services.router.picker.http_request import (
     SERVED_KEY,
@@ -22,8 +23,7 @@ from services.router.picker.http_request import (
 )
 from services.router.picker.picker import PickedEndpoint, stale_headers
 from services.router.reservations.table import AllBusy, BusyReason
-from services.router.scheduling.agent_bodies import Api
-from services.router.scheduling.openai_body import PARAM
+from services.router.scheduling.request_bodies import PARAM, Api
 from services.router.scheduling.route_headers import DESTINATION
 from sluice.v1 import ext_proc_pb2 as ext_proc
 
@@ -149,8 +149,8 @@ def response_headers(pick: PickedEndpoint, given: Any) -> bytes:
 def _receipts(text: str) -> list[dict[str, Any]]:
     """Returns the receipts that an endpoint has sent; one without content if it has sent none."""
     try:
-        found = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        found = foreign_json(text.encode("latin-1", "replace"), RECEIPT)
+    except SluiceError:
         found = []
     return [each for each in found if isinstance(each, dict)] or [{}] if isinstance(found, list) else [{}]
 

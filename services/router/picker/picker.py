@@ -6,11 +6,16 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
+
+from services.common.apis.prompts import dump_json
 from services.common.errors import SluiceError, invalid, quoted, unavailable
 from services.common.observability.receipts import ASKED, is_asked
+from services.common.security.tenant_salts import check_body as check_salts
 from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
 from services.router.picker.releases import Releases
@@ -18,17 +23,18 @@ from services.router.picker.usage import UsageReader
 from services.router.reservations.cost import CostModel
 from services.router.reservations.ids import reservation_id
 from services.router.router import Router
-from services.router.scheduling.agent_bodies import Api, has_several_prompts, read_prompt
+from services.router.scheduling.body_intake import HELD_FACTOR, BodyIntake, beside
 from services.router.scheduling.decisions import Outcome
-from services.router.scheduling.openai_body import dump_json, parse_object
 from services.router.scheduling.queries import Prompt, Query, RouteResult, for_policies
+from services.router.scheduling.request_bodies import AnyBody, Api, has_several_prompts, read_prompt
 from services.router.scheduling.route_headers import DESTINATION, ROUTE_HEADERS, headers_of
 from services.router.store.memory import unix_ms
 from services.router.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 
-LONGEST_ID = 200
+MAX_ID_LENGTH = 200
+"""Characters of the name of a session or request at the endpoint picker; the rest is ignored."""
 OWN_PROMPTS = frozenset({Api.CHAT, Api.COMPLETION})  # whose token ids are exactly those of the gateway
 _RANKS = frozenset({"data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "kv_hints"})
 ROUTE_FIELDS: Mapping[str, frozenset[str]] = {
@@ -42,6 +48,7 @@ ROUTE_FIELDS: Mapping[str, frozenset[str]] = {
 
 
 ATTEMPTS = 2
+_IDS_PER_PIECE = 1 << 14  # token ids that are numbers at a time
 
 
 class _OutsideSubset(Exception):
@@ -88,20 +95,42 @@ class PickedEndpoint:
     computed: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadRequest:
+    """What is read from a body.
+
+    Attributes:
+        body: to send to the endpoint.
+        query: None if the body has no prompt.
+    """
+
+    body: bytes
+    model: str
+    query: Query | None = None
+
+
 class Picker:
     """Chooses endpoints with a router.
 
     Args:
+        bodies: bounds and parses bodies.
         owner: name under which reservations are made; its lease must be kept while the picker runs.
         gateways: destinations of the requests; None: the workers themselves.
     """
 
     def __init__(
-        self, router: Router, config: PickerConfig, cost: CostModel, owner: str = "", gateways: Gateways | None = None
+        self,
+        router: Router,
+        config: PickerConfig,
+        cost: CostModel,
+        bodies: BodyIntake,
+        owner: str = "",
+        gateways: Gateways | None = None,
     ) -> None:
         self._router = router
         self._config = config
         self._cost = cost
+        self._bodies = bodies
         self._owner = owner
         self._gateways = gateways
         self._turn = 0
@@ -118,28 +147,43 @@ class Picker:
         self._router.check_ready()
         if not body or request.method != "POST":
             return self._any(request, body)
-        try:
-            document = parse_object(body)
-        except SluiceError:
-            if request.api is not None:
-                raise
-            return self._any(request, body)  # of an API that the picker does not read
-        if request.api is None and "model" not in document:
+        read = await self._read(request, body)
+        if read is None:
             return self._any(request, body)
-        model, adapter = self._model(request, document)
-        prompt = read_prompt(document, request.api)
-        if _rewrite(document, request.model):
-            body = dump_json(document)
-        if prompt is None:
-            return self._any(request, body, model)
-        query = self._query(request, document, model, Prompt(body=prompt, lora=adapter))
+        if read.query is None:
+            return self._any(request, read.body, read.model)
+        with self._bodies.holding(HELD_FACTOR * read.query.prompt.size):
+            return await self._pick(request, read.body, read.query)
+
+    async def _read(self, request: HttpRequest, body: bytes) -> _ReadRequest | None:
+        """Returns what is read from a body; None if it is of an API that the picker does not read."""
+        async with AsyncExitStack() as stack:
+            try:
+                document = await stack.enter_async_context(self._bodies.parsed(body))
+            except SluiceError:
+                if request.api is not None:
+                    raise
+                return None
+            if request.api is None and "model" not in document:
+                return None
+            check_salts(document)
+            model, adapter = self._model(request, document)
+            prompt, body = await beside(len(body), _translated, request, document, body)
+            if prompt is None:
+                return _ReadRequest(body, model)
+            return _ReadRequest(body, model, self._query(request, document, model, Prompt(body=prompt, lora=adapter)))
+
+    async def _pick(self, request: HttpRequest, body: bytes, query: Query) -> PickedEndpoint:
         for _ in range(ATTEMPTS):
             route = await self._route(query)
             try:
+                if self._gateways is not None and route.prompt is not None and route.prompt.token_ids:
+                    ids = route.prompt.token_ids
+                    body = await beside(len(ids), with_token_ids, body, ids)
                 return self._routed(request, body, query, route)
             except _OutsideSubset:
                 self._release(route)
-                candidates = self._candidates(request, model)
+                candidates = self._candidates(request, query.model)
                 query = replace(query, request_id=_unique(request.request_id), candidates=candidates)
             except BaseException:
                 self._release(route)
@@ -221,7 +265,7 @@ class Picker:
             candidates=self._candidates(request, model),
             owner=self._owner,
             priority=priority if isinstance(priority, int) and abs(priority) < 1 << 31 else 0,
-            session_id=session[:LONGEST_ID] if isinstance(session, str) else "",
+            session_id=session[:MAX_ID_LENGTH] if isinstance(session, str) else "",
             return_token_ids=two_stages and request.api in OWN_PROMPTS and not has_several_prompts(document),
             deadline_unix_ms=unix_ms() + request.first_token_ms if request.first_token_ms else 0,
             fairness_id=request.fairness_id,
@@ -260,7 +304,7 @@ class Picker:
         """Chooses an endpoint in turn, for a request without a prompt."""
         if self._gateways is not None:
             return self._through_gateway(request, {}, body)
-        workers = [each for each in self._router.registry.workers(model) if not each.draining]
+        workers = [each for each in self._router.registry.workers(model) if each.accepts]
         wanted = request.test_endpoints if self._config.conformance else ()
         endpoints = [*wanted] or sorted({end for each in workers if request.allows(end := endpoint_of(each))})
         if not endpoints:
@@ -274,8 +318,6 @@ class Picker:
         headers = headers_of(route)
         slot = WorkerRank(route.worker.worker_id, route.rank)
         if self._gateways is not None:
-            if route.prompt is not None and route.prompt.token_ids:
-                body = with_token_ids(body, route.prompt.token_ids)
             pick = self._through_gateway(request, headers, body)
         elif not request.allows(endpoint_of(route.worker)):
             raise _OutsideSubset
@@ -303,8 +345,14 @@ class Picker:
 
 def _unique(request_id: str) -> str:
     """Returns the id of a booking. Clients may repeat their ids, but each of their requests is booked."""
-    given = request_id[:LONGEST_ID].replace("\0", "")
+    given = request_id[:MAX_ID_LENGTH].replace("\0", "")
     return f"{given}.{uuid.uuid4().hex[:12]}" if given else uuid.uuid4().hex
+
+
+def _translated(request: HttpRequest, document: dict[str, Any], body: bytes) -> tuple[AnyBody | None, bytes]:
+    """Returns the prompt of a body, and the body to send to the endpoint."""
+    prompt = read_prompt(document, request.api, len(body))
+    return prompt, dump_json(document) if _rewrite(document, request.model) else body
 
 
 def _rewrite(document: dict[str, Any], model: str) -> bool:
@@ -360,8 +408,10 @@ def with_token_ids(body: bytes, token_ids: bytes) -> bytes:
     end = body.rstrip()
     if b'"nvext"' in body or not end.endswith(b"}"):
         return body
-    numbers = b",".join(b"%d" % number for number in memoryview(token_ids).cast("I"))
-    return b'%s,"nvext":{"token_data":[%s]}}' % (end[:-1], numbers)
+    numbers = memoryview(token_ids).cast("I")
+    starts = range(0, len(numbers), _IDS_PER_PIECE)
+    pieces = (orjson.dumps(numbers[start : start + _IDS_PER_PIECE].tolist())[1:-1] for start in starts)
+    return b'%s,"nvext":{"token_data":[%s]}}' % (end[:-1], b",".join(pieces))
 
 
 def _no_endpoints(message: str) -> SluiceError:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.lifecycle import RequestLifecycle
+
+log = logging.getLogger(__name__)
 
 COLLECT_S = 0.005  # how long reports collect: one call of the store for all requests that progress meanwhile
 
@@ -56,10 +59,13 @@ class Releases:
             self._pending.clear()
             computed, self._computed = self._computed, {}
             ended, self._ended = self._ended, {}
-            if computed:
-                await self._lifecycle.mark_prefill_complete(list(computed))
-            if ended:
-                await self._lifecycle.free(list(ended), [each for each in ended.values() if each is not None])
+            try:
+                if computed:
+                    await self._lifecycle.mark_prefill_complete(list(computed))
+                if ended:
+                    await self._lifecycle.free(list(ended), [each for each in ended.values() if each is not None])
+            except Exception:  # they expire with their lifetime; those of later requests are released all the same
+                log.exception("releasing reservations failed", extra={"requests": len(computed) + len(ended)})
             if not self._pending.is_set():
                 self._idle.set()
 

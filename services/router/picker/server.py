@@ -12,8 +12,10 @@ from typing import Any, TypeAlias
 import grpc
 
 from services.common.budgets import BudgetPool
-from services.common.errors import ErrorKind, SluiceError, invalid, overloaded, word
+from services.common.errors import BODY_TIMEOUT, ErrorKind, SluiceError, invalid, overloaded, word
+from services.common.intake.parts_pace import BodyParts, PartsPace
 from services.common.rpc.errors import abort
+from services.common.rpc.session import FramePace
 from services.router.metrics import Metrics
 from services.router.picker import messages
 from services.router.picker.http_request import HttpRequest, read_head
@@ -25,6 +27,8 @@ from sluice.v1 import ext_proc_pb2
 log = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+_PIECE_BYTES = 64 << 10
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,7 +45,7 @@ class PickerLimits:
             by the load reports of its worker.
     """
 
-    body_bytes: int = 16 << 20
+    body_bytes: int = 10 << 20
     body_s: float = 60.0
     streams: int = 10_000
     close_after_choice: bool = False
@@ -59,6 +63,7 @@ class PickerService:
         self._limits = limits
         self._bodies = bodies
         self._metrics = metrics
+        self._pace = PartsPace()
         self._streams = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -76,7 +81,8 @@ class PickerService:
             await abort(context, overloaded(f"{self._streams} requests are in progress; use another replica."))
         self._streams += 1
         self._metrics.picker_streams.add(1)
-        exchange = _Exchange(self._picker, self._limits, self._bodies, self._metrics, context)
+        parts = BodyParts(self._pace)
+        exchange = _Exchange(self._picker, self._limits, self._bodies, self._metrics, context, parts)
         try:
             if await exchange.run_request():
                 await exchange.run_response()
@@ -96,17 +102,46 @@ class PickerService:
             self._metrics.picker_requests.add(1, {"outcome": exchange.outcome})
 
 
+class _Body:
+    """A request body while it arrives, in pieces of one size.
+
+    Small chunks would fragment the memory, and so would buffers that grow to all sizes at a time.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[bytearray] = []
+
+    def add(self, chunk: bytes) -> None:
+        """Adds what has arrived."""
+        if self._pieces and len(self._pieces[-1]) + len(chunk) <= _PIECE_BYTES:
+            self._pieces[-1] += chunk
+        else:
+            self._pieces.append(bytearray(chunk))
+
+    def take(self) -> bytes:
+        """Returns the whole body; it is empty afterwards."""
+        pieces, self._pieces = self._pieces, []
+        return b"".join(pieces)
+
+
 class _Exchange:
     """One HTTP request and its response."""
 
     def __init__(
-        self, picker: Picker, limits: PickerLimits, bodies: BudgetPool, metrics: Metrics, context: Context
+        self,
+        picker: Picker,
+        limits: PickerLimits,
+        bodies: BudgetPool,
+        metrics: Metrics,
+        context: Context,
+        parts: BodyParts,
     ) -> None:
         self._picker = picker
         self._limits = limits
         self._bodies = bodies
         self._metrics = metrics
         self._context = context
+        self._parts = parts
         self._held = 0
         self._pick: PickedEndpoint | None = None
         self._usage = UsageReader()
@@ -138,7 +173,8 @@ class _Exchange:
                 self._metrics.picker_seconds.record(time.perf_counter() - started)
         except TimeoutError:
             limit = f"The body did not arrive within {self._limits.body_s:g} s; send it faster."
-            return await self._reject(SluiceError(ErrorKind.DEADLINE_EXCEEDED, limit), request)
+            error = SluiceError(ErrorKind.DEADLINE_EXCEEDED, limit, code=BODY_TIMEOUT)
+            return await self._reject(error, request)
         except SluiceError as error:
             if error.code == "not_ready":
                 raise
@@ -153,9 +189,11 @@ class _Exchange:
     async def _receive(self) -> tuple[HttpRequest | None, bytes]:
         """Returns the head and the body of the request; no head if the stream ended before."""
         request: HttpRequest | None = None
-        chunks: list[bytes] = []
+        body = _Body()
         subset = None
         while (message := await self._context.read()) is not grpc.aio.EOF:
+            if pause_s := self._parts.pause_s(len(message.request_body.body)):
+                await asyncio.sleep(pause_s)
             if message.observability_mode:
                 continue  # Envoy expects no responses
             if message.HasField("metadata_context"):
@@ -168,7 +206,7 @@ class _Exchange:
                 done = message.request_headers.end_of_stream
             elif kind == "request_body":
                 self._hold(len(message.request_body.body))
-                chunks.append(message.request_body.body)
+                body.add(message.request_body.body)
                 done = message.request_body.end_of_stream
             elif kind == "request_trailers":
                 done = True
@@ -177,7 +215,7 @@ class _Exchange:
                 return None, b""
             if done and request is not None:
                 request.subset, self._last = subset, kind
-                return request, b"".join(chunks)
+                return request, body.take()
         return None, b""
 
     def _hold(self, size: int) -> None:
@@ -204,7 +242,7 @@ class _Exchange:
     async def run_response(self) -> None:
         """Passes the response on, and follows its progress."""
         pick = self._pick or PickedEndpoint((), {}, b"")
-        message = self._first_response or await self._context.read()
+        message, pace = self._first_response or await self._context.read(), FramePace()
         while message is not grpc.aio.EOF:
             kind = message.WhichOneof("request")
             if kind == "response_body":
@@ -217,6 +255,8 @@ class _Exchange:
             elif kind == "request_trailers":
                 await self._context.write(messages.REQUEST_TRAILERS)
             # Further request bodies repeat the end of the stream that has been answered.
+            if pause_s := pace.pause_s():
+                await asyncio.sleep(pause_s)
             message = await self._context.read()
 
     async def _answer_headers(self, pick: PickedEndpoint, message: Any) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 
+from services.common.budgets import Budget
+from services.common.rows.shared_steps import shared_step
 from services.common.tasks import TaskOwner
 from services.router.metrics import Metrics
+from services.router.registration.limits import MAX_MODELS, RegistrationLimits
 from services.router.registration.stream import WorkerStream
-from services.router.store.base import Store
+from services.router.store.base import Store, StoreUnavailable
 from services.router.store.store_health import StoreHealth
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.sync.synchronizer import IndexSynchronizer
@@ -33,6 +38,8 @@ class WorkerManager:
         tasks: TaskOwner,
         metrics: Metrics,
         lease_ms: int,
+        max_models: int = MAX_MODELS,
+        pin_ms: int = 0,
     ) -> None:
         self._store = store
         self._health = health
@@ -41,8 +48,10 @@ class WorkerManager:
         self._tasks = tasks
         self._metrics = metrics
         self._lease_ms = lease_ms
+        self._pin_ms = pin_ms
         self._attachments: dict[tuple[str, str], WorkerStream] = {}
         self._departed: list[WorkerStream] = []
+        self._limits = RegistrationLimits(Budget("worker_models", max_models, ""))
         self._stopping = False
 
     async def attach(self, worker: Worker, proof: str = "") -> tuple[WorkerStream, dict[int, int]]:
@@ -52,11 +61,14 @@ class WorkerManager:
             proof: credential and host of the worker, for logs.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION (`worker_id_taken`) if another process holds the worker id; otherwise as
-                raised by WorkerStream.open.
+            SluiceError: FAILED_PRECONDITION (`worker_id_taken`) if another process holds the worker id; as raised by
+                RegistrationLimits.check and WorkerStream.open.
         """
+        self._limits.check(worker, self._registered())
         view = self._synchronizer.view(worker.model)
-        attachment = WorkerStream(worker, self._store, self._health, view, self._lease_ms, proof, self._check_here)
+        attachment = WorkerStream(
+            worker, self._store, self._health, view, self._lease_ms, proof, self._check_here, self._pin_ms
+        )
         try:
             sequences = await attachment.open()
         except Taken as taken:
@@ -67,6 +79,10 @@ class WorkerManager:
         self._metrics.workers.add(1)
         log.info("worker attached", extra={"worker": worker.worker_id, "model": worker.model, "epoch": worker.epoch})
         return attachment, sequences
+
+    def _registered(self) -> Iterator[Worker]:
+        """Yields the workers of all models, here and elsewhere."""
+        return chain.from_iterable(view.workers for view in self._synchronizer.views)
 
     def _check_here(self, claim: Claim) -> None:
         """Raises Taken for ids held by other processes, as far as known without the store.
@@ -100,11 +116,17 @@ class WorkerManager:
         """Keeps workers registered from now on when their streams end."""
         self._stopping = True
 
+    @shared_step("router.recover")
     async def recover(self) -> None:
         """Registers the attached workers again; raises StoreUnavailable if the store cannot be reached."""
         for key, attachment in list(self._attachments.items()):
             if self._attachments.get(key) is attachment:  # not detached meanwhile
-                await attachment.reopen()
+                try:
+                    await attachment.reopen()
+                except StoreUnavailable:
+                    raise
+                except Exception as error:  # the other workers register all the same
+                    attachment.refuse(error)
 
     async def remove_departed(self) -> None:
         """Removes the workers from the store that detached during its outage; raises StoreUnavailable if it fails."""

@@ -20,6 +20,8 @@ from services.router.kv_index.events import (
     WorkerUp,
 )
 from services.router.kv_index.rank_cache import ApplyResult
+from services.router.registration.joining import MESSAGES, check_block_size, reason_to_set_aside
+from services.router.registration.name_pins import NamePin
 from services.router.registration.stream_messages import (
     FloodGuard,
     Leaving,
@@ -27,6 +29,7 @@ from services.router.registration.stream_messages import (
     Replies,
     SnapshotChunk,
     WorkerMessage,
+    hashes_of,
 )
 from services.router.store.base import Applied, Lease, Store, StoreUnavailable
 from services.router.store.store_health import StoreHealth
@@ -36,8 +39,10 @@ from services.router.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 
-MOST_BUFFERED = 4_096  # batches of one rank buffered until its snapshot arrives
+MAX_BUFFERED = 4_096
+"""Batches of one rank kept until its snapshot arrives; with more, a new snapshot is requested."""
 HEARTBEATS_PER_LEASE = 3
+JOIN_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -58,6 +63,7 @@ class WorkerStream:
         proof: credential and host of the worker, for logs.
         check_here: raises Taken if another process holds the worker id as far as known without the store; called while
             the store is unavailable.
+        pin_ms: how long the model's name stays pinned to its tokenizer, as in NamePin.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class WorkerStream:
         lease_ms: int,
         proof: str = "",
         check_here: Callable[[Claim], None] = lambda claim: None,
+        pin_ms: int = 0,
     ) -> None:
         self.worker = worker
         self._claim = replace(worker.claim, proof=proof)
@@ -81,7 +88,8 @@ class WorkerStream:
         self._health = health
         self._view = view
         self._lease_ms = lease_ms
-        self._renewed_at = 0.0
+        self._pin = NamePin(store, health, pin_ms)
+        self._renewed_at = self._join_at = 0.0
         self._flood = FloodGuard(worker)
         self._received: dict[int, int] = {}  # last sequence number received by rank
         self._assemblies: dict[int, _Assembly] = {}
@@ -93,7 +101,11 @@ class WorkerStream:
             Taken: another process holds the worker id.
             SluiceError: FAILED_PRECONDITION for an old epoch, or a block size that differs from the model's.
         """
-        self._check_fits()
+        check_block_size(self.worker, self._view.workers)
+        await self._pin.read(self.worker)
+        self._join()
+        await self._pin.pin(self.worker)
+        self._join()  # another worker may have pinned the name meanwhile
         try:
             sequences = await self._register()
         except StoreUnavailable as error:
@@ -124,13 +136,19 @@ class WorkerStream:
             await self._drain()
         self._unstored = {rank for rank, last in self._received.items() if sequences.get(rank, 0) < last}
 
+    def refuse(self, error: Exception) -> None:
+        """Makes `handle` raise, because registering again has failed in an unexpected way."""
+        log.error("registering a worker again failed", extra={"worker": self.worker.worker_id}, exc_info=error)
+        self._refused = SluiceError(ErrorKind.INTERNAL, "Registering again failed; see the router's log.")
+
     async def handle(self, messages: Sequence[WorkerMessage]) -> Replies:
         """Handles messages in order; consecutive event batches are applied together.
 
         Raises:
             SluiceError: the worker sent invalid messages or too many, or was replaced; the caller must disconnect it.
         """
-        self._flood.count(len(messages), sum(map(_hashes, messages)))
+        self._flood.count(len(messages), sum(map(hashes_of, messages)))
+        await self._join_again()
         replies = Replies()
         self._request_unstored(replies)
         batches: list[EventBatch] = []
@@ -182,19 +200,35 @@ class WorkerStream:
         await self._store.release_claim(self.worker.worker_id, self.session)
         return owned
 
-    def _check_fits(self) -> None:
-        mine = self.worker
-        for other in self._view.workers:
-            if not other.block_size or not mine.block_size or other.worker_id == mine.worker_id:
-                continue
-            if (other.block_size, other.hash_scheme) != (mine.block_size, mine.hash_scheme):
-                raise SluiceError(
-                    ErrorKind.FAILED_PRECONDITION,
-                    f"Model {mine.model} is served with blocks of {other.block_size} tokens ({other.hash_scheme}), but "
-                    f"this worker has {mine.block_size} ({mine.hash_scheme}); use the same block size on all workers.",
-                    param="card.block_size",
-                    code="block_size_mismatch",
-                )
+    def _join(self) -> bool:
+        """Decides whether the worker is set aside; returns whether that has changed."""
+        reason = reason_to_set_aside(self.worker, self._view.workers, self._pin.known)
+        if reason == self.worker.set_aside:
+            return False
+        about = {"worker": self.worker.worker_id, "model": self.worker.model, "reason": reason}
+        if reason:
+            log.warning("a worker is set aside and receives no requests: %s", MESSAGES[reason], extra=about)
+        else:
+            log.info("a worker that was set aside receives requests now", extra=about)
+        self.worker = replace(self.worker, set_aside=reason)
+        return True
+
+    async def _join_again(self) -> None:
+        """Decides again, now and then, for a worker that is set aside or may have to give way; renews the pin."""
+        await self._pin.renew(self.worker)
+        if not (self.worker.set_aside or self.worker.named_by_server) or time.monotonic() < self._join_at:
+            return
+        self._join_at = time.monotonic() + JOIN_EVERY_S
+        if self.worker.set_aside:
+            await self._pin.read(self.worker)
+        if self._join():
+            try:
+                await self._register()
+            except StoreUnavailable as error:
+                self._health.mark_unavailable(error)
+                self._show()
+            except Taken as taken:
+                self._refused = taken.error
 
     async def _leave(self, message: Leaving) -> None:
         self.left = True
@@ -316,7 +350,7 @@ class WorkerStream:
     def _buffer(self, batch: EventBatch, replies: Replies) -> None:
         later = self._assemblies[batch.rank].later
         later.append(batch)
-        if len(later) > MOST_BUFFERED:
+        if len(later) > MAX_BUFFERED:
             self._request_snapshot(batch.rank, "the snapshot did not arrive in time", replies)
 
     def _request_snapshot(self, rank: int, reason: str, replies: Replies) -> None:
@@ -384,10 +418,3 @@ class WorkerStream:
             f"{self.worker.total_blocks} of its card.",
             code="too_many_blocks",
         )
-
-
-def _hashes(message: WorkerMessage) -> int:
-    """Returns the number of block hashes in a message."""
-    if isinstance(message, EventBatch):
-        return message.bytes // HASH_BYTES
-    return len(message.hashes) // HASH_BYTES if isinstance(message, SnapshotChunk) else 0

@@ -10,13 +10,27 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.kv_index.events import EventBatch, Tier
+from services.common.rpc.session import WINDOW_S as FRAMES_WINDOW_S
+from services.common.rpc.session import FramePace
+from services.router.kv_index.events import HASH_BYTES, EventBatch, Tier
 from services.router.workers.worker import Worker
 
 WINDOW_S = 10.0
-MOST_MESSAGES = 50_000  # per window and rank; a Sluice worker sends at most 50 per second
-LEAST_HASHES = 1_000_000  # allowed per window and rank, however small the cache is
-MOST_TURNOVERS = 20  # of the complete cache per window
+MAX_MESSAGES_OF_RANK = 5_000
+"""Messages of one rank in 10 s, of which a Sluice worker sends 500; with more the worker is disconnected, `flood`."""
+MAX_MESSAGES = 50_000
+"""Messages of one worker in 10 s, however many ranks, 0.1 ms each; with more it is disconnected, `flood`."""
+READ_FACTOR = 1.2
+"""Rate at which a stream is read, as a multiple of those limits, so that only floods wait, and still exceed them."""
+MAX_HASHES = 64_000_000
+"""Block hashes of one worker in 10 s, whatever the size of its cache; with more it is disconnected, `flood`."""
+MIN_HASHES = 1_000_000
+"""Block hashes that a rank may always send in 10 s, however small its cache is."""
+MAX_TURNOVERS = 20
+"""Complete caches of a rank as block hashes in 10 s; with more the worker is disconnected, `flood`."""
+MAX_INBOX_BYTES = 8 << 20
+"""Bytes of one worker's messages that wait to be handled; beyond it nothing further is read until then."""
+BYTES_PER_OP = 128
 
 T = TypeVar("T")
 
@@ -62,10 +76,19 @@ class Replies:
 
 
 class Inbox(Generic[T]):
-    """Queue that accepts single items and returns all queued items at once; `put` waits while it has `limit` items."""
+    """Queue that accepts single items and returns all queued items at once; `put` waits while it is full.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        limit: items with which it is full.
+        max_bytes: bytes with which it is full.
+        size: returns the bytes of an item.
+    """
+
+    def __init__(self, limit: int, max_bytes: int = MAX_INBOX_BYTES, size: Callable[[T], int] = lambda item: 0) -> None:
         self._limit = limit
+        self._max_bytes = max_bytes
+        self._size = size
+        self._bytes = 0
         self._items: deque[T] = deque()
         self._ready = asyncio.Event()
         self._space = asyncio.Event()
@@ -77,12 +100,13 @@ class Inbox(Generic[T]):
         """Adds an item, after waiting for space."""
         await self._space.wait()
         self._items.append(item)
-        if len(self._items) >= self._limit:
+        self._bytes += self._size(item)
+        if len(self._items) >= self._limit or self._bytes >= self._max_bytes:
             self._space.clear()
         self._ready.set()
 
     def end(self, error: SluiceError | None = None) -> None:
-        """Closes the inbox. With an error, `take` raises that instead of returning the queued items."""
+        """Closes the inbox. With an error, the next `take` raises that instead of returning the queued items."""
         self._ended = True
         self._error = self._error or error
         self._ready.set()
@@ -96,14 +120,44 @@ class Inbox(Generic[T]):
         """
         if not self._items and not self._ended:
             await asyncio.wait_for(self._ready.wait(), timeout_s)
-        if self._error is not None:
-            raise self._error
         items = list(self._items)
         self._items.clear()
+        self._bytes = 0
+        if self._error is not None:
+            items, error, self._error = [], self._error, None
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame and to the stream
         if not self._ended:
             self._ready.clear()
         self._space.set()
         return items
+
+
+def size_of(message: WorkerMessage) -> int:
+    """Returns about how many bytes a message takes."""
+    if isinstance(message, EventBatch):
+        return message.bytes + BYTES_PER_OP * len(message.ops)
+    if isinstance(message, LoadReport):
+        return len(message.document)
+    return len(message.hashes) if isinstance(message, SnapshotChunk) else 0
+
+
+def hashes_of(message: WorkerMessage) -> int:
+    """Returns the number of block hashes in a message."""
+    if isinstance(message, EventBatch):
+        return message.bytes // HASH_BYTES
+    return len(message.hashes) // HASH_BYTES if isinstance(message, SnapshotChunk) else 0
+
+
+def _most_messages(worker: Worker) -> int:
+    return min(MAX_MESSAGES_OF_RANK * worker.ranks, MAX_MESSAGES)
+
+
+def read_pace(worker: Worker) -> FramePace:
+    """Returns the pace at which the messages of a worker are read."""
+    return FramePace(round(READ_FACTOR * _most_messages(worker) * FRAMES_WINDOW_S / WINDOW_S))
 
 
 class FloodGuard:
@@ -115,8 +169,9 @@ class FloodGuard:
 
     def __init__(self, worker: Worker, clock: Callable[[], float] = time.monotonic) -> None:
         self._worker_id = worker.worker_id
-        self._most_messages = MOST_MESSAGES * worker.ranks
-        self._most_hashes = max(LEAST_HASHES, MOST_TURNOVERS * worker.total_blocks) * worker.ranks
+        self._most_messages = _most_messages(worker)
+        most_hashes = max(MIN_HASHES, MAX_TURNOVERS * worker.total_blocks) * worker.ranks
+        self._most_hashes = min(most_hashes, MAX_HASHES)
         self._clock = clock
         self._until = 0.0
         self._messages = 0

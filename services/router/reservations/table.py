@@ -202,6 +202,15 @@ class ReservationTable:
             self._owned.setdefault(owner.name, set()).add(reservation.request_id)
             self.renew_owners([owner.name], owner.lease_ms)
 
+    def put_later(self, reservation: Reservation) -> None:
+        """Adds a reservation, unless its request has one on the same rank, or one that expires later."""
+        earlier = self._reservations.get(reservation.request_id)
+        if earlier is not None:
+            if earlier.slot == reservation.slot or earlier.expires_unix_ms >= reservation.expires_unix_ms:
+                return
+            self._forget(earlier)
+        self.put(reservation)
+
     def mark_prefill_complete(self, request_ids: Iterable[str]) -> list[str]:
         """Releases prefill load; returns the ids without reservations. Idempotent."""
         unknown = []

@@ -20,6 +20,7 @@ from itertools import count
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
+from services.common.rows.shared_steps import shared_step
 from services.common.tasks import TaskOwner
 from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 from services.router.scheduling.service_rate import UNKNOWN_MS, ServiceRate
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 PREPARED_AT_ONCE = 32
 CONTENDED_POLL_S = 0.025  # while other replicas have queues: their workers become free without notice to this one
-LONGEST_WAIT_MS = 600_000
+MAX_WAIT_MS = 600_000
+"""Milliseconds that a query waits for a worker, whatever it asks for; then it fails."""
 
 T = TypeVar("T")
 
@@ -120,8 +122,8 @@ class _Waiter(Generic[T]):
 
     def restart(self, reason: Reason) -> None:
         """Starts the longest wait for a reason; without one, the next round fails the request."""
-        limit_ms = min(self.terms.limit_ms(reason) or LONGEST_WAIT_MS, LONGEST_WAIT_MS)
-        self.limit.reschedule(min(_now() + limit_ms / 1000, self.since + LONGEST_WAIT_MS / 1000))
+        limit_ms = min(self.terms.limit_ms(reason) or MAX_WAIT_MS, MAX_WAIT_MS)
+        self.limit.reschedule(min(_now() + limit_ms / 1000, self.since + MAX_WAIT_MS / 1000))
 
 
 class _AdmissionQueue(Generic[T]):
@@ -300,6 +302,7 @@ class AdmissionQueues(Generic[T]):
                 _fail(waiter, unavailable("This router replica is stopping; retry on another one.", code="stopping"))
         await self._announce(model, None)
 
+    @shared_step("router.admission")
     async def _round(self, model: str, queue: _AdmissionQueue[T]) -> None:
         """Tries each waiting request once; of equal scopes, stops at the first failure."""
         if queue.reason is Reason.WORKERS:
@@ -337,15 +340,21 @@ class AdmissionQueues(Generic[T]):
             return
         queue.served(waiter)
         if waiter.result.done():
-            await self._abandon(placed)
+            try:
+                await self._abandon(placed)
+            except Exception:  # it expires with its lifetime; the other requests are served all the same
+                log.exception("releasing the reservation of a caller that has left failed")
         else:
             waiter.result.set_result(placed)
 
 
 async def _prepare(waiters: Sequence[_Waiter[Any]]) -> None:
     for start in range(0, len(waiters), PREPARED_AT_ONCE):
-        some = waiters[start : start + PREPARED_AT_ONCE]
-        await asyncio.gather(*(waiter.entry.prepare() for waiter in some if not waiter.result.done()))
+        some = [waiter for waiter in waiters[start : start + PREPARED_AT_ONCE] if not waiter.result.done()]
+        prepared = await asyncio.gather(*(waiter.entry.prepare() for waiter in some), return_exceptions=True)
+        for waiter, result in zip(some, prepared, strict=True):
+            if isinstance(result, Exception):
+                _fail(waiter, result)
 
 
 def no_workers(model: str) -> NoWorkers:

@@ -57,7 +57,9 @@ class ComposedRanker:
         offers: Sequence[Offer],
         snapshot: LoadSnapshot,
     ) -> RankedOffers | None:
-        """Returns the offers in the order of a policy; None if the policy failed, which is logged and counted.
+        """Returns the offers in the order of a policy; None if a policy with `on_failure: ignore` failed.
+
+        A failure is logged and counted.
 
         Args:
             part: see PolicyRequest.
@@ -65,7 +67,8 @@ class ComposedRanker:
             snapshot: loads of the model.
 
         Raises:
-            SluiceError: UNAVAILABLE (`no_workers`) if the filters keep no candidate.
+            SluiceError: UNAVAILABLE if the filters keep no candidate (`workers_excluded`), or if a policy with
+                `on_failure: reject` failed (`policy_failed`).
         """
         facts = _request(request, part)
         candidates = _candidates(request, workers, offers, snapshot)
@@ -73,12 +76,19 @@ class ComposedRanker:
             ranking = await self._policies.rank(composition, facts, candidates)
         except PolicyFailed as error:
             self._metrics.policy_failures.add(1, {"policy": composition.name, "why": error.why})
-            log.warning("routing by policy kv: %s", error.message, extra={"model": facts.model})
-            return None
+            outcome = "rejecting the query" if composition.rejects else "routing by policy kv"
+            log.warning("%s: %s", outcome, error.message, extra={"model": facts.model})
+            if not composition.rejects:
+                return None
+            raise unavailable(
+                f"Policy {composition.name!r} failed ({error.why}), and its filters must not be left out; try again "
+                "later, or set on_failure: ignore in the policy file.",
+                code=POLICY_FAILED,
+            ) from None
         if not ranking.kept:
             raise unavailable(
                 f"The filters of policy {composition.name!r} exclude every worker of model {facts.model!r}.",
-                code="no_workers",
+                code="workers_excluded",
             )
         return _ranked(ranking, offers)
 

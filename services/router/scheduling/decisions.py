@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.common.media.spans import items_within
 from services.router.reservations.ids import unscoped
 from services.router.scheduling.queries import Query, RouteResult
-from services.router.workers.worker import WorkerRank
+from services.router.workers.worker import Role, WorkerRank
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Decision:
     reservation_id: str
     request_id: str
     model: str
-    slot: WorkerRank
+    slot: WorkerRank | None
     address: str
     prompt_tokens: int
     predicted_cached_tokens: int
@@ -91,12 +91,16 @@ class Decisions:
 def decision_on(query: Query, route: RouteResult) -> Decision:
     """Returns the record of a decision on a query with tokens, made now."""
     prefill = route.prefill_worker
+    prefill_slot = None if prefill is None else WorkerRank(prefill.worker_id, route.prefill_rank)
+    slot: WorkerRank | None = WorkerRank(route.worker.worker_id, route.rank)
+    if route.half is Role.PREFILL:
+        prefill, prefill_slot, slot = route.worker, slot, None
     return Decision(
         route.reservation_id,
         unscoped(query.scope, query.request_id),
         query.model,
-        WorkerRank(route.worker.worker_id, route.rank),
-        route.worker.address,
+        slot,
+        route.worker.address if slot is not None else "",
         prompt_tokens=route.prompt_tokens,
         predicted_cached_tokens=route.predicted_cached_tokens,
         best_cached_tokens=route.best_cached_tokens,
@@ -106,7 +110,7 @@ def decision_on(query: Query, route: RouteResult) -> Decision:
         degraded=route.degraded,
         waited_ms=route.waited_ms,
         session_hit=route.session_hit,
-        prefill_slot=None if prefill is None else WorkerRank(prefill.worker_id, route.prefill_rank),
+        prefill_slot=prefill_slot,
         prefill_address=prefill.address if prefill else "",
         media_items=len(query.prompt.media),
         cached_media_items=items_within(query.prompt.media, route.predicted_cached_tokens),

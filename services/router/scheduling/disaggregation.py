@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
 from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.scheduling.prompts import Blocks
+from services.router.scheduling.queries import Query
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
 
@@ -86,35 +87,48 @@ class DisaggPlanner:
             self._waiting -= 1
             self._registry.unwatch(watch)
 
+    def may_bypass(self, query: Query) -> bool:
+        """Returns whether a prompt is short enough to bypass prefill workers whatever is cached."""
+        return query.prompt.prompt_tokens <= self._bypass_limit(query)
+
     def plan(
-        self,
-        workers: Sequence[Worker],
-        allowed: frozenset[str] | None,
-        blocks: Blocks,
-        overlaps: Mapping[WorkerRank, Overlap],
+        self, query: Query, workers: Sequence[Worker], blocks: Blocks, overlaps: Mapping[WorkerRank, Overlap]
     ) -> EligibleWorkers:
-        """Returns the workers eligible for a prompt.
+        """Returns the workers eligible for a query; the one place where it is decided whether they are a pair.
+
+        A role in the query, or that it requires a pair, precedes the rules. Prefill or decode workers run a request
+        alone only if the query's candidates are no others.
 
         Args:
             workers: the model's workers that accept requests.
-            allowed: worker ids to which the caller restricts the choice; None: any. Prefill or decode workers run a
-                request alone only if the caller allows no others.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION (`no_candidates`), UNAVAILABLE (`no_workers`, `no_prefill_workers`).
+            SluiceError: FAILED_PRECONDITION (`no_candidates`), UNAVAILABLE (`no_workers`, `no_prefill_workers`,
+                `none_runs_alone`).
         """
+        allowed, rules = query.candidates, self._rules
         eligible = workers if allowed is None else _allowed(workers, allowed)
-        if {worker.role for worker in eligible} == {Role.AGGREGATED}:
+        if query.role is not None:
+            return EligibleWorkers(_of_role(eligible, query.role))
+        if not query.require_pair and {worker.role for worker in eligible} == {Role.AGGREGATED}:
             return EligibleWorkers(eligible)
         prefill = [worker for worker in eligible if worker.role is Role.PREFILL]
         decode = [worker for worker in eligible if worker.role is Role.DECODE]
         standalone = [worker for worker in eligible if _runs_alone(worker)]
-        if prefill and decode:
-            bypassing = [worker for worker in standalone if self._bypasses(worker, blocks, overlaps)]
-            if bypassing:
+        if query.require_pair or (prefill and decode):
+            limit = self._bypass_limit(query)
+            bypassing = [worker for worker in standalone if limit and _left(worker, blocks, overlaps) <= limit]
+            if bypassing and blocks.tokens:
                 return EligibleWorkers(bypassing, skipped=FEW_UNCACHED)
-            return EligibleWorkers([] if self._rules.enforce else standalone, prefill, decode)
-        if decode and allowed is None and self._rules.wait_for_prefill and self._rules.enforce:
+            if not (prefill and decode):
+                raise unavailable(
+                    f"Model {eligible[0].model!r} has no available pair of a prefill and a decode worker, which this "
+                    "request requires (require_pair, or --disaggregation require of its gateway): start both, or do "
+                    "not require one.",
+                    code="no_prefill_workers",
+                )
+            return EligibleWorkers([] if rules.enforce or query.require_pair else standalone, prefill, decode)
+        if decode and rules.wait_for_prefill and rules.enforce:
             raise _no_prefill(decode[0].model)
         if standalone or allowed is None:
             if not standalone:
@@ -122,13 +136,38 @@ class DisaggPlanner:
             return EligibleWorkers(standalone)
         return EligibleWorkers(eligible)
 
-    def _bypasses(self, worker: Worker, blocks: Blocks, overlaps: Mapping[WorkerRank, Overlap]) -> bool:
-        held = max(overlaps.get(slot, NO_OVERLAP).device for slot in worker.slots)
-        return 0 < blocks.tokens - held * blocks.size <= self._rules.bypass_uncached_tokens
+    def _bypass_limit(self, query: Query) -> int:
+        return query.bypass_uncached_tokens or self._rules.bypass_uncached_tokens
 
     def _lacks_prefill(self, model: str) -> bool:
         roles = {worker.role for worker in self._registry.serving(model)}
         return Role.DECODE in roles and Role.PREFILL not in roles
+
+
+def _of_role(workers: Sequence[Worker], role: Role) -> list[Worker]:
+    """Returns the workers for one half of a request, or those that run it alone."""
+    if role is Role.AGGREGATED:
+        standalone = [worker for worker in workers if _runs_alone(worker)]
+        if not standalone:
+            raise unavailable(
+                f"Model {workers[0].model!r} has no worker that can run this request alone at the moment: start "
+                "aggregated workers, or decode workers whose engine computes prompts.",
+                code="none_runs_alone",
+            )
+        return standalone
+    found = [worker for worker in workers if worker.role is role]
+    if not found:
+        name = role.name.lower()
+        raise unavailable(
+            f"Model {workers[0].model!r} has no {name} worker at the moment; start one, or leave role out.",
+            code="no_prefill_workers" if role is Role.PREFILL else "no_workers",
+        )
+    return found
+
+
+def _left(worker: Worker, blocks: Blocks, overlaps: Mapping[WorkerRank, Overlap]) -> int:
+    """Returns the tokens of a prompt that a worker has not cached."""
+    return blocks.tokens - blocks.size * max(overlaps.get(slot, NO_OVERLAP).device for slot in worker.slots)
 
 
 def _runs_alone(worker: Worker) -> bool:

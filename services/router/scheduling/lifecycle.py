@@ -81,7 +81,8 @@ class RequestLifecycle:
         for outcome in outcomes:
             decision = self._decisions.complete(outcome)
             if decision is not None and outcome.cached_tokens is not None:
-                self._metrics.delivered(decision)
+                predicted, best = decision.predicted_cached_tokens, decision.best_cached_tokens
+                self._metrics.delivered(decision.model, predicted, best, outcome.cached_tokens)
         self._end_predictions(reservations, outcomes)
         self._free_local(outcomes)
         await self._free_prefill_halves(reservations)

@@ -15,7 +15,8 @@ from services.router.kv_index.index import Overlap
 from services.router.sync.model_state import ModelState
 from services.router.workers.worker import WorkerRank
 
-MAX_WAIT_S = 1.0  # in total, as long as the timeout of the store
+MAX_WAIT_S = 1.0
+"""Seconds, as the store's timeout, that a prompt waits for others with its new prefix; then it no longer waits."""
 ROUNDS = 4  # a prompt may have to wait for several new prefixes in turn; after these it continues without waiting
 
 

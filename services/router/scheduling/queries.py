@@ -12,14 +12,19 @@ from services.common.media.spans import MediaSpan
 from services.common.observability.receipts import reason_of
 from services.router.kv_index.index import Overlap
 from services.router.reservations.cost import CostModel, Load
-from services.router.scheduling.openai_body import Body
-from services.router.workers.worker import Worker, WorkerRank
+from services.router.scheduling.request_bodies import AnyBody
+from services.router.workers.worker import Role, Worker, WorkerRank
 
-MOST_TOKENS = 1 << 24
-MOST_MS = 24 * 3600 * 1000
-MOST_HEADERS = 64
-MOST_HEADER = 4096  # characters of a header's name and value
-MOST_NAME = 512  # characters of a name chosen by the caller; names become keys
+MAX_TOKENS = 1 << 24
+"""Tokens of a prompt or output that a query names; more are refused with INVALID_ARGUMENT."""
+MAX_MS = 24 * 3600 * 1000
+"""Milliseconds of any time that a query names; more, than a day, are refused with INVALID_ARGUMENT."""
+MAX_HEADERS = 64
+"""Headers of a query; more are refused with INVALID_ARGUMENT, at the HTTP twin and the picker left out."""
+MAX_HEADER = 4096
+"""Characters of a header's name and value; a longer header is refused, at the HTTP twin and the picker left out."""
+MAX_NAME = 512
+"""Characters of the name of a request, session or owner; a longer one is refused with INVALID_ARGUMENT."""
 SECRET_HEADERS = frozenset({"authorization", "cookie", "x-api-key", "proxy-authorization"})
 
 
@@ -39,7 +44,7 @@ class Prompt:
     lora: str = ""
     cache_salt: str = ""
     openai_body: bytes = b""
-    body: Body | None = None
+    body: AnyBody | None = None
     media: tuple[MediaSpan, ...] = ()
 
     @property
@@ -62,6 +67,9 @@ class Query:
         fallbacks: number of further workers to return, cheapest first.
         return_hashes: return the block hashes of the prompt, without its token ids.
         waited_ms: how long it has waited so far.
+        role: half of the request to select a worker for, or AGGREGATED for one worker alone; None: as decided here.
+        require_pair: fail rather than select one worker for the whole request.
+        bypass_uncached_tokens: in place of the setting of the same name; 0: the setting.
     """
 
     model: str
@@ -88,6 +96,9 @@ class Query:
     headers: Mapping[str, str] = field(default_factory=dict)
     return_hashes: bool = False
     waited_ms: int = 0
+    role: Role | None = None
+    require_pair: bool = False
+    bypass_uncached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +150,7 @@ class RouteResult:
         prompt: set if the query requests it.
         fallbacks: further workers for the part that generates the output, cheapest first.
         peer: set if another rank holds at least one block more of the prompt than the worker that runs it.
+        half: part of the request for which `worker` was selected, if only one half was asked for.
     """
 
     worker: Worker
@@ -166,6 +178,7 @@ class RouteResult:
     prompt: RoutedPrompt | None = None
     fallbacks: Sequence[Worker] = ()
     peer: PrefixPeer | None = None
+    half: Role | None = None
 
     @property
     def predicted_cached_tokens(self) -> int:
@@ -195,8 +208,8 @@ class RouteResult:
 
 def check_tokens(name: str, tokens: int) -> None:
     """Raises SluiceError (INVALID_ARGUMENT) for a length that no model supports."""
-    if tokens > MOST_TOKENS:
-        raise invalid(f"{name} is {tokens}; the maximum is {MOST_TOKENS}.", param=name)
+    if tokens > MAX_TOKENS:
+        raise invalid(f"{name} is {tokens}; the maximum is {MAX_TOKENS}.", param=name)
 
 
 def check(query: Query) -> None:
@@ -206,23 +219,23 @@ def check(query: Query) -> None:
     times = {"ttl_ms": query.ttl_ms, "session_ttl_ms": query.session_ttl_ms, "max_wait_ms": query.max_wait_ms}
     times["max_wait_for_workers_ms"] = query.max_wait_for_workers_ms
     for name, milliseconds in times.items():
-        if milliseconds > MOST_MS:
-            raise invalid(f"{name} is {milliseconds}; the maximum is one day, {MOST_MS}.", param=name)
+        if milliseconds > MAX_MS:
+            raise invalid(f"{name} is {milliseconds}; the maximum is one day, {MAX_MS}.", param=name)
     names = {"request_id": query.request_id, "session_id": query.session_id, "fairness_id": query.fairness_id}
     for name, text in names.items():
-        if len(text) > MOST_NAME:
-            raise invalid(f"{name} has {len(text)} characters; the maximum is {MOST_NAME}.", param=name)
+        if len(text) > MAX_NAME:
+            raise invalid(f"{name} has {len(text)} characters; the maximum is {MAX_NAME}.", param=name)
     check_owner(query.owner)
     _check_headers(query.headers)
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
-    if len(headers) > MOST_HEADERS:
-        raise invalid(f"headers has {len(headers)} entries; the maximum is {MOST_HEADERS}.", param="headers")
+    if len(headers) > MAX_HEADERS:
+        raise invalid(f"headers has {len(headers)} entries; the maximum is {MAX_HEADERS}.", param="headers")
     for name, value in headers.items():
-        if len(name) + len(value) > MOST_HEADER:
+        if len(name) + len(value) > MAX_HEADER:
             raise invalid(
-                f"A header of headers has {len(name) + len(value)} characters; the maximum is {MOST_HEADER}.",
+                f"A header of headers has {len(name) + len(value)} characters; the maximum is {MAX_HEADER}.",
                 param="headers",
             )
 
@@ -232,11 +245,11 @@ def for_policies(headers: Mapping[str, str]) -> dict[str, str]:
     shown = (
         (name, value)
         for name, value in headers.items()
-        if name not in SECRET_HEADERS and len(name) + len(value) <= MOST_HEADER
+        if name not in SECRET_HEADERS and len(name) + len(value) <= MAX_HEADER
     )
-    return dict(islice(shown, MOST_HEADERS))
+    return dict(islice(shown, MAX_HEADERS))
 
 
 def check_owner(owner: str) -> None:
     """Raises SluiceError (INVALID_ARGUMENT) for an owner name that is too long or not printable."""
-    check_name(owner, "owner", MOST_NAME)
+    check_name(owner, "owner", MAX_NAME)

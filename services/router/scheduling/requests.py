@@ -11,7 +11,7 @@ from services.router.scheduling.policies.offers import Demand
 from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query
 from services.router.sync.model_state import ModelState
-from services.router.workers.worker import WorkerRank
+from services.router.workers.worker import Role, WorkerRank
 
 
 class Part(Enum):
@@ -20,6 +20,11 @@ class Part(Enum):
     STANDALONE = "standalone"
     PREFILL = "prefill"
     DECODE = "decode"
+
+
+def part_of(role: Role) -> Part:
+    """Returns the part that workers of a role run."""
+    return {Role.PREFILL: Part.PREFILL, Role.DECODE: Part.DECODE}.get(role, Part.STANDALONE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from services.router.scheduling.queries import RouteResult
+from services.router.workers.worker import Role, Worker
 
 DESTINATION = "x-gateway-destination-endpoint"
+ROUTING_MODE = "x-dynamo-routing-mode"
 ROUTE_HEADERS = (
     DESTINATION,
     "x-sluice-worker",
@@ -13,7 +15,7 @@ ROUTE_HEADERS = (
     "x-sluice-prefill-dp-rank",
     "x-dynamo-worker-instance-id",
     "x-dynamo-dp-rank",
-    "x-dynamo-routing-mode",
+    ROUTING_MODE,
     "x-dynamo-prefill-instance-id",
     "x-dynamo-prefill-dp-rank",
     "x-worker-instance-id",
@@ -28,15 +30,21 @@ ROUTE_HEADERS = (
 
 
 def headers_of(route: RouteResult) -> dict[str, str]:
-    """Returns the headers that these schedulers set for a route; those of a prefill worker only if it has one."""
+    """Returns the headers that these schedulers set for a route; those of a prefill worker only if it has one.
+
+    Of a route of one half, they are those of that half.
+    """
     worker, rank = route.worker, str(route.rank)
+    if route.half is Role.PREFILL:
+        return {ROUTING_MODE: "disaggregated", **_prefill_headers(worker, route.rank)}
+    pair = route.prefill_worker is not None or route.half is not None
     headers = {
         DESTINATION: worker.address,
         "x-sluice-worker": worker.worker_id,
         "x-sluice-dp-rank": rank,
         "x-dynamo-worker-instance-id": worker.worker_id,
         "x-dynamo-dp-rank": rank,
-        "x-dynamo-routing-mode": "aggregated" if route.prefill_worker is None else "disaggregated",
+        ROUTING_MODE: "disaggregated" if pair else "aggregated",
         "x-worker-instance-id": worker.worker_id,
         "x-dp-rank": rank,
     }
@@ -44,14 +52,17 @@ def headers_of(route: RouteResult) -> dict[str, str]:
         headers["x-data-parallel-host-port"] = worker.http_address or worker.address
         headers["x-data-parallel-rank"] = rank  # what vLLM and SGLang read
     if (prefill := route.prefill_worker) is not None:
-        prefill_rank = str(route.prefill_rank)
-        headers |= {
-            "x-sluice-prefill-worker": prefill.worker_id,
-            "x-sluice-prefill-dp-rank": prefill_rank,
-            "x-prefiller-host-port": prefill.http_address or prefill.address,
-            "x-dynamo-prefill-instance-id": prefill.worker_id,
-            "x-dynamo-prefill-dp-rank": prefill_rank,
-            "x-prefill-instance-id": prefill.worker_id,
-            "x-prefill-dp-rank": prefill_rank,
-        }
+        headers |= _prefill_headers(prefill, route.prefill_rank)
     return headers
+
+
+def _prefill_headers(prefill: Worker, rank: int) -> dict[str, str]:
+    return {
+        "x-sluice-prefill-worker": prefill.worker_id,
+        "x-sluice-prefill-dp-rank": str(rank),
+        "x-prefiller-host-port": prefill.http_address or prefill.address,
+        "x-dynamo-prefill-instance-id": prefill.worker_id,
+        "x-dynamo-prefill-dp-rank": str(rank),
+        "x-prefill-instance-id": prefill.worker_id,
+        "x-prefill-dp-rank": str(rank),
+    }

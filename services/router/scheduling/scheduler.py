@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from services.common.errors import invalid
 from services.router.reservations.cost import NO_LOAD, Load
 from services.router.reservations.ids import reservation_id
 from services.router.reservations.table import AllBusy
@@ -12,13 +13,13 @@ from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWor
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
 from services.router.scheduling.prompts import Blocks, in_blocks, routed
 from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RoutedPrompt, RouteResult, Score
-from services.router.scheduling.requests import Part, SchedulingRequest
+from services.router.scheduling.requests import Part, SchedulingRequest, part_of
 from services.router.scheduling.selection import Selection, Selector
 from services.router.store.base import Store
 from services.router.store.session_affinity import SessionAffinity
 from services.router.sync.model_state import ModelState
 from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.worker import Worker, WorkerRank
+from services.router.workers.worker import Role, Worker, WorkerRank
 
 BLIND = "no_block_hashes"
 PAIR_BUSY = "pair_busy"
@@ -65,14 +66,15 @@ class Scheduler:
         stopwatch.lap("prepare")
         async with self._single_flight.matched(view, blocks.hashes, wait=bool(query.request_id)) as overlaps:
             stopwatch.lap("match")
-            eligible = self._disagg.plan(workers, query.candidates, blocks, overlaps)
+            eligible = self._disagg.plan(query, workers, blocks, overlaps)
             request = SchedulingRequest(query, view, blocks, overlaps, place, pinned)
             decode, prefill, skipped = await self._select(request, eligible)
             runs_prompt = prefill or decode
-            if query.request_id and not runs_prompt.choice.repeated:
+            computes = query.role is not Role.DECODE
+            if query.request_id and computes and not runs_prompt.choice.repeated:
                 view.predict(runs_prompt.worker, runs_prompt.slot, blocks.hashes, runs_prompt.overlap, query.request_id)
             stopwatch.lap("choose")
-        if query.session_id:
+        if query.session_id and query.role is not Role.PREFILL:
             await self._sessions.remember(query.model, query.session_id, decode.slot, query.session_ttl_ms)
         scores = self._scores(request, booked, decode, prefill)
         return self._route(request, decode, prefill, skipped, scores, stopwatch)
@@ -81,6 +83,8 @@ class Scheduler:
         self, request: SchedulingRequest, eligible: EligibleWorkers
     ) -> tuple[Selection, Selection | None, str]:
         """Returns the decode or standalone worker, the prefill worker if any, and why prefill workers were skipped."""
+        if request.query.role is not None:
+            return await self._select_half(request, request.query.role, eligible.standalone), None, ""
         if not eligible.prefill:
             return await self._selector.select(request, Part.STANDALONE, eligible.standalone), None, eligible.skipped
         try:
@@ -96,6 +100,15 @@ class Scheduler:
             if not eligible.standalone:
                 raise
             return await self._selector.select(request, Part.STANDALONE, eligible.standalone), None, PAIR_BUSY
+
+    async def _select_half(self, request: SchedulingRequest, role: Role, workers: Sequence[Worker]) -> Selection:
+        selection = await self._selector.select(request, part_of(role), workers)
+        if selection.choice.repeated and selection.worker not in workers:
+            raise invalid(
+                "This request_id has a reservation for another role; use a request_id of its own for each half.",
+                param="request_id",
+            )
+        return selection
 
     def _route(
         self,
@@ -136,6 +149,7 @@ class Scheduler:
             prompt=_prompt(query, blocks),
             fallbacks=self._selector.fallbacks(request, decode) if query.fallbacks else (),
             peer=self._peer(request, decode, prefill),
+            half=query.role if query.role is not Role.AGGREGATED else None,
         )
 
     def _peer(self, request: SchedulingRequest, decode: Selection, prefill: Selection | None) -> PrefixPeer | None:

@@ -23,16 +23,18 @@ from services.router.scheduling.policies.registry import ComposedPolicies, Polic
 from services.router.scheduling.preselect import INDEPENDENT, MOST, LoadSnapshot, distinct_overlaps, preselect
 from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.scheduling.queries import Query, Score
-from services.router.scheduling.requests import Part, SchedulingRequest
+from services.router.scheduling.requests import Part, SchedulingRequest, part_of
 from services.router.store.base import Store
-from services.router.sync.load_reconciler import Reports
+from services.router.sync.load_reconciler import Reported, Reports
 from services.router.sync.reservation_manager import ReservationManager
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker, WorkerRank
 
+IDLE = Reported()
 CLOSED = Limits(0, 0, 0)  # every load reaches these limits, so the rank accepts no requests
 
-MOST_SCALE = 1024.0  # with a composed policy: no load may outweigh the order of its candidates
+MAX_SCALE = 1024.0
+"""Scale of prefill loads beside a composed policy, whose order no load may outweigh; a larger one counts as this."""
 
 ATTEMPTS = 2  # the request may have a reservation on a worker that was removed since
 
@@ -189,7 +191,7 @@ class Selector:
 
     async def place(self, request: SchedulingRequest, slot: WorkerRank, role: Role) -> ReservedRank:
         """Reserves load on a rank chosen by the caller, busy or not, for the part that its role runs."""
-        part = {Role.PREFILL: Part.PREFILL, Role.DECODE: Part.DECODE}.get(role, Part.STANDALONE)
+        part = part_of(role)
         offers = _of_part(direct(_candidates(request, [slot]), request.demand, request.query.cost), part)
         terms = replace(self._terms(request, part), request_id=request.query.request_id)
         choice, _ = await self._reservations.select(request.query.model, offers, terms, request.view.loads)
@@ -219,7 +221,7 @@ class Selector:
             if len(found) > request.query.fallbacks:
                 break
             worker = self._registry.get(request.query.model, offer.slot.worker_id)
-            if worker is not None and not worker.draining:
+            if worker is not None and worker.accepts:
                 found.setdefault(worker.worker_id, worker)
         return list(found.values())[1:]
 
@@ -321,8 +323,12 @@ class Selector:
         thresholds = self._config.thresholds
         if not thresholds:
             return {}
-        used = self._reports.used_blocks(request.view) if thresholds.kv_share else {}
-        limits = {slot: thresholds.limits(worker, slot, used) for worker in workers for slot in worker.slots}
+        reported = self._reports.by_rank(request.view) if thresholds.kv_share else {}
+        limits = {
+            slot: thresholds.limits(worker, reported.get(slot, IDLE).used_blocks)
+            for worker in workers
+            for slot in worker.slots
+        }
         return {slot: limit for slot, limit in limits.items() if limit is not None}
 
     def _terms(self, request: SchedulingRequest, part: Part) -> ReservationParams:
@@ -347,13 +353,13 @@ def _candidates(request: SchedulingRequest, slots: Sequence[WorkerRank]) -> list
 def _ordered(request: SchedulingRequest) -> SchedulingRequest:
     """Returns the request with costs that cannot outweigh the order of a composed policy."""
     cost = request.query.cost
-    cost = replace(cost, prefill_load_scale=min(cost.prefill_load_scale, MOST_SCALE), temperature=0.0)
+    cost = replace(cost, prefill_load_scale=min(cost.prefill_load_scale, MAX_SCALE), temperature=0.0)
     return replace(request, query=replace(request.query, cost=cost))
 
 
 def _request_id(request: SchedulingRequest, part: Part) -> str:
-    request_id = request.query.request_id
-    return prefill_id(request_id) if request_id and part is Part.PREFILL else request_id
+    request_id, pair = request.query.request_id, request.query.role is None
+    return prefill_id(request_id) if request_id and pair and part is Part.PREFILL else request_id
 
 
 def _of_part(offers: list[Offer], part: Part) -> list[Offer]:
@@ -386,12 +392,12 @@ class Thresholds:
     def __bool__(self) -> bool:
         return bool(self.kv_share or self.prefill_tokens or self.requests)
 
-    def limits(self, worker: Worker, slot: WorkerRank, used_blocks: Mapping[WorkerRank, int]) -> Limits | None:
+    def limits(self, worker: Worker, used_blocks: int) -> Limits | None:
         """Returns the reserved loads at which a rank accepts no more requests; None without thresholds."""
         if not self:
             return None
         most_blocks = self.kv_share * worker.total_blocks or math.inf
-        if used_blocks.get(slot, 0) >= most_blocks:
+        if used_blocks >= most_blocks:
             return CLOSED
         block = worker.block_size or NOMINAL_BLOCK
         return Limits(self.prefill_tokens / block or math.inf, most_blocks, self.requests or math.inf)

@@ -25,6 +25,7 @@ from services.router.workers.claims import Claim, Hold
 from services.router.workers.worker import Worker, WorkerRank
 
 QUEUE_LEASE_MS = 1_000  # how long an announced queue counts; the queue announces itself more often
+ENDED_FOR_MS = 30_000  # how long replicas of the router may take to notice one fail-over
 KNOWN_FOR_S = 3600  # how long a model stays known after the last registration of a worker
 
 
@@ -94,6 +95,9 @@ class Store(ABC):
     def index(self, model: str) -> BlockIndex | None:
         """Returns the index that an embedded store maintains, for model states to read; None for other stores."""
         return None
+
+    may_lose_acknowledged = False
+    """Whether the last acknowledged changes may be gone after a failure, because a replica took over."""
 
     shortlist: int | None = None
     """Maximum number of offers for `select`; None: no limit."""
@@ -188,7 +192,11 @@ class Store(ABC):
 
     @abstractmethod
     async def book(self, model: str, reservation: Reservation) -> None:
-        """Adds a reservation made elsewhere, unless its request has one."""
+        """Adds a reservation made elsewhere.
+
+        Of two reservations of one request on different ranks, the one that expires later remains: it was made later.
+        Does nothing for requests that were freed in the last ENDED_FOR_MS: another replica may have done so meanwhile.
+        """
 
     @abstractmethod
     async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
@@ -227,6 +235,15 @@ class Store(ABC):
     @abstractmethod
     async def remember_session(self, model: str, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
         """Sets the rank of a session for `ttl_ms`."""
+
+    @abstractmethod
+    async def pin(self, model: str, record: str, ttl_ms: int, replace: bool) -> str:
+        """Binds a model's name to a record for `ttl_ms`, or renews the pin that holds; returns that record.
+
+        Args:
+            record: empty only returns the one that holds, or an empty one without a pin.
+            replace: the record holds from now on, whatever held before.
+        """
 
     @abstractmethod
     async def pulse(self, model: str) -> Pulse:

@@ -25,12 +25,24 @@ from services.router.kv_index.index import BlockIndex
 from services.router.kv_index.rank_cache import ApplyResult
 from services.router.reservations.cost import Offer
 from services.router.reservations.table import Reservation, ReservationParams, ReservationTable, ReservedRank
-from services.router.store.base import KNOWN_FOR_S, Applied, FellBehind, Lease, Position, Pulse, Store, StoredModel
+from services.router.store.base import (
+    ENDED_FOR_MS,
+    KNOWN_FOR_S,
+    Applied,
+    FellBehind,
+    Lease,
+    Position,
+    Pulse,
+    Store,
+    StoredModel,
+)
 from services.router.store.session_affinity import LocalSessionAffinity
 from services.router.workers.claims import Claim, Claims, Hold
 from services.router.workers.worker import Worker, WorkerRank
 
 QUIET_S = 0.5
+MAX_ENDED = 50_000
+"""Requests that ended in the last 30 s and are remembered; the oldest is forgotten."""
 
 FEED_LIMIT = 1_024  # followers run in the same process and are never far behind
 
@@ -65,7 +77,22 @@ class _Model:
         self.book = ReservationTable(now_ms, random)
         self.feed = StoreFeed(feed_limit)
         self.registered_ms = 0
+        self.name_pin = "", 0  # the record and when it lapses
         self.pins = LocalSessionAffinity(now_ms)
+        self._now_ms = now_ms
+        self.ended: dict[str, int] = {}
+
+    def free(self, request_ids: Sequence[str]) -> list[str]:
+        """Releases all load of requests; returns the ids without reservations."""
+        now = self._now_ms()
+        while self.ended and (len(self.ended) > MAX_ENDED or self.ended[next(iter(self.ended))] <= now - ENDED_FOR_MS):
+            del self.ended[next(iter(self.ended))]
+        self.ended |= dict.fromkeys(request_ids, now)
+        return self.book.free(request_ids)
+
+    def ended_lately(self, request_id: str) -> bool:
+        """Returns whether a request was freed in the last ENDED_FOR_MS."""
+        return self.ended.get(request_id, 0) > self._now_ms() - ENDED_FOR_MS
 
     def owned(self, worker_id: str, session: str) -> _Record | None:
         record = self.records.get(worker_id)
@@ -214,12 +241,13 @@ class MemoryStore(Store):
         return self._model(model).feed.follow(position)
 
     async def select(self, model: str, offers: Sequence[Offer], terms: ReservationParams) -> ReservedRank:
-        return self._model(model).book.select(offers, terms)
+        choice = self._model(model).book.select(offers, terms)
+        self._model(model).ended.pop(terms.request_id, None)  # it was freed before and is retried
+        return choice
 
     async def book(self, model: str, reservation: Reservation) -> None:
-        book = self._model(model).book
-        if not book.holds(reservation.request_id):
-            book.put(reservation)
+        if not self._model(model).ended_lately(reservation.request_id):
+            self._model(model).book.put_later(reservation)
 
     async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
         return self._model(model).book.progress(outputs)
@@ -231,13 +259,23 @@ class MemoryStore(Store):
         return self._model(model).book.mark_prefill_complete(request_ids)
 
     async def free(self, model: str, request_ids: Sequence[str]) -> list[str]:
-        return self._model(model).book.free(request_ids)
+        return self._model(model).free(request_ids)
 
     async def session(self, model: str, session_id: str) -> WorkerRank | None:
         return self._model(model).pins.get(session_id)
 
     async def remember_session(self, model: str, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
         self._model(model).pins.put(session_id, slot, ttl_ms)
+
+    async def pin(self, model: str, record: str, ttl_ms: int, replace: bool) -> str:
+        state, now = self._model(model), self._now_ms()
+        held, until = state.name_pin
+        held = held if until > now else ""
+        if not record:
+            return held
+        held = record if replace else held or record
+        state.name_pin = held, now + ttl_ms
+        return held
 
     async def pulse(self, model: str) -> Pulse:
         state = self._model(model)

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import lru_cache
 from random import Random
 
+from services.common.redis.servers import RedisServers
 from services.common.redis.target import Credentials, parse
 from services.router.kv_index.events import (
     HASH_BYTES,
@@ -51,16 +52,17 @@ from services.router.workers.worker import UnreadableWorker, Worker, WorkerRank
 log = logging.getLogger(__name__)
 
 FEED_LIMIT = 10_000
-LARGEST_PASSED_ON = (
-    32 << 10
-)  # bytes of operations in the feed; for larger batches followers read the rank from the store
+MAX_PASSED_ON = 32 << 10
+"""Bytes of a batch of operations in the feed; of a larger one followers read the rank from the store."""
 READ_AT_ONCE = 512
 QUIET_MS = 500
 SWEEP_AT_ONCE = 500
-MOST_FOLLOWED = 1_000
+MAX_FOLLOWED = 1_000
+"""Models whose changes a router follows at the same time; further ones wait for their turn."""
 NEVER = 1e15  # a load that is never reached; stands for infinity, which scripts do not accept
 NO_LIMITS = Limits(NEVER, NEVER, NEVER)
-MOST_IDS = 5_000  # per call of a mark or free script
+MAX_IDS = 5_000
+"""Ids in one call of a script that marks or frees requests."""
 
 
 def _epoch(epoch: int) -> str:
@@ -79,6 +81,7 @@ class RedisStore(Store):
     """
 
     shortlist = 32
+    may_lose_acknowledged = True
 
     def __init__(
         self,
@@ -94,10 +97,11 @@ class RedisStore(Store):
         self._random = random or Random()
         self._feed_limit = feed_limit
         self._model_registered_at: dict[str, float] = {}
-        target = parse(url, credentials)
-        self._client = RedisClient(target, timeout_s)
-        self._bulk = RedisClient(target, timeout_s)  # for complete caches, so that they do not delay decisions
-        self._reader = RedisClient(target, timeout_s + QUIET_MS / 1000, MOST_FOLLOWED)  # one blocking read per model
+        self._servers = RedisServers(parse(url, credentials), timeout_s)
+        self._client = RedisClient(self._servers, timeout_s)
+        self._bulk = RedisClient(self._servers, timeout_s)  # for complete caches, so that they do not delay decisions
+        # One blocking read per model.
+        self._reader = RedisClient(self._servers, timeout_s + QUIET_MS / 1000, MAX_FOLLOWED)
 
     def _tag(self, model: str) -> str:
         # Unescaped braces would end the hash tag.
@@ -111,6 +115,7 @@ class RedisStore(Store):
         await self.models()
 
     async def close(self) -> None:
+        await self._servers.close()
         await self._client.close()
         await self._bulk.close()
         await self._reader.close()
@@ -192,7 +197,7 @@ class RedisStore(Store):
                 capacity,
                 encode_ops(batch.ops),
                 self._feed_limit,
-                LARGEST_PASSED_ON,
+                MAX_PASSED_ON,
             )
             for batch in batches
         ]
@@ -295,14 +300,14 @@ class RedisStore(Store):
     async def progress(self, model: str, outputs: Mapping[str, int]) -> list[str]:
         unknown: list[str] = []
         pairs = list(outputs.items())
-        for start in range(0, len(pairs), MOST_IDS // 2):
-            flat = [part for pair in pairs[start : start + MOST_IDS // 2] for part in pair]
+        for start in range(0, len(pairs), MAX_IDS // 2):
+            flat = [part for pair in pairs[start : start + MAX_IDS // 2] for part in pair]
             unknown += [each.decode() for each in await self._client.run("progress", self._tag(model), *flat)]
         return unknown
 
     async def renew_owners(self, model: str, owners: Sequence[str], lease_ms: int) -> None:
-        for start in range(0, len(owners), MOST_IDS):
-            await self._client.run("renew_owners", self._tag(model), lease_ms, *owners[start : start + MOST_IDS])
+        for start in range(0, len(owners), MAX_IDS):
+            await self._client.run("renew_owners", self._tag(model), lease_ms, *owners[start : start + MAX_IDS])
 
     async def announce_queue(self, model: str, order: QueueOrder | None) -> int:
         numbers = order or ("", "", "")
@@ -315,10 +320,14 @@ class RedisStore(Store):
     async def remember_session(self, model: str, session_id: str, slot: WorkerRank, ttl_ms: int) -> None:
         await self._client.run("set_session", self._tag(model), session_id, slot.field, ttl_ms)
 
+    async def pin(self, model: str, record: str, ttl_ms: int, replace: bool) -> str:
+        held = await self._client.run("pin", self._tag(model), record, ttl_ms, int(replace))
+        return "" if held is None else str(held.decode())
+
     async def _finish(self, script: str, model: str, request_ids: Sequence[str]) -> list[str]:
         unknown: list[str] = []
-        for start in range(0, len(request_ids), MOST_IDS):
-            some = request_ids[start : start + MOST_IDS]
+        for start in range(0, len(request_ids), MAX_IDS):
+            some = request_ids[start : start + MAX_IDS]
             unknown += [each.decode() for each in await self._client.run(script, self._tag(model), *some)]
         return unknown
 

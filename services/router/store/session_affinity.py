@@ -11,9 +11,11 @@ from services.router.store.base import Store, StoreUnavailable
 from services.router.store.store_health import StoreHealth
 from services.router.workers.worker import WorkerRank
 
-MOST_PINS = 100_000  # beyond it, the least recently used sessions are dropped
+MAX_PINS = 100_000
+"""Sessions whose worker the store in memory remembers; the least recently used is forgotten."""
 
-LONGEST_ID = 512
+MAX_ID_LENGTH = 512
+"""Characters of a session's name in the store; a longer one is refused with INVALID_ARGUMENT."""
 
 
 class SessionAffinity:
@@ -27,9 +29,9 @@ class SessionAffinity:
 
     async def find(self, model: str, session_id: str) -> WorkerRank | None:
         """Returns the rank of the session's last request; raises SluiceError (INVALID_ARGUMENT) for an overlong id."""
-        if len(session_id) > LONGEST_ID:
+        if len(session_id) > MAX_ID_LENGTH:
             raise invalid(
-                f"session_id has {len(session_id)} characters; the maximum is {LONGEST_ID}.", param="session_id"
+                f"session_id has {len(session_id)} characters; the maximum is {MAX_ID_LENGTH}.", param="session_id"
             )
         if self._health.available:
             try:
@@ -57,7 +59,7 @@ class LocalSessionAffinity:
         now_ms: returns milliseconds of any clock.
     """
 
-    def __init__(self, now_ms: Callable[[], int], most: int = MOST_PINS) -> None:
+    def __init__(self, now_ms: Callable[[], int], most: int = MAX_PINS) -> None:
         self._now_ms = now_ms
         self._most = most
         self._pins: OrderedDict[str, tuple[WorkerRank, int]] = OrderedDict()

@@ -17,21 +17,45 @@ from services.router.store.base import Store
 from services.router.sync.model_state import ModelState
 from services.router.workers.worker import WorkerRank
 
-UsedBlocks: TypeAlias = Callable[[bytes], Sequence[int]]
-"""Parses a report as the transport encodes it; returns the KV blocks in use by rank."""
-
 log = logging.getLogger(__name__)
 
 
 class Reported(NamedTuple):
-    """Reported load of a rank: its requests, waiting or running, and whether prompts wait for computation."""
+    """Reported load of a rank.
 
-    requests: int
-    prompts_wait: bool
+    Attributes:
+        requests: those that wait or run.
+        prompts_wait: whether prompts wait for computation.
+        used_blocks: KV blocks in use.
+    """
+
+    requests: int = 0
+    prompts_wait: bool = False
+    used_blocks: int = 0
 
 
 ReadReport: TypeAlias = Callable[[bytes], Sequence[Reported]]
 """Parses a report as the transport encodes it; returns the load by rank."""
+
+
+class Reports:
+    """The last load reports of workers; parses each once."""
+
+    def __init__(self, read: ReadReport) -> None:
+        self._read = read
+        self._parsed: dict[str, dict[str, tuple[bytes, dict[WorkerRank, Reported]]]] = {}
+
+    def by_rank(self, view: ModelState) -> Mapping[WorkerRank, Reported]:
+        """Returns the reported load of the ranks of a model, for those that have reported."""
+        before = self._parsed.get(view.model, {})
+        now: dict[str, tuple[bytes, dict[WorkerRank, Reported]]] = {}
+        for worker_id, report in view.reports.items():
+            known = before.get(worker_id)
+            if known is None or known[0] != report:
+                known = report, {WorkerRank(worker_id, rank): load for rank, load in enumerate(self._read(report))}
+            now[worker_id] = known
+        self._parsed[view.model] = now
+        return {slot: load for _, ranks in now.values() for slot, load in ranks.items()}
 
 
 class LoadReconciler:
@@ -46,13 +70,13 @@ class LoadReconciler:
     def __init__(
         self,
         store: Store,
-        read: ReadReport,
+        reports: Reports,
         metrics: Metrics,
         after_s: float,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
-        self._read = read
+        self._reports = reports
         self._metrics = metrics
         self._after_s = after_s
         self._now_s = now_s
@@ -76,14 +100,12 @@ class LoadReconciler:
     def _suspects(self, view: ModelState) -> list[tuple[WorkerRank, Reported]]:
         """Returns the ranks with more load reserved than reported."""
         suspects = []
-        for worker_id, report in view.reports.items():
-            for rank, reported in enumerate(self._read(report)):
-                slot = WorkerRank(worker_id, rank)
-                load = view.loads.get(slot)
-                if load is None:
-                    continue
-                if load.requests > reported.requests or (load.prefill > 0 and not reported.prompts_wait):
-                    suspects.append((slot, reported))
+        for slot, reported in self._reports.by_rank(view).items():
+            load = view.loads.get(slot)
+            if load is None:
+                continue
+            if load.requests > reported.requests or (load.prefill > 0 and not reported.prompts_wait):
+                suspects.append((slot, reported))
         return suspects
 
     def _record(self, model: str, slot: WorkerRank, ended: int, computed: int) -> None:
@@ -95,26 +117,3 @@ class LoadReconciler:
             )
         if computed:
             self._metrics.prefill_inferred.add(computed)
-
-
-class Reports:
-    """Provides the reported blocks in use; parses each report once."""
-
-    def __init__(self, used_blocks: UsedBlocks) -> None:
-        self._used_blocks = used_blocks
-        self._read: dict[str, dict[str, tuple[bytes, dict[WorkerRank, int]]]] = {}
-
-    def used_blocks(self, view: ModelState) -> Mapping[WorkerRank, int]:
-        """Returns the KV blocks in use by rank, for ranks of a model that have reported."""
-        before = self._read.get(view.model, {})
-        now = {worker_id: self._of(worker_id, report, before) for worker_id, report in view.reports.items()}
-        self._read[view.model] = now
-        return {slot: used for _, ranks in now.values() for slot, used in ranks.items()}
-
-    def _of(
-        self, worker_id: str, report: bytes, before: Mapping[str, tuple[bytes, dict[WorkerRank, int]]]
-    ) -> tuple[bytes, dict[WorkerRank, int]]:
-        known = before.get(worker_id)
-        if known is not None and known[0] == report:
-            return known
-        return report, {WorkerRank(worker_id, rank): used for rank, used in enumerate(self._used_blocks(report))}

@@ -21,6 +21,7 @@ from services.router.kv_index.events import (
 from services.router.kv_index.index import BlockIndex, Overlap
 from services.router.kv_index.predictions import Predictions
 from services.router.kv_index.rank_cache import ApplyResult
+from services.router.metrics import IndexFigures
 from services.router.reservations.cost import Load
 from services.router.store.base import Position, Pulse, Store
 from services.router.workers.registry import Registry
@@ -71,6 +72,12 @@ class ModelState:
     def age_ms(self) -> int:
         """Milliseconds since the state was last known to be current."""
         return int((time.monotonic() - self._current_at) * 1000)
+
+    @property
+    def figures(self) -> IndexFigures:
+        """What the metrics show; may be read by their thread."""
+        reserved = sum(load.requests for load in list(self.loads.values()))
+        return IndexFigures(self.model, self.index.distinct_blocks, self.age_ms / 1000, len(self.predictions), reserved)
 
     def touch(self) -> None:
         """Marks the state as current."""

@@ -8,15 +8,23 @@ from random import Random
 from typing import Any, TypeAlias
 
 from services.router.reservations.cost import NO_LOAD, Load, Offer
-from services.router.reservations.table import AllBusy, ReservationParams, ReservationTable, ReservedRank
+from services.router.reservations.table import (
+    AllBusy,
+    Reservation,
+    ReservationParams,
+    ReservationTable,
+    ReservedRank,
+)
 from services.router.store.base import Store, StoreUnavailable
 from services.router.store.memory import unix_ms
 from services.router.store.store_health import StoreHealth
+from services.router.sync.recent_changes import RecentChanges
 from services.router.workers.worker import WorkerRank
 
 STORE_UNAVAILABLE = "store_unavailable"
 REPLAY_BATCH = 512
-MOST_DEFERRED = 100_000  # ids of each kind and model; beyond it, reservations are left to expire
+MAX_DEFERRED = 100_000
+"""Ids, of each kind and model, that wait for Redis; further reservations are left to expire."""
 
 _Step: TypeAlias = Callable[[str, Sequence[str]], Awaitable[Any]]
 
@@ -42,6 +50,7 @@ class ReservationManager:
         self._health = health
         self._random = random
         self._locals: dict[str, _Local] = {}
+        self._recent: dict[str, RecentChanges] = {}
         self._replay_lock = asyncio.Lock()
 
     async def select(
@@ -69,6 +78,8 @@ class ReservationManager:
             else:
                 if (deferred := self._locals.get(model)) is not None:
                     deferred.freed.pop(terms.request_id, None)
+                if (recent := self._recent_of(model)) is not None:
+                    recent.reserved(offers, terms, choice)
                 return choice, ""
         local = self._local(model)
         adjusted = [_adjusted(offer, last_loads.get(offer.slot, NO_LOAD)) for offer in offers]
@@ -86,9 +97,13 @@ class ReservationManager:
             request_ids = local.book.mark_prefill_complete(request_ids)
         if self._health.available and request_ids:
             try:
-                return len(await self._store.mark_prefill_complete(model, request_ids))
+                unknown = await self._store.mark_prefill_complete(model, request_ids)
             except StoreUnavailable as error:
                 self._health.mark_unavailable(error)
+            else:
+                if (recent := self._recent_of(model)) is not None:
+                    recent.marked(_known(request_ids, unknown))
+                return len(unknown)
         if request_ids:
             _defer(self._local(model).marked, request_ids)
         return 0
@@ -98,15 +113,24 @@ class ReservationManager:
         request_ids = self.free_local(model, request_ids)
         if self._health.available and request_ids:
             try:
-                return len(await self._store.free(model, request_ids))
+                unknown = await self._store.free(model, request_ids)
             except StoreUnavailable as error:
                 self._health.mark_unavailable(error)
+            else:
+                if (recent := self._recent_of(model)) is not None:
+                    recent.freed(_known(request_ids, unknown))
+                return len(unknown)
         if request_ids:
             _defer(self._local(model).freed, request_ids)
         return 0
 
     def free_local(self, model: str, request_ids: Sequence[str]) -> Sequence[str]:
-        """Frees local reservations; returns the ids that have none."""
+        """Frees local reservations; returns the ids that have none.
+
+        They have ended, and are not booked again after a fail-over either.
+        """
+        if (recent := self._recent.get(model)) is not None:
+            recent.forget(request_ids)
         if (local := self._locals.get(model)) is None:
             return request_ids
         # The store may have the reservation too: a select that timed out may have been executed.
@@ -133,22 +157,50 @@ class ReservationManager:
         """Drops the local reservations of a removed worker."""
         if (local := self._locals.get(model)) is not None:
             local.book.drop_worker(worker_id)
+        if (recent := self._recent.get(model)) is not None:
+            recent.drop_worker(worker_id)
 
     async def replay(self) -> None:
-        """Replays local changes to the store; raises StoreUnavailable if it cannot be reached."""
+        """Replays recent and local changes to a store that was unavailable; raises StoreUnavailable if it is again.
+
+        It may be another server than before, which lacks the changes acknowledged last.
+        """
         async with self._replay_lock:  # the store may fail and return again while an earlier replay still runs
+            for model, recent in list(self._recent.items()):
+                await self._book(model, recent.reservations)
+                await self._store.mark_prefill_complete(model, recent.marked_ids)
+                await self._store.free(model, recent.freed_ids)
+        await self.replay_local()
+
+    async def replay_local(self) -> None:
+        """Replays local changes to the store; raises StoreUnavailable if it cannot be reached."""
+        async with self._replay_lock:
             for model, local in list(self._locals.items()):
                 local.book.expire()
                 while not local.empty:
                     # In large batches: requests are reserved locally meanwhile, and the replay has to catch up.
                     batch = local.book.reservations[:REPLAY_BATCH]
-                    await asyncio.gather(*(self._store.book(model, each) for each in batch))
+                    await self._book(model, batch)
                     # Some prompts were computed meanwhile, or reserved in the store by a select that seemed to fail.
                     local.marked |= {each.request_id: None for each in batch if not each.prefill}
                     local.book.free([each.request_id for each in batch])
                     await _replay_step(self._store.mark_prefill_complete, model, local.marked)
                     await _replay_step(self._store.free, model, local.freed)
                 self._locals.pop(model)
+
+    async def _book(self, model: str, reservations: Sequence[Reservation]) -> None:
+        for start in range(0, len(reservations), REPLAY_BATCH):
+            batch = reservations[start : start + REPLAY_BATCH]
+            await asyncio.gather(*(self._store.book(model, each) for each in batch))
+
+    def _recent_of(self, model: str) -> RecentChanges | None:
+        """Returns the record of a model's recent changes; None if the store loses none that it acknowledged."""
+        if not self._store.may_lose_acknowledged:
+            return None
+        recent = self._recent.get(model)
+        if recent is None:
+            recent = self._recent[model] = RecentChanges()
+        return recent
 
     def _local(self, model: str) -> _Local:
         found = self._locals.get(model)
@@ -163,8 +215,13 @@ def _adjusted(offer: Offer, load: Load) -> Offer:
     return offer._replace(uncached=offer.uncached + load.prefill, added=offer.added + load.decode, limits=limits)
 
 
+def _known(request_ids: Sequence[str], unknown: Sequence[str]) -> Sequence[str]:
+    missing = set(unknown)
+    return [request_id for request_id in request_ids if request_id not in missing] if missing else request_ids
+
+
 def _defer(ids: dict[str, None], more: Sequence[str]) -> None:
-    for each in more[: max(MOST_DEFERRED - len(ids), 0)]:
+    for each in more[: max(MAX_DEFERRED - len(ids), 0)]:
         ids[each] = None
 
 

@@ -12,7 +12,10 @@ from services.router.store.base import Store, StoreUnavailable
 from services.router.store.store_health import StoreHealth
 from services.router.sync.synchronizer import IndexSynchronizer
 
-RENEWALS_PER_LEASE = 3
+RENEWALS_PER_LEASE = 5
+OWNER_KEEPALIVE_MS = 2_000
+"""How long an owner's connection may be silent before it is pinged. With the time that the ping has (5 s), a lease and
+a fifth of it, the reservations of an owner that was stopped end within 15 s."""
 
 
 class Owners:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from services.common.rows.shared_steps import shared_step
 from services.common.tasks import TaskOwner
 from services.router.kv_index.predictions import Lifetimes, Predictions
 from services.router.metrics import Metrics
@@ -104,16 +105,25 @@ class IndexSynchronizer:
                 self._health.mark_unavailable(error)
             await asyncio.sleep(TEND_EVERY_S)
 
+    @shared_step("router.tend")
     async def _tend_once(self) -> None:
-        await self._reservations.replay()
+        await self._reservations.replay_local()
         await self.discover()
         for view in self.views:
-            view.predictions.drop_expired()
-            view.drop_orphans(self._lease_s)
-            if self._health.available_for_s > self._lease_s:
-                await self._store.sweep(view.model)
-            view.take(await self._store.pulse(view.model))
-            await self._reconciler.correct(view)
+            try:
+                await self._tend_model(view)
+            except StoreUnavailable:
+                raise
+            except Exception:  # invalid data must not affect other models
+                log.exception("tending a model failed", extra={"model": view.model})
+
+    async def _tend_model(self, view: ModelState) -> None:
+        view.predictions.drop_expired()
+        view.drop_orphans(self._lease_s)
+        if self._health.available_for_s > self._lease_s:
+            await self._store.sweep(view.model)
+        view.take(await self._store.pulse(view.model))
+        await self._reconciler.correct(view)
 
     async def _follow(self, view: ModelState) -> None:
         reason = "start"

@@ -10,7 +10,8 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.security.identity import WORKER
 
 CODE = "worker_id_taken"
-FEWEST_SWEPT = 64
+MIN_SWEPT = 64
+"""Claims that are held before expired ones are looked for; with more, whenever their number has doubled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Claims:
     def __init__(self, now_ms: Callable[[], int]) -> None:
         self._now_ms = now_ms
         self._held: dict[str, _Held] = {}
-        self._swept_at = FEWEST_SWEPT
+        self._swept_at = MIN_SWEPT
 
     def claim(self, claim: Claim, session: str, lease_ms: int) -> None:
         """Acquires an id; raises Taken if another process holds it."""
@@ -101,7 +102,7 @@ class Claims:
         self._held[claim.worker_id] = _Held(claim, session, now + lease_ms)
         if len(self._held) > 2 * self._swept_at:
             self._held = {name: each for name, each in self._held.items() if each.until_ms > now}
-            self._swept_at = max(len(self._held), FEWEST_SWEPT)
+            self._swept_at = max(len(self._held), MIN_SWEPT)
 
     def hold(self, worker_id: str, session: str, lease_ms: int) -> Hold:
         """Renews a lease."""

@@ -30,13 +30,18 @@ class WorkerUpdate(NamedTuple):
 
 
 class Watch:
-    """Pending updates for one watcher; only the latest of each worker, so that a slow watcher uses bounded memory."""
+    """Pending updates for one watcher; only the latest of each worker, so that a slow watcher uses bounded memory.
 
-    def __init__(self, model: str, alive: list[Worker]) -> None:
+    Args:
+        workers: those of the model now: the ones that accept requests are sent first, then those that are set aside.
+    """
+
+    def __init__(self, model: str, workers: list[Worker]) -> None:
         self.model = model
         self._pending: dict[tuple[str, str], WorkerUpdate] = {}
         self._first = [
-            *(WorkerUpdate(UpdateKind.UP, worker) for worker in alive),
+            *(WorkerUpdate(UpdateKind.UP, worker) for worker in workers if worker.accepts),
+            *(WorkerUpdate(UpdateKind.DOWN, worker) for worker in workers if worker.set_aside),
             WorkerUpdate(UpdateKind.SYNCED, None),
         ]
         self._ready = asyncio.Event()
@@ -93,7 +98,7 @@ class Registry:
         """Returns the workers of one model that accept requests, ordered by id; the same tuple until one changes."""
         found = self._serving.get(model)
         if found is None:
-            found = tuple(worker for worker in self.workers(model) if not worker.draining)
+            found = tuple(worker for worker in self.workers(model) if worker.accepts)
             if found:
                 self._serving[model] = found
         return found
@@ -109,7 +114,7 @@ class Registry:
             return
         group[worker.worker_id] = worker
         self._changed(worker.model)
-        self._notify(UpdateKind.DOWN if worker.draining else UpdateKind.UP, worker)
+        self._notify(UpdateKind.UP if worker.accepts else UpdateKind.DOWN, worker)
 
     def drain(self, model: str, worker_id: str, epoch: int) -> None:
         """Marks a worker as draining."""
@@ -128,13 +133,13 @@ class Registry:
         self._changed(model)
         if not self._workers[model]:
             del self._workers[model]
-        if not worker.draining:  # watchers were notified when draining started
-            self._notify(UpdateKind.DOWN, worker)
+        if worker.accepts or worker.set_aside:  # else watchers were notified when that began
+            self._notify(UpdateKind.DOWN, replace(worker, set_aside=""))
         return worker
 
     def watch(self, model: str = "") -> Watch:
         """Starts a watch of one model, or of all models for an empty name; end it with `unwatch`."""
-        watch = Watch(model, [worker for worker in self.workers(model) if not worker.draining])
+        watch = Watch(model, self.workers(model))
         self._watches.add(watch)
         return watch
 

@@ -54,6 +54,9 @@ class Worker:
         http_address: host:port of the engine's own HTTP server; empty: none.
         labels: names and values given by the operator, in order of name.
         caller: identifies the process together with `lease_digest`, as in Claim.
+        fingerprint: of its tokenizer's files; `prompt_fingerprint` of the ids that it gives to fixed chats.
+        named_by_server: the engine's server chose the model's name, not the operator.
+        set_aside: why it receives no requests, as in `joining`; empty: it does.
     """
 
     worker_id: str
@@ -73,6 +76,15 @@ class Worker:
     lease_digest: str = ""
     http_address: str = ""
     labels: tuple[tuple[str, str], ...] = ()
+    fingerprint: str = ""
+    prompt_fingerprint: str = ""
+    named_by_server: bool = False
+    set_aside: str = ""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it receives new requests."""
+        return not self.draining and not self.set_aside
 
     @property
     def holder(self) -> str:

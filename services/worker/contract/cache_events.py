@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+log = logging.getLogger(__name__)
 
 
 class CacheTier(IntEnum):
@@ -53,6 +56,9 @@ class KvEventSource:
         self._listeners.append(listener)
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """Passes events to every listener."""
+        """Passes events to every listener; one that raises harms neither the others nor the engine's step."""
         for listener in self._listeners:
-            listener(events)
+            try:
+                listener(events)
+            except Exception:
+                log.exception("a listener of KV events failed")

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
 from services.worker.contract.engine import Sink
 from services.worker.contract.generation import Delta, FinishReason, PositionLogprobs, Usage
-
-if TYPE_CHECKING:
-    from services.worker.generation.text_delta import TextUpdate
+from services.worker.contract.text_delta import TextUpdate
 
 
 class DeltaStream(Sink):
@@ -29,13 +26,14 @@ class DeltaStream(Sink):
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: Sequence[PositionLogprobs] = ()
         self._cached_tokens: int | None = None
+        self._cached_later = False
         self._text: TextUpdate | None = None
         self.prompt_token_ids: Sequence[int] = ()
         self._terminal: Delta | None = None
         self._ready = asyncio.Event()
 
-    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        self._cached_tokens = cached_tokens
+    def begin(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        self._cached_tokens, self._cached_later = cached_tokens or 0, cached_tokens is None
         self._prompt_logprobs = prompt_logprobs
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
@@ -89,11 +87,13 @@ class DeltaStream(Sink):
         delta = Delta(
             token_ids=self._token_ids,
             cached_tokens=self._cached_tokens,
+            cached_later=self._cached_later,
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
             prompt_token_ids=self.prompt_token_ids,
             text=self._text,
         )
         self._token_ids, self._logprobs = array("I"), []
-        self._cached_tokens, self._prompt_logprobs, self.prompt_token_ids, self._text = None, (), (), None
+        self._cached_tokens, self._cached_later = None, False
+        self._prompt_logprobs, self.prompt_token_ids, self._text = (), (), None
         return delta

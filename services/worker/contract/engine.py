@@ -9,7 +9,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, internal
 from services.common.tasks import TaskOwner
@@ -23,35 +23,33 @@ from services.worker.contract.generation import (
     Role,
     Usage,
 )
-
-if TYPE_CHECKING:
-    from services.worker.generation.text_delta import TextUpdate
-    from services.worker.settings import WorkerSettings
+from services.worker.contract.text_delta import TextUpdate
+from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Describes a started engine; constant after `start`. Zero means unknown unless a field's default is not zero."""
+    """Describes a started engine; constant after `start`. Zero and empty mean unknown, or none."""
 
     model: str
-    source: str
-    processor: str
-    fingerprint: str
-    context_length: int
-    vocab_size: int
-    block_size: int
-    total_blocks: int
-    max_sequences: int
-    max_batched_tokens: int
-    eos_token_ids: tuple[int, ...]
+    source: str = ""  # of the tokenizer's files, as in `--model`; with fingerprint, so that other services fetch them
+    processor: str = ""
+    fingerprint: str = ""
+    context_length: int = 0
+    vocab_size: int = 0
+    block_size: int = 0
+    total_blocks: int = 0
+    max_sequences: int = 0
+    max_batched_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
     capabilities: frozenset[str] = frozenset({"token_ids"})
     accepted: frozenset[str] = frozenset()  # options accepted without effect; not listed on the model card
     adapters: tuple[str, ...] = ()
     data_parallel_size: int = 1
     role: Role = Role.AGGREGATED
-    engine: str = ""
+    engine: str = ""  # empty: the name of the class
     engine_version: str = ""
     prompt_fingerprint: str = ""  # as in `sluice.v1.TokenizerSpec`, for engines that build prompts themselves
     media_fingerprint: str = ""  # the same
@@ -59,7 +57,10 @@ class EngineConfig:
     tool_parser: str = ""  # resolves "auto" for this model; empty: detected from the template
     reasoning_parser: str = ""
     labels: tuple[str, ...] = ()  # classes of a model that classifies
+    named_by_server: bool = False  # a server that the operator does not run chose the model's name
     http_address: str = ""  # host:port of the engine's own HTTP server; --http-address overrides it
+    bootstrap_host: str = ""  # of a prefill worker's bootstrap server, in the requests of a pair that name none
+    bootstrap_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,12 @@ class Sink(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        """Starts the output, before the first push. `cached_tokens` are the prompt tokens found in the prefix cache."""
+    def begin(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+        """Starts the output, before the first push.
+
+        Args:
+            cached_tokens: prompt tokens found in the prefix cache; None: not known before the usage has them.
+        """
 
     @abstractmethod
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
@@ -278,6 +283,7 @@ class _SinkForwarder:
         self._prompt_tokens = prompt_tokens
         self._tokens = 0
         self._cached: int | None = None
+        self._begun = False
         self._ended = False
 
     def end(self, reason: FinishReason, error: SluiceError | None = None) -> None:
@@ -288,8 +294,9 @@ class _SinkForwarder:
 
     def forward(self, delta: Delta) -> None:
         """Forwards one delta."""
-        if self._cached is None:
-            self._cached = delta.cached_tokens or 0
+        if not self._begun:
+            self._begun = True
+            self._cached = None if delta.cached_later else delta.cached_tokens or 0
             self._sink.begin(self._cached, delta.prompt_logprobs)
         if delta.token_ids:
             self._tokens += len(delta.token_ids)
@@ -307,4 +314,4 @@ class _SinkForwarder:
             )
 
     def _usage(self) -> Usage:
-        return Usage(self._prompt_tokens, self._tokens, self._cached or 0)
+        return Usage(self._prompt_tokens, self._tokens, self._cached if self._begun else 0)

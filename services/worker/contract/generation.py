@@ -15,10 +15,10 @@ from services.common.types import FinishReason as FinishReason
 from services.common.types import PositionLogprobs as PositionLogprobs
 from services.common.types import Role as Role
 from services.common.types import TokenLogprob as TokenLogprob
+from services.worker.contract.text_delta import TextUpdate
 
 if TYPE_CHECKING:
     from services.postprocess.detokenize.stream import StreamOptions
-    from services.worker.generation.text_delta import TextUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +125,24 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one generation; `completion_tokens` include the end-of-sequence token."""
+    """Token counts of one generation.
+
+    Attributes:
+        completion_tokens: generated tokens, including the end-of-sequence token.
+        cached_tokens: prompt tokens found in the prefix cache; None: the engine does not report them.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """An increment of a generation's output.
 
-    The first delta carries `cached_tokens`; only the last one carries `finish_reason` and `usage`.
+    The first delta carries `cached_tokens`, or `cached_later` if only `usage` will have them; only the last one carries
+    `finish_reason` and `usage`.
     """
 
     token_ids: Sequence[int] = ()
@@ -150,3 +156,4 @@ class Delta:
     handoff: bytes = b""
     prompt_token_ids: Sequence[int] = ()  # on the first delta, if the worker built the prompt
     text: TextUpdate | None = None
+    cached_later: bool = False

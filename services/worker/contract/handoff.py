@@ -17,6 +17,7 @@ from xxhash import xxh3_64_intdigest
 
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import seed_for
+from services.common.intake.json_intake import foreign_json
 from services.common.packing import pack_u32
 from services.worker.contract.generation import GenerateRequest, Role
 
@@ -96,11 +97,11 @@ def _read(data: bytes) -> tuple[HandoffHeader, bytes]:
         raise _rejected("was not created by a prefill worker or is damaged", "malformed_handoff")
     end = start + _LENGTH.unpack_from(body, len(MAGIC))[0]
     try:
-        header = HandoffHeader(**json.loads(body[start:end]))
+        header = HandoffHeader(**foreign_json(body[start:end], "handoff"))
         if any(not isinstance(getattr(header, name), kind) for name, kind in _FIELD_TYPES.items()):
             raise TypeError
         return header, body[end:]
-    except (ValueError, TypeError, RecursionError) as error:
+    except (SluiceError, ValueError, TypeError, RecursionError) as error:
         raise _rejected("has a version that this worker does not support", "malformed_handoff") from error
 
 

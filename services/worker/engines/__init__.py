@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import entry_points
+from typing import Any
 
 from services.common.errors import SluiceError, invalid
+from services.common.packages.extensions import ENGINES, UnusableExtension, find_extension, installed_names
 from services.worker.contract.engine import LLMEngine
 
-ENTRY_POINT_GROUP = "sluice.engines"
 BUILT_IN = {
     "mock": "services.worker.engines.mock:MockEngine",
     "vllm": "services.worker.engines.vllm:VllmEngine",
@@ -23,7 +23,7 @@ BUILT_IN = {
 
 def engine_names() -> list[str]:
     """Returns every name `find_engine` accepts, sorted; excludes `package.module:Class`."""
-    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted({*BUILT_IN, *installed_names(ENGINES)})
 
 
 def find_engine(name: str) -> type[LLMEngine]:
@@ -32,25 +32,25 @@ def find_engine(name: str) -> type[LLMEngine]:
     Raises:
         SluiceError: INVALID_ARGUMENT when the name is unknown, cannot be imported, or is not an LLMEngine.
     """
-    target = _target(name)
-    module_name, _, class_name = target.partition(":")
     try:
-        engine = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise _unusable(f"Engine {name!r} cannot be loaded from {target}: {error}.") from error
+        extension = None if name in BUILT_IN else find_extension(ENGINES, name)
+        target = extension.target if extension else BUILT_IN.get(name, name)
+        engine = extension.load() if extension else _import(name, target)
+    except UnusableExtension as error:
+        raise _unusable(str(error)) from error
     if not (isinstance(engine, type) and issubclass(engine, LLMEngine)):
         raise _unusable(f"Engine {name!r} is {target}, which is not a subclass of LLMEngine.")
     return engine
 
 
-def _target(name: str) -> str:
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return point.value
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if ":" in name:
-        return name
-    raise _unusable(f"Engine {name!r} is unknown; choose from {', '.join(engine_names())} or package.module:Class.")
+def _import(name: str, target: str) -> Any:
+    if ":" not in target:
+        raise _unusable(f"Engine {name!r} is unknown; choose from {', '.join(engine_names())} or package.module:Class.")
+    module_name, _, class_name = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise _unusable(f"Engine {name!r} cannot be loaded from {target}: {error}.") from error
 
 
 def _unusable(message: str) -> SluiceError:

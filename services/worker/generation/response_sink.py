@@ -16,7 +16,7 @@ from services.worker.contract.generation import Delta, FinishReason, PositionLog
 from services.worker.generation.tracing import GenerationSpan
 
 if TYPE_CHECKING:
-    from services.worker.generation.text_delta import TextUpdate
+    from services.worker.contract.text_delta import TextUpdate
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ class SinkParams:
 class ResponseSink(Sink):
     """A sink that enforces the contract's call order: `begin`, any number of `push`, exactly one `finish`.
 
+    It never raises into the engine, whose step it shares with other requests, unless it is strict: what cannot be
+    delivered ends this request.
+
     Attributes:
         context: set when the worker accepts the request.
         first_token_s: when the engine called `begin`, monotonic seconds; None before.
@@ -67,7 +70,7 @@ class ResponseSink(Sink):
         self._overruled = False  # ended by the worker; the engine may still push until it handles the abort
         self._vocab_size = ANY_ID
         self._prompt_tokens = 0
-        self._cached_tokens = 0
+        self._cached_tokens: int | None = 0
         self._traced = False
         self._span: GenerationSpan | None = None
         self._params: SinkParams | None = None
@@ -114,12 +117,15 @@ class ResponseSink(Sink):
             self._overruled = True
             self._end(Delta(finish_reason=FinishReason.CANCELLED, usage=Usage()))
 
-    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+    def begin(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
         if self._state == WAITING:
             self._state = BEGUN
             self.first_token_s = time.monotonic()
             self._cached_tokens = cached_tokens
-            self.deliver_first(cached_tokens, prompt_logprobs)
+            try:
+                self.deliver_first(cached_tokens, prompt_logprobs)
+            except Exception:
+                self.undeliverable()
         elif not self._overruled:
             self._violation("begins once" if self._state == BEGUN else "is silent after the end")
 
@@ -143,7 +149,10 @@ class ResponseSink(Sink):
         if self._overruled:
             return
         if self._state == BEGUN:
-            self.deliver_text(text)
+            try:
+                self.deliver_text(text)
+            except Exception:
+                self.undeliverable()
         else:
             self._violation("begins before it pushes" if self._state == WAITING else "is silent after the end")
 
@@ -161,7 +170,11 @@ class ResponseSink(Sink):
                 self._violation("ends a request once, not twice")
             return
         if handoff and self._params is not None:
-            handoff = self._params.pack_handoff(handoff, self._span.traceparent if self._span is not None else "")
+            try:
+                handoff = self._params.pack_handoff(handoff, self._span.traceparent if self._span is not None else "")
+            except Exception:
+                self.undeliverable()
+                return
         if reason is FinishReason.ERROR and error is None:
             error = internal("The engine failed on this request.")
         self._end(Delta((), reason, usage, stop_token_id=stop_token_id, error=error, handoff=handoff))
@@ -170,11 +183,19 @@ class ResponseSink(Sink):
         assert terminal.finish_reason is not None
         assert terminal.usage is not None
         self._state = ENDED
-        self.deliver_terminal(terminal)
-        if self._span is not None:
-            self._span.end(terminal.finish_reason, terminal.usage, terminal.error, self.context.cancelled)
-        if self._params is not None:
-            self._params.on_end(self, terminal.finish_reason, terminal.usage)
+        try:
+            self.deliver_terminal(terminal)
+            if self._span is not None:
+                self._span.end(terminal.finish_reason, terminal.usage, terminal.error, self.context.cancelled)
+            if self._params is not None:
+                self._params.on_end(self, terminal.finish_reason, terminal.usage)
+        except Exception:
+            log.exception("ending a request failed", extra={"request": self.context.request_id})
+
+    def undeliverable(self) -> None:
+        """Ends only this request; call it while the exception is handled. Raises ContractViolation in strict mode."""
+        log.exception("output of a request cannot be delivered", extra={"request": self.context.request_id})
+        self._violation("gives output that can be delivered")
 
     def _violation(self, rule: str) -> bool:
         log.error("engine broke its contract: an engine %s", rule, extra={"request": self.context.request_id})
@@ -185,7 +206,7 @@ class ResponseSink(Sink):
         return False
 
     @abstractmethod
-    def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
+    def deliver_first(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
         """Delivers what accompanies the first tokens."""
 
     @abstractmethod
@@ -205,14 +226,19 @@ class StreamResponseSink(ResponseSink):
         self._stream = DeltaStream()
         self.deltas = self._stream.deltas
 
-    def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
+    def deliver_first(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
         self._stream.begin(cached_tokens, prompt_logprobs)
         self._stream.prompt_token_ids = self.prepared_prompt
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        if self.admits(token_ids, logprobs):
-            self.delivered += len(token_ids)
-            self._stream.push(token_ids, logprobs)
+        try:
+            if self.admits(token_ids, logprobs):
+                self._stream.push(token_ids, logprobs)
+                self.delivered += len(token_ids)
+        except ContractViolation:
+            raise
+        except Exception:
+            self.undeliverable()
 
     def deliver_text(self, text: TextUpdate) -> None:
         self._stream.push_text(text)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found
@@ -20,8 +22,16 @@ from services.worker.contract.generation import (
 )
 from services.worker.contract.required_capabilities import demands
 
-MOST_LOGPROBS = 1_024
-MOST_EMBEDDED = 2_048
+log = logging.getLogger(__name__)
+
+MAX_LOGPROBS = 1_024
+"""Log-probabilities of a token; more are refused with INVALID_ARGUMENT."""
+MAX_EMBEDDED = 2_048
+"""Inputs of one embedding call; more are refused with INVALID_ARGUMENT."""
+MAX_TOKEN_ID = (1 << 31) - 1
+"""Token id for an engine of unknown vocabulary, as engines have signed 32-bit ids; refused with INVALID_ARGUMENT."""
+ENGINE_OPTIONS_WITH_IDS = ("logprob_token_ids",)
+"""Options of engines that are lists of token ids."""
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, math.inf),
@@ -33,14 +43,39 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+def usable_defaults(config: EngineConfig) -> EngineConfig:
+    """Returns the configuration without the model's end-of-sequence ids that are outside its vocabulary."""
+    limit = _first_unknown_id(config)
+    unknown = [token_id for token_id in config.eos_token_ids if token_id >= limit]
+    if not unknown:
+        return config
+    log.warning(
+        "the model's files list end-of-sequence ids outside its vocabulary, which are ignored; correct eos_token_id in "
+        "its generation_config.json",
+        extra={"ids": unknown, "vocabulary": config.vocab_size},
+    )
+    return replace(config, eos_token_ids=tuple(token_id for token_id in config.eos_token_ids if token_id < limit))
+
+
+def without_unknown_eos(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
+    """Returns the request without end-of-sequence ids outside the vocabulary: they come from the model's files."""
+    stop, limit = request.stop, _first_unknown_id(config)
+    if not stop.eos_token_ids or max(stop.eos_token_ids) < limit:
+        return request
+    unknown = frozenset(token_id for token_id in stop.eos_token_ids if token_id >= limit)
+    known = tuple(token_id for token_id in stop.eos_token_ids if token_id < limit)
+    return replace(request, stop=replace(stop, eos_token_ids=known, stop_token_ids=stop.stop_token_ids - unknown))
+
+
 def validate(request: GenerateRequest, config: EngineConfig) -> None:
     """Raises SluiceError with the offending field when this worker cannot run the request."""
     if not request.request_id:
         raise invalid("request_id is empty; set one that is unique among all running requests.", param="request_id")
     _validate_model(request.model, request.lora, config)
     _validate_prompt(request, config)
-    _validate_stop(request)
-    _validate_sampling(request.sampling, config.vocab_size)
+    _validate_stop(request, config)
+    _validate_sampling(request.sampling, _first_unknown_id(config))
+    _validate_choice_left(request)
     _validate_output(request)
     _validate_placement(request, config)
     _validate_capabilities(request, config)
@@ -66,9 +101,9 @@ def validate_embedding(
         raise invalid("dimensions is set, but this model classifies; leave it out.", param="dimensions")
     if lora:
         require(Capability.LORA, config, "lora")
-    if not 1 <= len(inputs) <= MOST_EMBEDDED:
+    if not 1 <= len(inputs) <= MAX_EMBEDDED:
         raise invalid(
-            f"The request has {len(inputs)} inputs to embed; send between 1 and {MOST_EMBEDDED}.", param="input"
+            f"The request has {len(inputs)} inputs to embed; send between 1 and {MAX_EMBEDDED}.", param="input"
         )
     for token_ids in inputs:
         _validate_tokens(token_ids, config, "input")
@@ -127,8 +162,8 @@ def _validate_embeds(embeds: PromptEmbeds, config: EngineConfig) -> None:
 def _validate_tokens(token_ids: array[int], config: EngineConfig, param: str) -> None:
     if not token_ids:
         raise invalid(f"The {param} is empty; at least one token is needed.", param=param)
-    if config.vocab_size and (highest := max(token_ids)) >= config.vocab_size:
-        raise invalid(f"Token id {highest} is outside the vocabulary; ids are below {config.vocab_size}.", param=param)
+    if (highest := max(token_ids)) >= (limit := _first_unknown_id(config)):
+        raise invalid(f"Token id {highest} is outside the vocabulary; ids are below {limit}.", param=param)
 
 
 def _validate_fits(length: int, config: EngineConfig, param: str, room: int) -> None:
@@ -141,9 +176,19 @@ def _validate_fits(length: int, config: EngineConfig, param: str, room: int) -> 
         )
 
 
-def _validate_stop(request: GenerateRequest) -> None:
+def _first_unknown_id(config: EngineConfig) -> int:
+    """Returns the exclusive upper bound of the ids that the engine may receive."""
+    return config.vocab_size or MAX_TOKEN_ID + 1
+
+
+def _validate_stop(request: GenerateRequest, config: EngineConfig) -> None:
     stop = request.stop
+    _validate_ids(stop.stop_token_ids, _first_unknown_id(config), "stop_token_ids")
     if stop.max_tokens is None:
+        if config.context_length and stop.min_tokens > config.context_length:
+            raise invalid(
+                f"min_tokens must be at most the context length of {config.context_length}.", param="min_tokens"
+            )
         return
     if stop.max_tokens < 1:
         raise invalid("max_tokens must be at least 1.", param="max_tokens")
@@ -151,7 +196,23 @@ def _validate_stop(request: GenerateRequest) -> None:
         raise invalid("min_tokens must be at most max_tokens.", param="min_tokens")
 
 
-def _validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+def _validate_choice_left(request: GenerateRequest) -> None:
+    """Raises SluiceError when no allowed token may be generated: each is a bad word, or ends before min_tokens."""
+    sampling, stop = request.sampling, request.stop
+    if not sampling.allowed_token_ids:
+        return
+    banned = {word[0] for word in sampling.bad_words if len(word) == 1}
+    if stop.min_tokens:
+        banned |= stop.stop_token_ids
+    if banned.issuperset(sampling.allowed_token_ids):
+        raise invalid(
+            "None of allowed_token_ids may be generated: bad_words has each of them, or it ends the generation before "
+            "min_tokens. Allow another id.",
+            param="allowed_token_ids",
+        )
+
+
+def _validate_sampling(sampling: SamplingParams, first_unknown_id: int) -> None:
     for name, lowest, highest in _RANGES:
         value = getattr(sampling, name)
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
@@ -164,23 +225,36 @@ def _validate_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise invalid("top_k must be at least 1, or 0 or -1 for no limit.", param="top_k")
     if any(not -100 <= bias <= 100 for bias in sampling.logit_bias.values()):
         raise invalid("logit_bias values must be between -100 and 100.", param="logit_bias")
-    _validate_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
-    _validate_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+    _validate_ids(sampling.logit_bias, first_unknown_id, "logit_bias")
+    _validate_ids(sampling.allowed_token_ids, first_unknown_id, "allowed_token_ids")
     for word in sampling.bad_words:
         if not word:
             raise invalid("bad_words must not contain an empty word.", param="bad_words")
-        _validate_ids(word, vocab_size, "bad_words")
+        _validate_ids(word, first_unknown_id, "bad_words")
+    for name in ENGINE_OPTIONS_WITH_IDS:
+        ids = sampling.engine_options.get(name)
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids):
+            raise invalid(f"engine_options.{name} must be a list of token ids.", param=f"engine_options.{name}")
+        _validate_ids(ids, first_unknown_id, f"engine_options.{name}")
 
 
-def _validate_ids(token_ids: Sequence[int], vocab_size: int, name: str) -> None:
-    if vocab_size and any(token_id >= vocab_size for token_id in token_ids):
-        raise invalid(f"{name} has token ids outside the vocabulary; ids are below {vocab_size}.", param=name)
+def _validate_ids(token_ids: Collection[int], first_unknown_id: int, name: str) -> None:
+    if not token_ids:
+        return
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < first_unknown_id:
+            raise invalid(
+                f"{name} has token ids outside the vocabulary, such as {token_id}; ids are below {first_unknown_id}.",
+                param=name,
+            )
 
 
 def _validate_output(request: GenerateRequest) -> None:
     for name in ("logprobs", "prompt_logprobs"):
-        if (getattr(request, name) or 0) > MOST_LOGPROBS:
-            raise invalid(f"{name} must be at most {MOST_LOGPROBS}.", param=name)
+        if (getattr(request, name) or 0) > MAX_LOGPROBS:
+            raise invalid(f"{name} must be at most {MAX_LOGPROBS}.", param=name)
     if request.guided is not None:
         _validate_guided(request.guided)
 

@@ -11,9 +11,6 @@ from services.common.packing import pack_u32
 from services.worker.contract.cache_events import CacheTier
 from services.worker.kv_events.events import BlockItem, EngineHash
 
-BlockKey = tuple[int, EngineHash]
-"""Cache group and engine hash."""
-
 
 class BlockRun:
     """Sluice blocks that are cached while all of the engine blocks they consist of are.
@@ -36,6 +33,7 @@ class Block:
     """One engine block.
 
     Attributes:
+        key: the engine's hash.
         seed_names: adapter and salt of its sequence.
         tail: hash of the last complete Sluice block up to here; None before the first.
         rest: packed token ids after that block.
@@ -61,7 +59,7 @@ class Block:
         "unfinished",
     )
 
-    def __init__(self, key: BlockKey, parent: Block | None, seed_names: tuple[str, str], hashable: bool) -> None:
+    def __init__(self, key: EngineHash, parent: Block | None, seed_names: tuple[str, str], hashable: bool) -> None:
         self.key = key
         self.parent = parent
         self.seed_names = seed_names
@@ -159,8 +157,8 @@ class BlockTable:
 
     def __init__(self, keep_gone: int) -> None:
         self._keep_removed = keep_gone
-        self._cached: dict[BlockKey, Block] = {}
-        self._removed: OrderedDict[BlockKey, Block] = OrderedDict()
+        self._cached: dict[EngineHash, Block] = {}
+        self._removed: OrderedDict[EngineHash, Block] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -168,7 +166,7 @@ class BlockTable:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._cached.values())
 
-    def find(self, key: BlockKey) -> Block | None:
+    def find(self, key: EngineHash) -> Block | None:
         """Returns a cached or retained block; None if unknown."""
         return self._cached.get(key) or self._removed.get(key)
 

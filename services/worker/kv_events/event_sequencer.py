@@ -11,13 +11,15 @@ from services.common.errors import SluiceError
 from services.common.observability.instruments import Counter
 from services.worker.contract.cache_events import KvEvent
 from services.worker.kv_events.events import EngineBatch, MalformedEvents
-from services.worker.kv_events.translation import Translator
+from services.worker.kv_events.groups import GroupTranslator
 from services.worker.metrics import EVENT_GAPS, EVENT_LOSSES, EVENT_ORPHANS
 
 log = logging.getLogger(__name__)
 
 MAX_HELD = 16_384
+"""Batches kept while the engine replays missed ones; the oldest are dropped, and count as lost."""
 MAX_TIMES = 16_384
+"""Batches whose time is remembered."""
 REBUILD_EVERY = 1_000
 
 
@@ -46,7 +48,7 @@ class EventSequencer:
     """
 
     def __init__(
-        self, translator: Translator, publish: Callable[[Sequence[KvEvent]], None], *, can_replay: bool
+        self, translator: GroupTranslator, publish: Callable[[Sequence[KvEvent]], None], *, can_replay: bool
     ) -> None:
         self.expected = 0
         self.replay_from: int | None = None
@@ -130,8 +132,10 @@ class EventSequencer:
         else:
             self.interrupted()
 
-    def unreadable(self, sequence: int) -> None:
-        """Skips a batch that cannot be decoded."""
+    def unreadable(self, sequence: int, replayed: bool = False) -> None:
+        """Skips a batch that cannot be decoded; a replayed one that has been processed before is nothing new."""
+        if replayed and sequence < self.expected:
+            return
         self._lose(f"batch {sequence} cannot be decoded")
         self.expected = max(self.expected, sequence + 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.worker.contract.cache_events import KvEventSource, KvListener
 from services.worker.kv_events.event_sequencer import EventSequencer
-from services.worker.kv_events.translation import Translator
+from services.worker.kv_events.groups import GroupTranslator
 
 
 class EngineCacheSource(KvEventSource):
@@ -25,7 +25,7 @@ class EngineCacheSource(KvEventSource):
 
     def __init__(self, rank: int, block_size: int, *, counts_copies: bool, can_replay: bool) -> None:
         super().__init__(rank)
-        self.translator = Translator(block_size, counts_copies=counts_copies)
+        self.translator = GroupTranslator(block_size, counts_copies=counts_copies)
         self.sequencer = EventSequencer(self.translator, self.publish, can_replay=can_replay)
 
     def subscribe(self, listener: KvListener) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from services.common.errors import invalid
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
-from services.worker.kv_events.blocks import Block, BlockKey, BlockRun, BlockTable
+from services.worker.kv_events.blocks import Block, BlockRun, BlockTable
 from services.worker.kv_events.events import (
-    PREFIX_KINDS,
     EngineCleared,
     EngineEvent,
     EngineHash,
@@ -23,7 +22,7 @@ KEEP_GONE = 65_536
 
 
 class Translator:
-    """Tracks the cache of one engine rank.
+    """Tracks one cache group of an engine's rank.
 
     Args:
         block_size: tokens per Sluice block; the engine's block size must be a multiple or a divisor of it.
@@ -40,7 +39,6 @@ class Translator:
         self._counts_copies = counts_copies
         self._table = BlockTable(keep_gone)
         self._held: dict[CacheTier, Counter[int]] = {}
-        self._group: int | None = None
         self._heals = False
         self._size_matched = False
         self._out: list[KvEvent] = []
@@ -85,7 +83,7 @@ class Translator:
         """Discards all state, because the engine has restarted."""
         self._drop_all()
         self._table.clear()
-        self._group, self._heals = None, False
+        self._heals = False
         return self._take()
 
     def snapshot(self) -> list[KvEvent]:
@@ -111,8 +109,6 @@ class Translator:
         self._out = [CacheCleared()]
 
     def _store(self, event: EngineStored) -> None:
-        if not self._belongs(event.group, event.kind):
-            return
         if not event.token_ids and event.opaque_from is None:
             self._store_known(event)
             return
@@ -121,15 +117,14 @@ class Translator:
         if event.opaque_from != 0 and len(event.token_ids) != len(event.hashes) * size:
             self.orphans += len(event.hashes)
             return
-        parent = None if event.parent is None else self._table.find(self._key(event.group, event.parent))
+        parent = None if event.parent is None else self._table.find(event.parent)
         if parent is None and event.parent is not None:
             self.orphans += len(event.hashes)
             return
         for index, engine_hash in enumerate(event.hashes):
-            key = self._key(event.group, engine_hash)
-            block = self._table.find(key)
+            block = self._table.find(engine_hash)
             if block is None:
-                block = _new_block(key, parent, event, index)
+                block = _new_block(engine_hash, parent, event, index)
                 if block.hashable:
                     items = event.media[index] if index < len(event.media) else ()
                     block.fill(event.token_ids[index * size : (index + 1) * size], self._block_size, items)
@@ -138,7 +133,7 @@ class Translator:
 
     def _store_known(self, event: EngineStored) -> None:
         for engine_hash in event.hashes:
-            block = self._table.find(self._key(event.group, engine_hash))
+            block = self._table.find(engine_hash)
             if block is None:
                 self.orphans += 1
             else:
@@ -156,7 +151,7 @@ class Translator:
 
     def _remove(self, event: EngineRemoved) -> None:
         for engine_hash in event.hashes:
-            block = self._table.find(self._key(event.group, engine_hash))
+            block = self._table.find(engine_hash)
             if block is not None and block.copies[event.tier]:
                 self._change(block, event.tier, -1)
 
@@ -201,17 +196,6 @@ class Translator:
         else:
             self._out.append(BlocksRemoved(array("Q", removed), tier))
 
-    def _belongs(self, group: int | None, kind: str) -> bool:
-        """Whether a group determines which prefixes are reusable: the first group that keeps all of its blocks."""
-        if kind not in PREFIX_KINDS:
-            return False
-        if self._group is None:
-            self._group = group
-        return group is None or group == self._group
-
-    def _key(self, group: int | None, engine_hash: EngineHash) -> BlockKey:
-        return (self._group or 0) if group is None else group, engine_hash
-
     def _check(self, engine_block_size: int) -> None:
         block_size = self._block_size
         if engine_block_size < 1:
@@ -230,7 +214,7 @@ class Translator:
             )
 
 
-def _new_block(key: BlockKey, parent: Block | None, event: EngineStored, index: int) -> Block:
+def _new_block(key: EngineHash, parent: Block | None, event: EngineStored, index: int) -> Block:
     plain = event.opaque_from is None or index < event.opaque_from
     if parent is None:
         return Block(key, None, (event.lora, event.salt), plain)

@@ -20,7 +20,11 @@ from services.worker.kv_events.events import (
     tier_of,
 )
 
+LOAD_MARK = "\x1f"
+"""What separates the name of an adapter from the number of its load, in the engine's name of a repeated load."""
+
 _MAX_TOKEN_ID = 0xFFFF_FFFF
+"""Token id of an engine's KV event; from a larger one on, the blocks of the event have no name."""
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
 _FIELDS: dict[str, tuple[str, ...]] = {
     "BlockStored": (
@@ -88,9 +92,7 @@ def _event(raw: object) -> EngineEvent | None:
 def _stored(fields: Mapping[str, Any]) -> EngineStored:
     hashes = _hashes(fields["block_hashes"])
     parent = fields.get("parent_block_hash")
-    lora = fields.get("lora_name") or ""
-    if fields.get("lora_id") is not None and not lora:
-        lora = f"lora-{fields['lora_id']}"  # the engine reports no name; the hashes must differ from the base model's
+    lora = _lora(fields)
     token_ids, unnamed_from = _token_ids(fields.get("token_ids") or ())
     salt, opaque_from, media = read_block_keys(fields.get("extra_keys") or (), lora)
     if unnamed_from is not None:
@@ -106,13 +108,26 @@ def _stored(fields: Mapping[str, Any]) -> EngineStored:
         token_ids=token_ids,
         block_size=int(fields.get("block_size") or 0),
         tier=tier_of(fields.get("medium")),
-        lora=lora,
+        lora=lora.partition(LOAD_MARK)[0],
         salt=salt,
         opaque_from=opaque_from,
         media=media,
         group=_group(fields),
         kind=fields.get("kv_cache_spec_kind") or "",
     )
+
+
+def _lora(fields: Mapping[str, Any]) -> str:
+    """Returns the engine's name of the adapter; empty for none."""
+    name = fields.get("lora_name") or ""
+    if not isinstance(name, str):
+        raise TypeError(f"lora_name is {type(name).__name__}")
+    if name or fields.get("lora_id") is None:
+        return name
+    # Older vLLM gives the name only as the first of the keys of each block. Without a name the hashes must differ from
+    # those of the base model all the same.
+    keys = next((keys for keys in fields.get("extra_keys") or () if keys), None)
+    return keys[0] if keys and isinstance(keys[0], str) else f"lora-{fields['lora_id']}"
 
 
 def read_extra_keys(extra_keys: Sequence[Sequence[object] | None], lora: str) -> tuple[str, int | None]:

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 END_OF_REPLAY = b"\xff" * 8
 QUEUED_MESSAGES = 100_000
+MAX_MESSAGE_BYTES = 64 << 20
+"""Bytes of one message with KV events of an engine; the connection of a longer one is closed."""
 MESSAGES_PER_TURN = 64
 IDLE_S = 10.0
 REPLAY_TIMEOUT_S = 5.0
@@ -68,6 +70,7 @@ class ZmqFeed:
 
         socket = self._context.socket(zmq.SUB)
         socket.set(zmq.RCVHWM, QUEUED_MESSAGES)
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.set(zmq.SUBSCRIBE, self._topic)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
@@ -145,12 +148,12 @@ class ZmqFeed:
         if batch is not None:
             self._sequencer.live(sequence, batch)
 
-    def _decode(self, sequence: int, payload: bytes) -> EngineBatch | None:
+    def _decode(self, sequence: int, payload: bytes, replayed: bool = False) -> EngineBatch | None:
         try:
             return decode(payload)
         except MalformedEvents as error:
             log.warning("%s", error)
-            self._sequencer.unreadable(sequence)
+            self._sequencer.unreadable(sequence, replayed)
             return None
 
     async def _replay(self, start: int) -> None:
@@ -170,6 +173,7 @@ class ZmqFeed:
         socket = self._context.socket(zmq.DEALER)
         try:
             socket.set(zmq.RCVHWM, QUEUED_MESSAGES)
+            socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
             socket.connect(self._replay_endpoint)
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 await socket.send_multipart([b"", start.to_bytes(8, "big")])
@@ -187,7 +191,7 @@ class ZmqFeed:
         if frames[-2] == END_OF_REPLAY:
             return False
         sequence = int.from_bytes(frames[-2], "big")
-        batch = self._decode(sequence, frames[-1])
+        batch = self._decode(sequence, frames[-1], replayed=True)
         if batch is not None:
             self._sequencer.replayed(sequence, batch)
         return True

@@ -9,19 +9,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from services.common.errors import internal, invalid
+from services.common.rows.shared_steps import shared_step
 from services.postprocess.detokenize.stream import Finish
 from services.postprocess.detokenize.stream import FinishReason as TextReason
 from services.postprocess.streams.session import PostSession
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs
+from services.worker.contract.text_delta import TextUpdate, by_slot
 from services.worker.generation.response_sink import ResponseSink, SinkParams
-from services.worker.generation.text_delta import TextUpdate, by_slot
 from services.worker.local_processing.pending_parses import PendingParses
 from services.worker.local_processing.text_sink import TextSink
 from services.worker.local_processing.token_batch import StepTokens
 
 log = logging.getLogger(__name__)
 
-MOST_SLOTS = 1 << 32
+MAX_SLOTS = 1 << 32
+"""Numbers of slots, which then start again at the lowest."""
 NO_TRACE: Mapping[str, str] = {}
 
 
@@ -73,7 +75,7 @@ class BatchDetokenizer:
                 f"postprocess.model is {options.model!r} but the request's model is {request.model!r}; omit it.",
                 param="postprocess.model",
             )
-        self._last_slot = slot = (self._last_slot + 1) % MOST_SLOTS
+        self._last_slot = slot = (self._last_slot + 1) % MAX_SLOTS
         sink = TextSink(slot, target, stop, request.resumed_tokens, self._put, self._end)
         sink.accept(target.context, len(request.token_ids), _engine_params(params, target), None)
         self._process_step()
@@ -128,6 +130,7 @@ class BatchDetokenizer:
         if self._due is None:
             self._due = asyncio.get_running_loop().call_soon(self._process_step)
 
+    @shared_step("worker.texts")
     def _process_step(self) -> None:
         """Detokenizes everything accumulated so far and delivers tokens and text."""
         if self._due is not None:
@@ -155,10 +158,15 @@ class BatchDetokenizer:
 
     def _deliver_texts(self, texts: Mapping[int, TextUpdate]) -> None:
         for slot, text in texts.items():
-            if (sink := self._sinks.get(slot)) is not None:
+            if (sink := self._sinks.get(slot)) is None:
+                continue
+            try:
                 sink.target.deliver_text(text)
                 if text.finish is not None:
                     self._finish(sink, text.finish)
+            except Exception:
+                log.exception("delivery of text failed", extra={"request": sink.context.request_id})
+                self._fail([sink])
 
     def _deliver_parsed(self) -> None:
         """Delivers what parsers in other processes have returned, with the tokens it was parsed from."""
@@ -174,7 +182,11 @@ class BatchDetokenizer:
         for sink in ended:
             terminal = sink.terminal
             if sink.slot in self._sinks and terminal is not None and terminal.finish_reason is not None:
-                self._session.end(sink.slot, TextReason(terminal.finish_reason), terminal.stop_token_id)
+                try:
+                    self._session.end(sink.slot, TextReason(terminal.finish_reason), terminal.stop_token_id)
+                except Exception:
+                    log.exception("the end of a text failed", extra={"request": sink.context.request_id})
+                    self._fail([sink])
         return by_slot(self._session.drain())
 
     def _deliver_tokens(self, step: StepTokens, texts: Mapping[int, TextUpdate]) -> None:
@@ -213,10 +225,14 @@ class BatchDetokenizer:
 
     def _fail_all(self) -> None:
         sinks = tuple(self._sinks.values())
-        self._session.close(list(self._sinks))
-        self._session = self._make_session(self._wake)
+        session, self._session = self._session, self._make_session(self._wake)
+        session.close([sink.slot for sink in sinks])
+        self._fail(sinks)
+
+    def _fail(self, sinks: Iterable[TextSink]) -> None:
+        error = internal("The worker failed to detokenize the output; see its log.")
         for sink in sinks:
-            error = internal("The worker failed to detokenize the output; see its log.")
+            self._session.close([sink.slot])
             self._finish(sink, Finish(TextReason.ERROR, 0, error=error))
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import orjson
-
 from services.common.errors import invalid
+from services.common.intake.json_intake import foreign_json
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.validation import checked_chat
 
@@ -29,12 +28,7 @@ def read_body(document: bytes) -> ChatRequestBody:
     Raises:
         SluiceError: INVALID_ARGUMENT with the invalid field.
     """
-    try:
-        body = orjson.loads(document)
-    except orjson.JSONDecodeError as error:
-        raise invalid(
-            f"messages_json is not valid JSON: {error.msg} at position {error.pos}.", param="messages_json"
-        ) from None
+    body = foreign_json(document, "messages_json")
     if not isinstance(body, dict):
         raise invalid(
             'messages_json must be an object with "messages", like the body of a chat request.', param="messages_json"

@@ -23,6 +23,7 @@ class TokenizedPrompt:
 
     token_ids: array[int]
     body: ChatRequestBody | None = None
+    thinking: bool = False
 
 
 def completed(
@@ -68,6 +69,7 @@ def _options(given: StreamOptions, prompt: TokenizedPrompt, stop: StopParams) ->
         "stop_token_ids": given.stop_token_ids or stop.stop_token_ids,
         "eos_token_ids": given.eos_token_ids or frozenset(stop.eos_token_ids),
         "min_tokens": given.min_tokens or stop.min_tokens,
+        "thinking": given.thinking or prompt.thinking,
         "ignore_eos": given.ignore_eos or stop.ignore_eos,
     }
     return replace(given, **options, **({} if prompt.body is None else _chat_options(given, prompt.body)))

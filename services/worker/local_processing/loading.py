@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 TEMPLATE_S = 2.0
 TEMPLATE_MB = 512
 ROW_TOKENS = 1 << 20
-LOAD_S = 300.0
 
 
 def spec_for(spec: ModelSpec, engine: str) -> ModelSpec:
@@ -83,7 +82,7 @@ def _media_fingerprint(tokenizer: TokenizerProtocol, spec: ModelSpec, limits: Li
     try:
         return media_fingerprint(reader)
     finally:
-        _close(reader)
+        reader.close()
 
 
 async def off_loop(load: Callable[[], TokenizerProtocol]) -> TokenizerProtocol:
@@ -98,14 +97,7 @@ async def off_loop(load: Callable[[], TokenizerProtocol]) -> TokenizerProtocol:
 
 def _close_unused(loading: asyncio.Future[TokenizerProtocol]) -> None:
     if not loading.cancelled() and loading.exception() is None:
-        threading.Thread(target=_close, args=(loading.result(),), name="close-tokenizer", daemon=True).start()
-
-
-def _close(tokenizer: TokenizerProtocol) -> None:
-    """Releases the tokenizer's resources, such as child processes; may block for seconds."""
-    close = getattr(tokenizer, "close", None)
-    if close is not None:
-        close()
+        threading.Thread(target=loading.result().close, name="close-tokenizer", daemon=True).start()
 
 
 async def load_texts(
@@ -122,7 +114,7 @@ async def load_texts(
         SluiceError: the vocabulary cannot be read, or a parser does not exist.
     """
     limits = SessionLimits(max_row_tokens=ROW_TOKENS)
-    vocabularies = VocabularyRegistry([spec], LOAD_S, parsers={spec.name: parsers})
+    vocabularies = VocabularyRegistry([spec], parsers={spec.name: parsers})
     engines = {engine: "" for engine in map(engine_of, (parsers.tool, parsers.reasoning)) if engine}
     factory = StreamFactory(limits.stream, CustomParsers(engines=engines), on_death)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.worker.generation.text_delta import TextUpdate
+from services.worker.contract.text_delta import TextUpdate
 from services.worker.local_processing.token_batch import StepTokens
 
 

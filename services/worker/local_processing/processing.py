@@ -169,5 +169,5 @@ class Processing:
             prompts.close()
         if templates is not None:
             await asyncio.to_thread(templates.close)
-        if (close := getattr(tokenizer, "close", None)) is not None:
-            await asyncio.to_thread(close)
+        if tokenizer is not None:
+            await asyncio.to_thread(tokenizer.close)

@@ -8,7 +8,8 @@ from functools import partial
 
 from services.common.errors import overloaded
 from services.common.packing import unpack_u32
-from services.preprocess.protocol import TokenizerProtocol, packed_chat, packed_text
+from services.preprocess.protocol import TokenizerProtocol
+from services.preprocess.templates.open_thought import ends_in_thought
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.validation import too_large
 from services.worker.contract.engine import EngineConfig
@@ -83,9 +84,11 @@ class PromptMaker:
 
 
 def _tokenize_text(tokenizer: TokenizerProtocol, text: str) -> TokenizedPrompt:
-    return TokenizedPrompt(unpack_u32(packed_text(tokenizer, text, None)))
+    return TokenizedPrompt(unpack_u32(tokenizer.pack_text(text)))
 
 
 def _tokenize_chat(tokenizer: TokenizerProtocol, document: bytes) -> TokenizedPrompt:
     body = read_body(document)
-    return TokenizedPrompt(unpack_u32(packed_chat(tokenizer, body.chat)), body)
+    packed = tokenizer.pack_chat(body.chat)
+    thinking = body.chat.continue_final_message and ends_in_thought(tokenizer, packed, body.chat.messages)
+    return TokenizedPrompt(unpack_u32(packed), body, thinking)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from services.worker.contract.generation import Delta, PositionLogprobs, Usage
-from services.worker.generation.response_sink import ResponseSink
-from services.worker.generation.text_delta import TextUpdate
+from services.worker.contract.text_delta import TextUpdate
+from services.worker.generation.response_sink import ContractViolation, ResponseSink
 
 
 class TextSink(ResponseSink):
@@ -43,13 +43,18 @@ class TextSink(ResponseSink):
         self._put = put
         self._on_terminal = end
 
-    def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
+    def deliver_first(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
         self.target.begin(cached_tokens, prompt_logprobs)
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        if self.admits(token_ids, logprobs):
-            self.delivered += len(token_ids)
-            self._put(self, token_ids, logprobs)
+        try:
+            if self.admits(token_ids, logprobs):
+                self._put(self, token_ids, logprobs)
+                self.delivered += len(token_ids)
+        except ContractViolation:
+            raise
+        except Exception:
+            self.undeliverable()
 
     def deliver_text(self, text: TextUpdate) -> None:
         self.target.deliver_text(text)

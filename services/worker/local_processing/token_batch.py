@@ -25,10 +25,13 @@ class StepTokens:
     token_ids: array[int] = field(default_factory=lambda: array("I"))
 
     def add(self, sink: TextSink, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> None:
-        """Appends a row."""
+        """Appends a row whole, or not at all when an id is invalid, because all requests share the columns."""
+        if len(token_ids) == 1:
+            self.token_ids.append(token_ids[0])
+        else:
+            self.token_ids += array("I", token_ids)
         self.rows.append((sink, logprobs))
         self.counts.append(len(token_ids))
-        self.token_ids.extend(token_ids)
 
     def extend(self, later: StepTokens) -> None:
         """Appends the rows of another step."""

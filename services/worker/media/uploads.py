@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -9,14 +10,18 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import ErrorKind, SluiceError, internal, invalid
 from services.common.media.spans import HASH_BYTES, MediaFile, MediaSpan
 from services.worker.contract.generation import MediaItem
 from services.worker.media.store import MediaStore, OnDrop, missing
 
+log = logging.getLogger(__name__)
+
 PART_BYTES = 256 << 10
-MOST_UPLOADS = 64  # unfinished ones of a session
-MOST_FAILED = 256  # remembered errors of a session
+MAX_UPLOADS = 64
+"""Unfinished uploads of a session; one more is refused with INVALID_ARGUMENT, `malformed_media`."""
+MAX_FAILED = 256
+"""Failed uploads of a session that are remembered; the oldest is forgotten."""
 STALE_S = 60.0  # an unfinished upload without a part for this long makes way for others
 
 
@@ -70,11 +75,14 @@ class IncomingMedia:
         """Adds a part; an error concerns only requests that need its file."""
         try:
             self._add(part)
-        except SluiceError as error:
+        except Exception as error:
+            if not isinstance(error, SluiceError):
+                log.exception("failed to receive a media file")
+                error = internal("The worker failed to receive a media file; see its log.")
             self._discard(part.hash)
             self._store.record("refused")
             self._failed[part.hash[:HASH_BYTES]] = error
-            if len(self._failed) > MOST_FAILED:
+            if len(self._failed) > MAX_FAILED:
                 self._failed.popitem(last=False)
 
     def items(self, spans: Sequence[MediaSpan]) -> tuple[MediaItem, ...]:
@@ -132,13 +140,13 @@ class IncomingMedia:
         if not 0 < part.size <= self._most_bytes:
             raise SluiceError(
                 ErrorKind.TOO_LARGE,
-                f"A media file has {part.size} bytes; the worker takes 1 to {self._most_bytes} (--max-media-mb).",
+                f"A media file has {part.size} bytes; the worker takes 1 to {self._most_bytes}.",
                 param="media",
                 code="media_too_large",
             )
         self._discard_stale()
-        if len(self._uploads) >= MOST_UPLOADS:
-            raise _malformed(f"is one upload too many at the same time; finish some of {MOST_UPLOADS} first")
+        if len(self._uploads) >= MAX_UPLOADS:
+            raise _malformed(f"is one upload too many at the same time; finish some of {MAX_UPLOADS} first")
         self._store.reserve(part.size)
         upload = self._uploads[part.hash] = _Upload(part.size, part.media_type, self._clock())
         return upload

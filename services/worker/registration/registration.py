@@ -24,7 +24,8 @@ from sluice.v1 import router_pb2, router_pb2_grpc
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 3.0
+MAX_RETRY_S = 3.0
+"""Seconds between two attempts to register with a router."""
 LEASE_KEY_BYTES = 32
 TAKEN = frozenset({"worker_id_taken", "replaced", "stale_epoch"})
 """Error codes of routers which mean that another process holds this worker's id."""
@@ -89,7 +90,7 @@ class Registration:
                 break
             if self._paused:
                 continue
-            retry_s = FIRST_RETRY_S if was_attached else min(retry_s * 2, LONGEST_RETRY_S)
+            retry_s = FIRST_RETRY_S if was_attached else min(retry_s * 2, MAX_RETRY_S)
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.5))
         self._done.set()
 
@@ -237,4 +238,5 @@ class Registration:
             lease_key=self._lease_key,
             http_address=self._http_address,
             labels=self._labels,
+            named_by_server=config.named_by_server,
         )

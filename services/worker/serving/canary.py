@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError
 from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Sink
 from services.worker.contract.generation import (
@@ -25,12 +25,16 @@ from services.worker.serving.control import ASLEEP
 from services.worker.serving.worker import Worker
 
 if TYPE_CHECKING:
-    from services.worker.generation.text_delta import TextUpdate
+    from services.worker.contract.text_delta import TextUpdate
 
 log = logging.getLogger(__name__)
 
 UNHEALTHY = "unhealthy"
 HIGHEST_PRIORITY = -(2**31)
+MAX_CANARY_S = 10.0
+"""Seconds of a canary, and between two while they fail; then it has failed."""
+MAX_FAILURES = 2
+"""Consecutive canaries that fail; then the worker leaves discovery."""
 
 
 class Canary:
@@ -42,7 +46,9 @@ class Canary:
         failures: consecutive failures after which the worker is unhealthy.
     """
 
-    def __init__(self, worker: Worker, after_s: float, timeout_s: float, failures: int) -> None:
+    def __init__(
+        self, worker: Worker, after_s: float, timeout_s: float = MAX_CANARY_S, failures: int = MAX_FAILURES
+    ) -> None:
         self._worker = worker
         self._after_s = after_s
         self._timeout_s = timeout_s
@@ -90,7 +96,7 @@ class Canary:
         error = SluiceError(
             ErrorKind.ENGINE_SHUTDOWN,
             "The engine of this worker does not generate; send the request to another worker.",
-            code="engine_unhealthy",
+            code=ENGINE_UNHEALTHY,
         )
         if self._failed == self._max_failures:
             log.error("worker is unhealthy and leaves discovery: %s", problem)
@@ -129,7 +135,7 @@ class _Probe(Sink):
         self.problem = ""
         self._tokens = 0
 
-    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+    def begin(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
         pass
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:

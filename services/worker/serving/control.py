@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from services.common.errors import ErrorKind, SluiceError, internal, invalid
+from services.common.errors import ErrorKind, SluiceError, internal, invalid, not_found
 from services.worker.contract.capabilities import Capability
 from services.worker.generation.validation import require
 from services.worker.serving.worker import Worker
@@ -119,6 +119,17 @@ class Controls:
             raise invalid('The argument "name" is missing; give the name of the adapter.', param="name")
         if name == worker.config.model:
             raise invalid(f"{name!r} is the name of the model; give the adapter a different name.", param="name")
+        if (name in worker.config.adapters) == (action == "load_lora"):
+            raise (
+                SluiceError(
+                    ErrorKind.FAILED_PRECONDITION,
+                    f"LoRA adapter {name!r} is already loaded; unload it first.",
+                    param="name",
+                    code="adapter_loaded",
+                )
+                if action == "load_lora"
+                else not_found(f"LoRA adapter {name!r} is not loaded.", param="name", code="adapter_not_found")
+            )
         results = await worker.engine.control(action, arguments)
         adapters = tuple(adapter for adapter in worker.config.adapters if adapter != name)
         if action == "load_lora":

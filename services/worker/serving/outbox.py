@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from services.worker.contract.generation import Delta
 
 if TYPE_CHECKING:
-    from services.worker.generation.text_delta import TextUpdate
+    from services.worker.contract.text_delta import TextUpdate
 
 PAGE_TOKENS = 65_536  # keeps a message well below gRPC's size limit
 STALLED_TOKENS = 1 << 20
 STALLED_AFTER_S = 5.0
-MOST_TOKENS = 8 << 20
+MAX_TOKENS = 8 << 20
+"""Tokens that wait for a gateway that does not read; with more its session ends."""
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Outbox:
     Args:
         wake: called when there is something to send.
         on_overflow: called once, when `STALLED_TOKENS` are pending and nothing was taken for `STALLED_AFTER_S`
-            seconds, or when `MOST_TOKENS` are pending.
+            seconds, or when `MAX_TOKENS` are pending.
     """
 
     def __init__(self, wake: Callable[[], None], on_overflow: Callable[[], None]) -> None:
@@ -105,6 +106,6 @@ class Outbox:
         self.page = Page()
         pending = self.pending_tokens
         stalled = pending >= STALLED_TOKENS and time.monotonic() - self._taken_s > STALLED_AFTER_S
-        if (stalled or pending >= MOST_TOKENS) and not self._overflowed:
+        if (stalled or pending >= MAX_TOKENS) and not self._overflowed:
             self._overflowed = True
             self._on_overflow()

@@ -14,6 +14,7 @@ import grpc
 from services.common.errors import SluiceError, internal, invalid, overloaded
 from services.common.observability import telemetry
 from services.common.packing import unpack_u32
+from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import abort, answer
 from services.common.rpc.session import BatchWriter, serve_session
 from services.worker.contract.generation import MediaFile, MediaItem, MediaSpan
@@ -123,10 +124,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._worker.submit(read_request(request, partial(self._inline_items, files)), sink, trace)
             except SluiceError as error:
                 await abort(context, error)
+            except Exception:
+                log.exception("failed to read a request", extra={"request": request.request_id})
+                await abort(context, _unreadable())
             try:
                 async with aclosing(sink.deltas()) as deltas:
                     async for delta in deltas:
                         yield write_delta(delta)
+            except Exception:
+                if context.cancelled() or context.done():
+                    raise asyncio.CancelledError from None  # the caller has disconnected
+                log.exception("generation failed", extra={"request": request.request_id})
+                await abort(context, internal("The worker failed on this request; see its log."))
             finally:
                 self._worker.cancel(sink)
 
@@ -223,10 +232,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 def _next_batch(session: WorkerSession) -> worker_pb2.TokenBatch | None:
     page = session.take()
-    return None if page is None else write_page(page)
+    return None if page is None else write_page(page, session.break_off)
 
 
+@shared_step("worker.apply")
 def _apply(session: WorkerSession, message: worker_pb2.WorkerSessionRequest) -> None:
+    """Applies a message; what one request or file raises ends only that one."""
     for part in message.media:
         session.receive(MediaPart(part.hash, part.size, part.offset, part.data, part.media_type))
     for start in message.starts:
@@ -235,8 +246,15 @@ def _apply(session: WorkerSession, message: worker_pb2.WorkerSessionRequest) -> 
             session.start(start.slot, read_request(start.request, session.find_media), trace)
         except SluiceError as error:
             session.refuse(start.slot, error)
+        except Exception:
+            log.exception("failed to read a request", extra={"request": start.request.request_id})
+            session.refuse(start.slot, _unreadable())
     if message.cancels:
         session.cancel(_slots(message.cancels))
+
+
+def _unreadable() -> SluiceError:
+    return internal("The worker failed to read this request; see its log.")
 
 
 def _slots(packed: bytes) -> list[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from services.common.errors import SluiceError, invalid
+from services.common.errors import SluiceError, internal, invalid
+from services.common.rows.shared_steps import shared_step
 from services.worker.contract.generation import (
     Delta,
     FinishReason,
@@ -16,8 +18,8 @@ from services.worker.contract.generation import (
     PositionLogprobs,
     Usage,
 )
-from services.worker.generation.response_sink import BEGUN, ResponseSink
-from services.worker.generation.text_delta import TextUpdate
+from services.worker.contract.text_delta import TextUpdate
+from services.worker.generation.response_sink import BEGUN, ContractViolation, ResponseSink
 from services.worker.media.uploads import IncomingMedia, MediaPart
 from services.worker.serving.outbox import Outbox, Page
 from services.worker.serving.worker import Worker
@@ -35,31 +37,40 @@ class SessionResponseSink(ResponseSink):
         self._outbox = outbox
         self._on_close = on_close
 
-    def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
+    def deliver_first(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
         self._deliver(
             Delta(
-                cached_tokens=cached_tokens,
+                cached_tokens=cached_tokens or 0,
+                cached_later=cached_tokens is None,
                 prompt_logprobs=prompt_logprobs,
                 prompt_token_ids=self.prepared_prompt,
             )
         )
 
+    @shared_step("worker.columns")
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:
-        count = len(token_ids)
-        plain = count == 1 and not logprobs and not self._traced
-        # Hot path, run for every token: a single plain token is checked here, every other push in `admits`.
-        if not (plain and self._state == BEGUN and 0 <= token_ids[0] < self._vocab_size) and not self.admits(
-            token_ids, logprobs
-        ):
+        try:
+            count = len(token_ids)
+            plain = count == 1 and not logprobs and not self._traced
+            # Hot path, run for every token: a single plain token is checked here, every other push in `admits`.
+            if not (plain and self._state == BEGUN and 0 <= token_ids[0] < self._vocab_size) and not self.admits(
+                token_ids, logprobs
+            ):
+                return
+            page = self._outbox.page
+            # First what may raise: a row is added whole or not at all, because all requests share the columns.
+            if count == 1:
+                page.token_ids.append(token_ids[0])
+            else:
+                page.token_ids += array("I", token_ids)
+        except ContractViolation:
+            raise
+        except Exception:
+            self.undeliverable()
             return
-        self.delivered += count
-        page = self._outbox.page
         page.slots.append(self.slot)
         page.counts.append(count)
-        if count == 1:
-            page.token_ids.append(token_ids[0])
-        else:
-            page.token_ids.extend(token_ids)
+        self.delivered += count
         if logprobs:
             page.extras.append((self.slot, Delta(logprobs=logprobs)))
         self._outbox.ready()
@@ -136,6 +147,18 @@ class WorkerSession:
         except SluiceError as error:
             self._close_slot(slot)
             self.refuse(slot, error)
+
+    def break_off(self, slot: int) -> SluiceError:
+        """Ends a slot whose output cannot be sent.
+
+        Returns:
+            The error to send in place of the output; the request's own end is not sent.
+        """
+        error = internal("The engine returned output that cannot be sent; see the worker's log.")
+        if (sink := self._open.get(slot)) is not None:
+            sink.detached = True
+            self._worker.fail(sink, error)
+        return error
 
     def refuse(self, slot: int, error: SluiceError) -> None:
         """Ends a slot whose request never started."""

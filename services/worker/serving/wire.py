@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -10,8 +10,11 @@ from google.protobuf.message import Message
 
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import HASH_SCHEME
+from services.common.intake.json_intake import foreign_json
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
+from services.common.rows.shared_steps import shared_step
+from services.common.rpc.channels import MIN_PING_INTERVAL_MS
 from services.common.rpc.errors import to_detail
 from services.common.rpc.media import read_spans
 from services.postprocess.detokenize.stream import StreamOptions
@@ -21,6 +24,7 @@ from services.worker.contract.engine import EngineConfig, Load
 from services.worker.contract.generation import (
     Delta,
     Disaggregation,
+    FinishReason,
     GenerateRequest,
     MediaItem,
     MediaSpan,
@@ -31,11 +35,14 @@ from services.worker.contract.generation import (
     StopParams,
     StructuredOutput,
     TokenLogprob,
+    Usage,
 )
-from services.worker.generation.text_delta import TextUpdate
+from services.worker.contract.text_delta import TextUpdate
 from services.worker.generation.tracing import LINK
 from services.worker.serving.outbox import Page
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2
+
+log = logging.getLogger(__name__)
 
 FindMedia = Callable[[Sequence[MediaSpan]], tuple[MediaItem, ...]]
 """Returns the items of a prompt with their files."""
@@ -112,10 +119,7 @@ def _read_text_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
 
 
 def _read_engine_options(document: bytes) -> dict[str, Any]:
-    try:
-        options = json.loads(document)
-    except (ValueError, RecursionError) as error:
-        raise invalid("engine_options_json is not valid JSON.", param="engine_options") from error
+    options = foreign_json(document, "engine_options")
     if not isinstance(options, dict):
         raise invalid("engine_options_json must be a JSON object.", param="engine_options")
     return options
@@ -158,23 +162,51 @@ def _read_disaggregation(message: worker_pb2.DisaggregationParams) -> Disaggrega
     return Disaggregation(role, message.handoff, message.bootstrap_host, message.bootstrap_port, message.bootstrap_room)
 
 
-def write_page(page: Page) -> worker_pb2.TokenBatch:
-    """Converts a page to a session message."""
+@shared_step("worker.serialize")
+def write_page(page: Page, break_off: Callable[[int], SluiceError]) -> worker_pb2.TokenBatch:
+    """Converts a page to a session message.
+
+    Args:
+        break_off: called for each slot whose extras cannot be converted, which ends it; returns the error to send in
+            their place.
+    """
+    extras = page.extras
+    if page.texts:  # they precede the terminal deltas
+        texts = [(slot, Delta(text=text)) for slot, text in page.texts.items()]
+        first = [(slot, delta) for slot, delta in extras if delta.finish_reason is None]
+        last = [(slot, delta) for slot, delta in extras if delta.finish_reason is not None]
+        extras = [*first, *texts, *last]
+    try:
+        written = [write_extra(delta, slot) for slot, delta in extras]
+    except Exception:
+        written = _write_each(extras, break_off)
     return worker_pb2.TokenBatch(
         slots=pack_u32(page.slots),
         counts=pack_u32(page.counts),
         token_ids=pack_u32(page.token_ids),
         dropped_media=bytes(page.dropped_media),
-        extras=_write_extras(page) if page.texts else [write_extra(delta, slot) for slot, delta in page.extras],
+        extras=written,
     )
 
 
-def _write_extras(page: Page) -> list[worker_pb2.TokenExtra]:
-    """Converts extras and texts, placing the texts before the terminal deltas."""
-    texts = [worker_pb2.TokenExtra(slot=slot, events=_write_text(text)) for slot, text in page.texts.items()]
-    first = [write_extra(delta, slot) for slot, delta in page.extras if delta.finish_reason is None]
-    last = [write_extra(delta, slot) for slot, delta in page.extras if delta.finish_reason is not None]
-    return [*first, *texts, *last]
+def _write_each(
+    extras: Sequence[tuple[int, Delta]], break_off: Callable[[int], SluiceError]
+) -> list[worker_pb2.TokenExtra]:
+    """Converts extras one by one; a slot ends with an error at the first one that cannot be converted."""
+    written: list[worker_pb2.TokenExtra] = []
+    broken: set[int] = set()
+    for slot, delta in extras:
+        if slot in broken:
+            continue
+        try:
+            written.append(write_extra(delta, slot))
+        except Exception:
+            log.exception("output of a request cannot be sent", extra={"slot": slot})
+            broken.add(slot)
+            written.append(
+                write_extra(Delta(finish_reason=FinishReason.ERROR, usage=Usage(), error=break_off(slot)), slot)
+            )
+    return written
 
 
 def write_delta(delta: Delta) -> worker_pb2.GenerateDelta:
@@ -189,6 +221,7 @@ def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
         finish_reason=common_pb2.FinishReason.ValueType(delta.finish_reason or 0),
         stop_token_id=delta.stop_token_id,
         cached_tokens=delta.cached_tokens,
+        cached_tokens_later=delta.cached_later,
         handoff=delta.handoff,
         prompt_token_ids=pack_u32(delta.prompt_token_ids),
         logprobs=[_write_logprobs(position) for position in delta.logprobs],
@@ -201,7 +234,8 @@ def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
     if delta.usage is not None:
         extra.usage.prompt_tokens = delta.usage.prompt_tokens
         extra.usage.completion_tokens = delta.usage.completion_tokens
-        extra.usage.cached_tokens = delta.usage.cached_tokens
+        if delta.usage.cached_tokens is not None:
+            extra.usage.cached_tokens = delta.usage.cached_tokens
         extra.usage.SetInParent()
     return extra
 
@@ -252,6 +286,7 @@ def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCar
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
         labels=config.labels,
+        min_ping_interval_ms=MIN_PING_INTERVAL_MS,
     )
 
 

@@ -9,15 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from services.common.budgets import Budget
-from services.common.errors import ErrorKind, SluiceError, internal, invalid
+from services.common.errors import NOT_STARTED, SHUTTING_DOWN, ErrorKind, SluiceError, internal, invalid
 from services.common.observability import telemetry
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
-from services.worker.contract.generation import FinishReason, GenerateRequest, MediaKind, MediaSpan, Usage
+from services.worker.contract.generation import FinishReason, GenerateRequest, MediaKind, MediaSpan, Role, Usage
 from services.worker.contract.handoff import opened, seal
 from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.generation.tracing import open_span
-from services.worker.generation.validation import require, validate, validate_grammar_size
+from services.worker.generation.validation import (
+    require,
+    usable_defaults,
+    validate,
+    validate_grammar_size,
+    without_unknown_eos,
+)
 from services.worker.local_processing.processing import Processing
 from services.worker.media.store import MediaStore
 from services.worker.metrics import WorkerMetrics
@@ -132,11 +138,12 @@ class Worker:
             SluiceError: the engine or the tokenizer cannot be loaded.
         """
         self.phases.enter("starting the engine")
-        config = await _start_engine(self.engine, self.worker_id)
+        config = usable_defaults(await _start_engine(self.engine, self.worker_id))
         self.phases.enter("loading the tokenizer")
         self._config = await self.processing.start(
             replace(
                 config,
+                engine=config.engine or type(self.engine).__name__,
                 chat_template=chat_template or config.chat_template,
                 tool_parser=tool_parser or config.tool_parser,
                 reasoning_parser=reasoning_parser or config.reasoning_parser,
@@ -158,6 +165,7 @@ class Worker:
             self.gate.check()
             if request.guided is not None and self._grammar is not None:
                 validate_grammar_size(request.guided, self._grammar)
+            request = without_unknown_eos(request, self.config)
             validate(request, self.config)
             if request.request_id in self._live:
                 raise invalid(
@@ -171,11 +179,19 @@ class Worker:
             else:
                 self._submit_to_engine(request, sink, trace or {})
         except SluiceError as error:
-            if self._live.get(request.request_id) is sink:
-                sink.refuse(error)
-                self._forget(request.request_id)
-            self.metrics.record_refusal(error.kind.name.lower())
+            self._refuse(request, sink, error)
             raise
+        except Exception as error:
+            log.exception("failed to start a request", extra={"request": request.request_id})
+            refusal = internal("The worker failed to start this request; see its log.")
+            self._refuse(request, sink, refusal)
+            raise refusal from error
+
+    def _refuse(self, request: GenerateRequest, sink: ResponseSink, error: SluiceError) -> None:
+        if self._live.get(request.request_id) is sink:
+            sink.refuse(error)
+            self._forget(request.request_id)
+        self.metrics.record_refusal(error.kind.name.lower())
 
     def change_card(self, config: EngineConfig) -> None:
         """Replaces the configuration within the same epoch."""
@@ -190,12 +206,12 @@ class Worker:
 
         def submit_prepared(prepared: GenerateRequest) -> None:
             sink.prepared_prompt = prepared.token_ids
-            self._submit_to_engine(prepared, sink, trace)
+            self._submit_to_engine(without_unknown_eos(prepared, self.config), sink, trace)
 
         self.processing.preparing.start(request, submit_prepared, sink.fail)
 
     def _submit_to_engine(self, request: GenerateRequest, sink: ResponseSink, trace: Mapping[str, str]) -> None:
-        request, prefill_traceparent = opened(request)
+        request, prefill_traceparent = opened(_with_bootstrap(request, self.config))
         span = open_span(request, self.config.role, trace, prefill_traceparent)
         context = GenerateContext(request.request_id, trace if span is None else span.carrier)
         params = SinkParams(
@@ -209,7 +225,7 @@ class Worker:
         self.gate.count(len(self._live))
         sink.accept(context, len(request.token_ids), params, span)
         try:
-            engine_sink = self.processing.sink(request, sink, params, lambda: self.engine.abort(context))
+            engine_sink = self.processing.sink(request, sink, params, lambda: self._abort(sink))
             # The task that runs the engine's `generate` is created in this block and inherits the span.
             with telemetry.activate(None) if span is None else span.active():
                 self.engine.submit(request, context, engine_sink)
@@ -226,12 +242,19 @@ class Worker:
         if self.processing.preparing.give_up(sink.context.request_id):
             sink.withdraw()
         else:
-            self.engine.abort(sink.context)
+            self._abort(sink)
 
     def fail(self, sink: ResponseSink, error: SluiceError) -> None:
         """Ends a request with an error of the worker and aborts it in the engine."""
         sink.fail(error)
-        self.engine.abort(sink.context)
+        self._abort(sink)
+
+    def _abort(self, sink: ResponseSink) -> None:
+        try:
+            self.engine.abort(sink.context)
+        except Exception:
+            log.exception("engine failed to abort a request", extra={"request": sink.context.request_id})
+            sink.fail(internal("The engine failed to abort this request; see the worker's log."))
 
     def _total_blocks(self) -> list[int]:
         config = self._config
@@ -279,9 +302,14 @@ class Worker:
         await self.processing.close()
 
     def _engine_failed(self, name: str, error: BaseException) -> None:
-        failed = SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has failed.")
-        self.gate.close(failed)
-        self.fail_all(failed)
+        self.gate.close(
+            SluiceError(
+                ErrorKind.ENGINE_SHUTDOWN,
+                "The engine of this worker has failed; send the request to another worker.",
+                code=NOT_STARTED,
+            )
+        )
+        self.fail_all(SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has failed."))
         if self._report_failure is not None:
             self._report_failure(name, error)
 
@@ -309,7 +337,11 @@ class Worker:
 
 
 def _shutting_down() -> SluiceError:
-    return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The worker is shutting down; send the request to another worker.")
+    return SluiceError(
+        ErrorKind.ENGINE_SHUTDOWN,
+        "The worker is shutting down; send the request to another worker.",
+        code=SHUTTING_DOWN,
+    )
 
 
 async def _start_engine(engine: LLMEngine, worker_id: str) -> EngineConfig:
@@ -335,6 +367,15 @@ async def _start_engine(engine: LLMEngine, worker_id: str) -> EngineConfig:
 
 def _start_error(why: str, code: str = "") -> SluiceError:
     return SluiceError(ErrorKind.FAILED_PRECONDITION, f"The engine cannot start: {why}.", code=code)
+
+
+def _with_bootstrap(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:
+    """Returns the request with the address of the engine's bootstrap server, unless it names another one."""
+    half = request.disaggregation
+    if half is None or not config.bootstrap_port or half.bootstrap_port or half.role is not Role.PREFILL:
+        return request
+    half = replace(half, bootstrap_host=config.bootstrap_host, bootstrap_port=config.bootstrap_port)
+    return replace(request, disaggregation=half)
 
 
 def _with_defaults(request: GenerateRequest, config: EngineConfig) -> GenerateRequest:

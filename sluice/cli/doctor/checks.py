@@ -38,7 +38,7 @@ async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
         findings += found
     found, workers = await _workers(running)
     findings += found
-    servers += [Server(worker.id, worker.address, worker.draining) for worker in workers]
+    servers += [Server(worker.id, worker.address, worker.draining, worker.set_aside) for worker in workers]
     findings += await server_checks.examine(running, servers)
     findings += await _routing(running, workers)
     if findings[0].state is not FindingState.FAIL:
@@ -52,7 +52,7 @@ async def _gateway(running: Running) -> list[Finding]:
     url = running.endpoint.gateway
     try:
         await running.get("/health")
-        ready = await running.get("/ready", "ready", "workers")
+        ready = await running.get("/ready?workers=0", "ready", "workers")
     except NotReached as error:
         return [fail("gateway", str(error), "Start the suite with `sluice up`, or pass its URL with --gateway.")]
     found = [ok("gateway", f"responds at {url}")]
@@ -132,7 +132,17 @@ async def _parity(running: Running) -> list[Finding]:
         models = (await running.get("/v1/models", "data"))["data"]
     except NotReached as error:
         return [skipped("parity", str(error))]
-    return [_parity_of(model["id"], model["tokenizer"]["parity"]) for model in models]
+    found = [_parity_of(model["id"], model["tokenizer"]["parity"]) for model in models]
+    return [
+        *found,
+        *(_template_of(model["id"], shown) for model in models if (shown := model["tokenizer"].get("template"))),
+    ]
+
+
+def _template_of(model: str, shown: dict[str, Any]) -> Finding:
+    """Returns what the chat template of a model shows; conversations are fitted to it."""
+    words = (name if value is True else f"{name} {value}" for name, value in shown.items() if value and value != [])
+    return ok(f"template {model}", ", ".join(words))
 
 
 def _parity_of(model: str, parity: str) -> Finding:

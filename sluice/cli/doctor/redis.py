@@ -11,6 +11,7 @@ from sluice.cli.doctor.finding import Finding, clock, fail, ok, skipped, warn
 
 TIMEOUT_S = 3.0
 MIN_VERSION = (7, 0)
+"""Version of Redis; `sluice doctor` fails for an older one."""
 SLOW_MS = 20.0
 
 
@@ -22,21 +23,26 @@ async def examine(url: str) -> list[Finding]:
         from redis.exceptions import RedisError
 
         from services.common.errors import SluiceError
-        from services.common.redis import connect, target
+        from services.common.redis.connect import open_probe
+        from services.common.redis.servers import RedisServers
+        from services.common.redis.target import parse
     except ImportError as error:
         return [skipped("redis", f"This needs the package {error.name}: install sluice-llm[router].")]
     try:
-        client = connect.connect(target.parse(url), TIMEOUT_S, 2)
+        target = parse(url)
     except SluiceError as error:
         return [fail("redis", error.message, "Correct --redis.")]
+    servers = RedisServers(target, TIMEOUT_S)
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            return await _check(client)
+            address = await servers.address("sluice")
+            async with open_probe(target, address, TIMEOUT_S) as client:
+                return await _check(client)
     except (RedisError, OSError) as error:
         advice = "Check host, port, password and TLS of --redis, and that the server runs."
         return [fail("redis", f"cannot be reached: {_words(error)}", advice)]
     finally:
-        await client.aclose()
+        await servers.close()
 
 
 async def _check(client: Any) -> list[Finding]:

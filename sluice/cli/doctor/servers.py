@@ -9,15 +9,16 @@ from typing import NamedTuple
 from sluice import __version__
 from sluice.cli.doctor import certificates as certificate_checks
 from sluice.cli.doctor.finding import CLOCK_WARN_S, Finding, FindingState, clock, fail, ok, warn
-from sluice.cli.live.client import Running, Seen
+from sluice.cli.live.client import UNREACHABLE, Running, Seen
 
 
 class Server(NamedTuple):
-    """A gRPC server; `draining` as reported by the router."""
+    """A gRPC server; `draining` and `set_aside` as reported by the router."""
 
     name: str
     address: str
     draining: bool = False
+    set_aside: str = ""
 
 
 async def examine(running: Running, servers: Sequence[Server]) -> list[Finding]:
@@ -37,9 +38,12 @@ def version(check: str, reported: str) -> Finding:
 
 def _server_finding(server: Server, status: Seen) -> Finding:
     check = f"{server.name} {server.address}"
-    if status.health == "UNREACHABLE":
+    if status.health == UNREACHABLE:
         advice = "The gateway can reach it, this machine cannot: check network policies, names and TLS (--tls)."
-        return warn(check, "cannot be reached from this machine", advice)
+        return warn(check, f"cannot be reached from this machine: {status.reason}", advice)
+    if server.set_aside:
+        advice = "State its model in the list of engines or with --model; another tokenizer needs another model name."
+        return fail(check, f"receives no requests: {server.set_aside}", advice)
     if server.draining:
         return warn(check, "is draining", "No action is needed if it was stopped.")
     if status.health != "SERVING":

@@ -13,7 +13,7 @@ import grpc
 import httpx
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, sentence
 from services.common.rpc.channels import open_channel
 from services.common.rpc.health import CLOCK_KEY, VERSION_KEY
 from services.common.rpc.replicas import ReplicaSet
@@ -24,6 +24,9 @@ from sluice.v1 import router_pb2, router_pb2_grpc
 
 TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
+UNREACHABLE = "UNREACHABLE"
+MAX_REASON_LENGTH = 200
+"""Characters of a reason why a service cannot be reached; the rest is cut off."""
 STATE_FIELDS = ["version", "unix_ms", "nodes", "rates", "workers", "hidden_workers", "requests", "degraded", "history"]
 
 
@@ -39,11 +42,13 @@ class Seen:
         health: name of its serving status, or of the error; UNREACHABLE means no response.
         version: version of Sluice; empty if not reported.
         ahead_s: seconds by which its clock is ahead of this machine's; None if not reported.
+        reason: why it is UNREACHABLE.
     """
 
     health: str
     version: str = ""
     ahead_s: float | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,7 +192,11 @@ class Running:
         return serving
 
     async def status_of(self, address: str) -> Seen:
-        """Returns the health, version and clock difference of a server."""
+        """Returns the health, version and clock difference of a server; a lost connection is opened once more."""
+        status = await self._ask_status(address)
+        return status if status.health != UNREACHABLE else await self._ask_status(address)
+
+    async def _ask_status(self, address: str) -> Seen:
         channel = open_channel(address, self.credentials)
         try:
             call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=CONNECT_TIMEOUT_S)
@@ -196,7 +205,9 @@ class Running:
             received_s = time.time()
             trailers = {key: str(value) for key, value in await call.trailing_metadata() or ()}
         except grpc.aio.AioRpcError as error:
-            return Seen("UNREACHABLE" if error.code() is grpc.StatusCode.UNAVAILABLE else error.code().name)
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                return Seen(UNREACHABLE, reason=sentence(error.details() or "no response", MAX_REASON_LENGTH))
+            return Seen(error.code().name)
         finally:
             await channel.close()
         health = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 MIN_SIZE = (60, 10)
+"""Width and height of the terminal of `sluice top`; in a smaller one only the summary is shown."""
 HEALTH = {"ok": "green", "draining": "yellow", "troubled": "yellow", "left": "dim"}
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40

@@ -37,7 +37,14 @@ async def _query(endpoint: Endpoint) -> Sequence[tuple[WorkerState, str]]:
         workers = await running.workers()
         statuses = await asyncio.gather(*(running.status_of(worker.address) for worker in workers))
     pairs = zip(workers, statuses, strict=True)
-    return [(worker, "draining" if worker.draining else status.health.lower()) for worker, status in pairs]
+    return [(worker, _health(worker, status.health)) for worker, status in pairs]
+
+
+def _health(worker: WorkerState, reported: str) -> str:
+    """Returns what the router makes of a worker or, if it serves, what the worker itself reports."""
+    if worker.set_aside:
+        return f"set aside: {worker.set_aside}"
+    return "draining" if worker.draining else reported.lower()
 
 
 def _table(found: Sequence[tuple[WorkerState, str]], width: int) -> Table:

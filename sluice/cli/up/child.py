@@ -49,7 +49,13 @@ def main() -> None:
     assert services.__path__
     sys.path.append(os.getcwd())  # makes custom engines importable
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except ModuleNotFoundError as error:
+        service = module.rpartition(".")[2]
+        sys.exit(
+            f"The interpreter {sys.executable} lacks the package {error.name}; install sluice-llm[{service}] for it."
+        )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from sluice.cli.up.supervisor import stop_on_signals
 KILL_AFTER_DRAIN_S = 10.0
 """Seconds in addition to its drain after which a worker that still runs is killed."""
 MAX_WATCHES = 16
+"""Open health streams of `sluice follow`; further callers are refused, budget `health_watches`."""
 
 
 @dataclass(frozen=True)

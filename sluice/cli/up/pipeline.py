@@ -86,9 +86,3 @@ def worker_arguments(config: PipelineConfig) -> tuple[str, ...]:
     if config.postprocessing == "engine":
         return ("--processing", "full")
     return ("--processing", "prompts") if config.preprocessing == "engine" else ()
-
-
-def router_arguments(config: PipelineConfig) -> tuple[str, ...]:
-    """Returns the router's arguments: it can skip pairs also if only a few tokens of a long prompt are uncached."""
-    least = config.disagg_min_tokens
-    return ("--bypass-uncached-tokens", str(least - 1)) if least > 1 else ()

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from services.common import models
 from services.common.errors import SluiceError
-from services.common.net.addresses import join
+from services.common.net.addresses import host_port, join
 from services.common.redis import target
 from services.worker.engines import engine_names
 from sluice.cli.errors import BadFlag
 from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.engines.entries import BadRegistry, EngineEntry
 from sluice.cli.up.engines.file import EngineFile
-from sluice.cli.up.pipeline import PipelineFlags, router_arguments, worker_arguments
+from sluice.cli.up.pipeline import PipelineFlags, worker_arguments
 from sluice.cli.up.processing import ProcessingFlags
 
 LOOPBACK = "127.0.0.1"
@@ -36,7 +37,10 @@ _MAX_PROCESSES = {
     "postprocess": 1000,
     "gateways": 64,
 }
+"""Processes that `sluice up` starts of each kind; a larger number is refused."""
 _OF_OWN_WORKERS = ("workers", "prefill_workers", "engine", "model", "model_name", "processor", "speedup")
+_LISTENER = re.compile(r"SLUICE_[A-Z]+_([A-Z_]+)_LISTEN")
+"""Variables of listeners besides a service's own, which --listen sets."""
 _SHARED_BY_GATEWAYS = ("SLUICE_GATEWAY_LIMITS_REDIS_URL", "SLUICE_GATEWAY_RESPONSES_REDIS_URL")
 
 
@@ -76,6 +80,7 @@ class Process:
         workers: number of workers that the gateway must be connected to before it is ready.
         tls: folder of its certificates; None for plain text.
         shares_port: whether other processes of its kind listen on the same port.
+        python: interpreter that runs it; empty for this one.
     """
 
     name: str
@@ -88,6 +93,7 @@ class Process:
     workers: int = 0
     tls: Path | None = None
     shares_port: bool = False
+    python: str = ""
 
     @property
     def address(self) -> str:
@@ -107,8 +113,9 @@ def check(options: Options) -> models.ModelSpec:
         BadFlag: for the first invalid flag.
     """
     for name, maximum in _MAX_PROCESSES.items():
-        if not 1 <= getattr(options, name) <= maximum:
-            raise BadFlag(f"--{name} must be between 1 and {maximum}.")
+        minimum = 0 if name == "workers" else 1  # they may be started by other means
+        if not minimum <= getattr(options, name) <= maximum:
+            raise BadFlag(f"--{name} must be between {minimum} and {maximum}.")
     if not 0 <= options.prefill_workers <= _MAX_PROCESSES["workers"] - options.workers:
         raise BadFlag(f"--prefill-workers must be between 0 and {_MAX_PROCESSES['workers'] - options.workers}.")
     try:
@@ -196,9 +203,9 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
                 ("--listen", join(LOOPBACK, ports[name]), *arguments, *_common(options)),
                 LOOPBACK,
                 ports[name],
-                env=env or {},
+                env={**(env or {}), **_own_listeners(module, index)},
             )
-            for name in _names(module, options)
+            for index, name in enumerate(_names(module, options))
         ]
 
     def addresses(module: str) -> str:
@@ -222,8 +229,10 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
             ),
             LOOPBACK,
             ports[name],
+            env=_own_listeners("worker", index),
+            python=options.processing.python_of(options.engine),
         )
-        for name in _names("worker", options)
+        for index, name in enumerate(_names("worker", options))
     ]
     services = {module: addresses(module) for module in ("preprocess", "router", "postprocess")}
     # The configured model is loaded at once; models of workers that start later are discovered through the router.
@@ -231,7 +240,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
     model_arguments = ("--models", served, "--routers", addresses("router"))
     return [
         *grpc_services("preprocess", *model_arguments, *options.processing.preprocess_arguments()),
-        *grpc_services("router", "--preprocess", addresses("preprocess"), *router_arguments(pipeline), env=secrets),
+        *grpc_services("router", "--preprocess", addresses("preprocess"), env=secrets),
         *grpc_services("postprocess", *model_arguments, *options.processing.postprocess_arguments()),
         *workers,
         *_gateways(options, options.port or free_port(), services),
@@ -257,12 +266,24 @@ def _gateways(options: Options, port: int, services: Mapping[str, str]) -> list[
             options.host,
             port,
             "http",
-            env=env,
+            env={**env, **_own_listeners("gateway", index)},
             workers=1 if options.engines is not None else options.workers + options.prefill_workers,
             shares_port=several,
         )
         for index in range(options.gateways)
     ]
+
+
+def _own_listeners(service: str, index: int) -> dict[str, str]:
+    """Returns the further addresses set in the environment, such as SLUICE_ROUTER_HTTP_LISTEN, for one of a service's
+    processes: each listens on the port after that of the one before, which would otherwise keep it from starting.
+    """
+    own: dict[str, str] = {}
+    for name, value in os.environ.items():
+        parsed = host_port(value) if index and _LISTENER.fullmatch(name) else None
+        if parsed is not None and parsed[1] and name.startswith(f"SLUICE_{service.upper()}_"):
+            own[name] = join(parsed[0], parsed[1] + index)
+    return own
 
 
 def _common(options: Options) -> tuple[str, ...]:
@@ -321,3 +342,11 @@ def _model(options: Options) -> models.ModelSpec:
     except SluiceError as error:
         raise BadFlag(f"--model: {error.message}") from error
     return model
+
+
+def secured(processes: Sequence[Process], folder: Path) -> list[Process]:
+    """Returns the processes with TLS on every connection: mTLS between services, HTTPS for clients."""
+    return [
+        replace(process, arguments=(*process.arguments, *tls_flags.flags(process.kind, folder)), tls=folder)
+        for process in processes
+    ]

@@ -10,14 +10,40 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO
 
+import sluice
 from sluice.cli.up.plan import Process
 
 _MAX_LINE_BYTES = 32 << 10
+"""Bytes of a line that a process of `sluice up` prints; the rest is left out."""
 _READ_BYTES = 64 << 10
 _PUMP_TIMEOUT_S = 1.0
 _WARNING_LINE = re.compile(r"^[\d:.]+ (?:WARNING|ERROR|CRITICAL) +\S+  (.+?)(?:  \w+=.*)?$")
+
+
+_ROOT = Path(sluice.__file__).resolve().parents[1]
+# Only this project is importable from where the suite runs; all other packages come from the other interpreter.
+_BOOTSTRAP = """\
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+for name in ("services", "sluice"):
+    folder = f"{sys.argv[1]}/{name}"
+    spec = spec_from_file_location(name, f"{folder}/__init__.py", submodule_search_locations=[folder])
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+del sys.argv[1]
+from sluice.cli.up.child import main
+main()
+"""
+
+
+def _interpreter(python: str) -> tuple[str, ...]:
+    """Returns the command that runs `sluice.cli.up.child` in another interpreter; empty for this one."""
+    if python:
+        return (python, "-P", "-c", _BOOTSTRAP, str(_ROOT))
+    return (sys.executable, "-P", "-m", "sluice.cli.up.child")
 
 
 class Child:
@@ -46,15 +72,8 @@ class Child:
         output, child_end = _pipe()
         try:
             self._running = running = await asyncio.create_subprocess_exec(
-                *(
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "sluice.cli.up.child",
-                    str(os.getpid()),
-                    process.module,
-                    *process.arguments,
-                ),
+                *_interpreter(process.python),
+                *(str(os.getpid()), process.module, *process.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=child_end,
                 stderr=child_end,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -17,8 +18,8 @@ class ProcessingFlags:
 
     Attributes:
         native_parsers: with one of them, whether the engine's own parsers parse the output as well.
-        vllm_python: interpreter that has vllm; empty for the suite's own.
-        sglang_python: interpreter that has sglang; empty for the suite's own.
+        vllm_python: interpreter that has vllm, also for its workers; empty for the suite's own.
+        sglang_python: interpreter that has sglang, also for its workers; empty for the suite's own.
     """
 
     vllm_processing: bool = False
@@ -36,6 +37,9 @@ class ProcessingFlags:
         if sum(getattr(self, name) for name in FLAGS) > 1:
             flags = [f"--{name.replace('_', '-')}" for name in FLAGS if not name.startswith("trtllm")]
             return f"Of {', '.join(flags[:-1])} and {flags[-1]} only one can be set."
+        for engine, python in (("vllm", self.vllm_python), ("sglang", self.sglang_python)):
+            if python and shutil.which(python) is None:
+                return f"--{engine}-python {python} is not a program; name the Python interpreter that has {engine}."
         if not self.native_parsers and not self._flag:
             return "--no-native-parsers needs --vllm-processing, --sglang-processing or --native-framework-processing."
         return ""
@@ -57,6 +61,10 @@ class ProcessingFlags:
         if not native and not is_hub_id(model.source):
             native = detect_processor(resolve(model.source))
         return replace(model, processor=native)
+
+    def python_of(self, engine: str) -> str:
+        """Returns the interpreter of an engine's workers; empty for the suite's own."""
+        return {"vllm": self.vllm_python, "sglang": self.sglang_python}.get(engine, "")
 
     def preprocess_arguments(self) -> tuple[str, ...]:
         """Returns the arguments of preprocess."""

@@ -21,6 +21,7 @@ from sluice.cli.up.plan import Process
 
 _COLOURS = {"gateway": "green", "preprocess": "cyan", "router": "yellow", "postprocess": "magenta", "worker": "blue"}
 _MAX_QUEUED_LINES = 10_000
+"""Lines that wait to be printed by `sluice up`; further ones are dropped, and their number is printed."""
 _REPEAT_S = 30.0
 _CLOSE_TIMEOUT_S = 1.0
 

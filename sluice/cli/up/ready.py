@@ -22,7 +22,9 @@ NOT_READY = "not ready yet"
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _MAX_BYTES = 64 << 10
+"""Bytes that are read of a process' answer about its readiness; the rest is ignored."""
 _MAX_REASON = 160
+"""Characters of the reason for which a process is not ready; the rest is left out."""
 
 
 def reachable(host: str) -> str:
@@ -81,7 +83,7 @@ class Probe:
     async def _probe_http(self) -> str:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                status, body = await self._get("/ready")
+                status, body = await self._get("/ready?workers=0")
         except TimeoutError:
             return "no response"
         except (OSError, ValueError):

@@ -25,6 +25,7 @@ KEYS_FILE, KEYS_FLAG = "SLUICE_GATEWAY_API_KEYS_FILE", "--api-keys-file"
 KILL_AFTER_S = 4.0
 _END_TIMEOUT_S = 1.0
 MAX_RESTARTS = 3
+"""Restarts of one process of `sluice up` within a minute; then the suite stops."""
 RESTART_WINDOW_S = 60.0
 
 

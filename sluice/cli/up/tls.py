@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
 from services.common.security.tls import PeerCredentials, channel_credentials, server_credentials
 from services.common.settings import TlsSettings
-
-if TYPE_CHECKING:
-    from sluice.cli.up.plan import Process
 
 SERVICES = ("gateway", "preprocess", "router", "postprocess", "worker")
 AUTHORITY = "ca"
@@ -49,11 +43,6 @@ def _names_a_caller(certificate: Path) -> bool:
     except x509.ExtensionNotFound:
         return False
     return any(uri.startswith("spiffe://") for uri in names.get_values_for_type(x509.UniformResourceIdentifier))
-
-
-def secured(processes: Sequence[Process], folder: Path) -> list[Process]:
-    """Returns the processes with TLS on every connection: mTLS between services, HTTPS for clients."""
-    return [replace(one, arguments=(*one.arguments, *flags(one.kind, folder)), tls=folder) for one in processes]
 
 
 def probe_credentials(folder: Path) -> PeerCredentials | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from services.common.errors import ErrorKind
 from services.common.packing import pack_u32
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotChecked, NotClaimed
 from sluice.conformance.refusals import INVALID, UNSUPPORTED, expect_refused
-from sluice.conformance.rule import NotChecked, NotClaimed, rule
+from sluice.conformance.rule import rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import common_pb2
 
 MAX_PROMPT_TOKENS = 2_000_000
+"""Tokens of a context; of a longer one the kit does not check that longer prompts are refused."""
 
 
 @rule("bad-token-ids", "Ids outside the vocabulary are INVALID_ARGUMENT.", "common.proto, ModelCard.vocab_size")

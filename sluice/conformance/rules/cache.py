@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotChecked, NotClaimed
 from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.refusals import UNSUPPORTED, expect_call_refused, expect_unsupported
-from sluice.conformance.rule import NotChecked, NotClaimed, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 

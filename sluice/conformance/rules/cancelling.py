@@ -7,8 +7,9 @@ import uuid
 import grpc
 
 from sluice.conformance.caller import ConformanceClient
+from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.observed_stream import REASONS, ObservedStream
-from sluice.conformance.rule import NotChecked, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import common_pb2, worker_pb2
 

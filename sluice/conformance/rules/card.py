@@ -10,7 +10,8 @@ import grpc
 from services.common.hashing import HASH_SCHEME
 from services.common.packing import unpack_u32
 from services.worker.contract.capabilities import Capability
-from sluice.conformance.rule import NotClaimed, expect, rule
+from sluice.conformance.exceptions import NotClaimed
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.conformance.texts import fetch_tokenizer
 from sluice.v1 import common_pb2, worker_pb2

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from services.common.errors import ErrorKind
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotClaimed
 from sluice.conformance.observed_stream import REASONS
 from sluice.conformance.refusals import UNSUPPORTED, expect_call_refused
-from sluice.conformance.rule import NotClaimed, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 

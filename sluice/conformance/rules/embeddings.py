@@ -9,8 +9,9 @@ from array import array
 from services.common.errors import ErrorKind
 from services.common.packing import pack_u32
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotClaimed
 from sluice.conformance.refusals import UNSUPPORTED, expect_call_refused
-from sluice.conformance.rule import NotClaimed, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 

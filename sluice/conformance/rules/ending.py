@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from services.common.packing import pack_u32
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.observed_stream import REASONS, ObservedStream
 from sluice.conformance.refusals import expect_unsupported_option
-from sluice.conformance.rule import NotChecked, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject, prompt_of
 
 STOP, LENGTH = REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH

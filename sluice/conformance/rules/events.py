@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from services.common.hashing import block_hashes
 from services.worker.contract.capabilities import Capability
-from sluice.conformance.rule import NotChecked, NotClaimed, expect, rule
+from sluice.conformance.exceptions import NotChecked, NotClaimed
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.conformance.watching import RankView, Watcher
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from services.common.errors import ErrorKind
+from sluice.conformance.exceptions import NotClaimed
 from sluice.conformance.observed_stream import ObservedStream
 from sluice.conformance.refusals import expect_call_refused
-from sluice.conformance.rule import NotClaimed, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import OUTPUT_TOKENS, Subject, prompt_of
 from sluice.v1 import worker_pb2
 

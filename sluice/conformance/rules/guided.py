@@ -7,15 +7,17 @@ import re
 from collections.abc import Callable
 
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.observed_stream import REASONS
 from sluice.conformance.refusals import expect_unsupported
-from sluice.conformance.rule import NotChecked, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.conformance.texts import text_reader
 from sluice.v1 import common_pb2
 
 STOP, LENGTH = REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH
 MAX_TOKENS = 200
+"""Tokens in which the conformance kit expects a constrained output to be complete."""
 ATTEMPTS = 5
 CHOICES = ("apple", "pear", "a cherry")
 COLOURS = ("red", "green", "blue")

@@ -8,9 +8,10 @@ from services.common.errors import ErrorKind
 from services.common.media.spans import MediaKind, MediaSpan, content_hash, png_file
 from services.common.rpc.media import span_messages
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.observed_stream import REASONS, ObservedStream
 from sluice.conformance.refusals import INVALID, expect_unsupported, refusal_message
-from sluice.conformance.rule import NotChecked, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 

@@ -11,8 +11,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from services.common.errors import ErrorKind
 from services.common.net.addresses import listens_on_loopback
 from sluice.conformance.caller import ConformanceClient
+from sluice.conformance.exceptions import NotChecked, RuleFailed
 from sluice.conformance.observed_stream import REASONS, ObservedStream
-from sluice.conformance.rule import NotChecked, RuleFailed, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import POLL_S, Subject
 from sluice.v1 import common_pb2, worker_pb2
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotClaimed
 from sluice.conformance.refusals import expect_unsupported_option
-from sluice.conformance.rule import NotClaimed, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 

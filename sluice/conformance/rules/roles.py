@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NoReturn
 
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotChecked, NotClaimed
 from sluice.conformance.observed_stream import REASONS, ObservedStream
 from sluice.conformance.refusals import UNSUPPORTED, refusal_message
-from sluice.conformance.rule import NotChecked, NotClaimed, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import OUTPUT_TOKENS, Subject
 from sluice.v1 import common_pb2, worker_pb2
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from services.common.packing import pack_u32
 from services.worker.contract.capabilities import Capability
+from sluice.conformance.exceptions import NotChecked, NotClaimed, RuleFailed
 from sluice.conformance.observed_stream import REASONS
 from sluice.conformance.refusals import (
     UNSUPPORTED,
@@ -13,7 +14,7 @@ from sluice.conformance.refusals import (
     expect_unsupported_option,
     refusal_message,
 )
-from sluice.conformance.rule import NotChecked, NotClaimed, RuleFailed, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import Subject
 from sluice.v1 import worker_pb2
 

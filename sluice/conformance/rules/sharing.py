@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from services.common.errors import ErrorKind
+from sluice.conformance.exceptions import NotChecked
 from sluice.conformance.observed_stream import REASONS, ObservedStream
-from sluice.conformance.rule import NotChecked, expect, rule
+from sluice.conformance.rule import expect, rule
 from sluice.conformance.subject import OUTPUT_TOKENS, Subject
 
 STOP, LENGTH = REASONS.FINISH_REASON_STOP, REASONS.FINISH_REASON_LENGTH

@@ -44,7 +44,7 @@ class Query(BaseHTTPRequestHandler):
 
 if __name__ == "__main__":
     server = grpc.server(futures.ThreadPoolExecutor(4))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Receiver(), server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Receiver(), server)  # type: ignore[no-untyped-call]
     server.add_insecure_port("0.0.0.0:4317")
     server.start()
     ThreadingHTTPServer(("0.0.0.0", 16686), Query).serve_forever()

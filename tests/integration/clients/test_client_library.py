@@ -157,7 +157,7 @@ def test_the_example_schedules_a_request(services: str) -> None:
 
 
 def test_the_example_says_what_is_wrong(services: str) -> None:
-    answer = run_example(services, "nobody", "1")
+    answer = run_example(services, "unknown", "1")
     assert answer.returncode == 1
     assert answer.stderr.startswith("not_found (model_not_found): ")
     assert "Traceback" not in answer.stderr
@@ -175,7 +175,7 @@ def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 async def test_an_unknown_model_is_not_found(router: RouterClient) -> None:
     with pytest.raises(NotFoundError) as caught:
-        await router.query("nobody", [1, 2, 3])
+        await router.query("unknown", [1, 2, 3])
     error = caught.value
     assert (error.kind, error.code, error.param) == (ErrorKind.NOT_FOUND, "model_not_found", "model")
     assert MODEL in error.message
@@ -285,8 +285,8 @@ async def test_many_reservations_are_freed_at_once(router: RouterClient) -> None
     )
     ids = [reservation.id for reservation in held]
     assert await booked(router) == 50
-    assert await router.mark_prefill_complete(*ids, "tekken:nobody") == 1
-    assert await router.free(*ids, "tekken:nobody") == 1
+    assert await router.mark_prefill_complete(*ids, "tekken:unknown") == 1
+    assert await router.free(*ids, "tekken:unknown") == 1
 
 
 async def test_workers_are_listed_and_watched(router: RouterClient) -> None:
@@ -364,10 +364,10 @@ async def test_a_worker_refuses_with_typed_errors(router: RouterClient) -> None:
     [info] = await router.list_workers(MODEL)
     async with WorkerClient(info.address) as worker:
         with pytest.raises(NotFoundError) as unknown:
-            await anext(worker.generate(fresh_id(), "nobody", [1]))
+            await anext(worker.generate(fresh_id(), "unknown", [1]))
         with pytest.raises(InvalidRequestError) as empty:
             await anext(worker.generate(fresh_id(), MODEL, []))
-        assert await worker.abort("nobody") is False
+        assert await worker.abort("unknown") is False
     assert unknown.value.code == "model_not_found"
     assert empty.value.kind == ErrorKind.INVALID_ARGUMENT
 

@@ -410,7 +410,7 @@ async def test_calls_that_are_lost_are_repeated_within_a_budget_only(monkeypatch
     made = 0
 
     async def lost(request: Any, timeout: float, metadata: Any) -> worker_pb2.GetInfoResponse:
-        """What a caller sees of a call whose replica died: nobody knows what was done of it."""
+        """What a caller sees of a call whose replica died: how much of it was done is unknown."""
         nonlocal made
         made += 1
         raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())

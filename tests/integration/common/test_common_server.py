@@ -143,8 +143,9 @@ async def test_typed_error_arrives_typed_and_an_unexpected_one_arrives_without_i
         assert "internals" not in str(failed.value.details())
 
 
-async def test_message_over_the_limit_is_too_large() -> None:
-    async with serving(max_message_mb=1) as (_, channel):
+async def test_message_over_the_limit_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrpcServiceSettings, "max_message_mb", 1)
+    async with serving() as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await worker_pb2_grpc.WorkerStub(channel).Abort(
                 worker_pb2.AbortRequest(request_id="x" * (1 << 20)), timeout=10

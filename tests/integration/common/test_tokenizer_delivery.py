@@ -1,4 +1,4 @@
-"""Models travel from their workers to the services that nobody told about them."""
+"""Models travel from their workers to the services that are not configured with them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import grpc
 import psutil
 import pytest
 
-from services.common.discovery import tokenizer_delivery
-from services.common.discovery.tokenizer_delivery import DiscoveredModel, TokenizerDelivery, fetch_tokenizer
+from services.common.discovery import model_discovery, tokenizer_delivery
+from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
+from services.common.discovery.tokenizer_delivery import TokenizerDelivery
+from services.common.discovery.tokenizer_fetch import fetch_tokenizer
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
@@ -156,7 +159,7 @@ async def test_a_router_that_does_not_answer_is_not_waited_for_long(
     store: TokenizerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def on_model(_: DiscoveredModel) -> None:
-        raise AssertionError("nobody serves anything")
+        raise AssertionError("no worker serves a model")
 
     monkeypatch.setattr(tokenizer_delivery, "ROUTER_S", 0.1)
     delivery = TokenizerDelivery("test", WorkerWatch(None, ["127.0.0.1:1"]), store, set(), on_model)
@@ -272,14 +275,15 @@ async def test_a_cluster_needs_no_shared_volume_and_no_list_of_models(tmp_path: 
 
 
 async def test_learned_model_without_workers_ends_after_its_grace_and_returns_with_its_next_worker(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(model_discovery, "RetainedModel", partial(RetainedModel, models=1, grace_s=0.2))
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("router", "preprocess", "postprocess")}
     caches = {name: tmp_path / name for name in ("preprocess", "postprocess")}
 
     def settings(name: str) -> list[str]:
-        learning = ["--routers", addresses["router"], "--model-grace-s", "0.2", "--max-learned-models", "1"]
-        return ["--listen", addresses[name], *learning, "--drain-s", "0", "--tokenizer-cache", str(caches[name])]
+        learning = ["--routers", addresses["router"], "--drain-s", "0"]
+        return ["--listen", addresses[name], *learning, "--tokenizer-cache", str(caches[name])]
 
     async with (
         running(router.serve, RouterSettings.load(["--listen", addresses["router"], "--drain-s", "0"])),
@@ -320,12 +324,15 @@ async def test_learned_model_without_workers_ends_after_its_grace_and_returns_wi
                 assert from_rpc_error(caught.value, "service").code == "model_not_found"
 
 
-async def test_more_models_than_are_loaded_at_a_time_are_all_served(tmp_path: Path) -> None:
+async def test_more_models_than_are_loaded_at_a_time_are_all_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_discovery, "RetainedModel", partial(RetainedModel, models=1))
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("router", "preprocess", "postprocess")}
 
     def settings(name: str) -> list[str]:
-        learning = ["--routers", addresses["router"], "--max-learned-models", "1"]
-        return ["--listen", addresses[name], *learning, "--drain-s", "0", "--tokenizer-cache", str(tmp_path / name)]
+        learning = ["--routers", addresses["router"], "--drain-s", "0"]
+        return ["--listen", addresses[name], *learning, "--tokenizer-cache", str(tmp_path / name)]
 
     async with (
         running(router.serve, RouterSettings.load(["--listen", addresses["router"], "--drain-s", "0"])),
@@ -350,10 +357,11 @@ async def test_engines_processes_end_with_the_last_worker_and_start_again_with_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
+    monkeypatch.setattr(model_discovery, "RetainedModel", partial(RetainedModel, grace_s=0.2))
     addresses = {name: f"127.0.0.1:{free_port()}" for name in ("router", "preprocess", "postprocess")}
 
     def settings(name: str) -> list[str]:
-        learning = ["--routers", addresses["router"], "--model-grace-s", "0.2", "--vllm-processing"]
+        learning = ["--routers", addresses["router"], "--vllm-processing"]
         return ["--listen", addresses[name], *learning, "--drain-s", "0", "--tokenizer-cache", str(tmp_path / name)]
 
     def engines() -> int:

@@ -29,7 +29,7 @@ async def test_the_worker_that_is_named_runs_it_by_id_or_address(folder: Path) -
         address = stage.pipeline.registry.workers["w2"].address
         for number, name in ((0, "w0"), (1, "w1"), (2, address)):
             context.enter(RequestContext(hints=RoutingHints(workers=("gone", name))))
-            stage.knives[number].set(3)  # whoever runs it is cut
+            stage.knives[number].set(3)  # the worker that runs it is cut
             heard = await stage.ask(REQUEST)
             assert heard.error is not None
             assert heard.error.kind is ErrorKind.DISCONNECTED
@@ -58,11 +58,11 @@ async def test_pairs_are_named_too(folder: Path) -> None:
     ("said", "kind", "code"),
     [
         (RoutingHints(), ErrorKind.INVALID_ARGUMENT, "no_worker_named"),
-        (RoutingHints(workers=("w9",)), ErrorKind.INVALID_ARGUMENT, "worker_not_found"),
+        (RoutingHints(workers=("w9",)), ErrorKind.UNAVAILABLE, "worker_not_found"),
         (RoutingHints(workers=("w0",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
         (RoutingHints(workers=("w1",), prefill=("w1",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
         (RoutingHints(workers=("w2",), prefill=("w0",)), ErrorKind.INVALID_ARGUMENT, "wrong_role"),
-        (RoutingHints(workers=("w1",), prefill=("w9",)), ErrorKind.INVALID_ARGUMENT, "worker_not_found"),
+        (RoutingHints(workers=("w1",), prefill=("w9",)), ErrorKind.UNAVAILABLE, "worker_not_found"),
     ],
 )
 async def test_what_cannot_be_is_refused(folder: Path, said: RoutingHints, kind: ErrorKind, code: str) -> None:

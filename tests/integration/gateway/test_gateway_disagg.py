@@ -1,4 +1,4 @@
-"""Requests that a prefill and a decode worker share: nobody can tell from what is heard, and nothing stays behind."""
+"""Requests that a prefill and a decode worker share: answers are those of one worker, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind, SluiceError, no_answer
 from services.gateway.clients import link
 from services.gateway.core.request import (
     GenerationRequest,
@@ -26,6 +26,7 @@ from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers import connections as connections
 from services.worker.contract import handoff
+from services.worker.engines.mock import engine as mock_engine
 from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged, until
 
 CALLS = (
@@ -40,7 +41,7 @@ REQUESTS = {
     "one token": asking("one", "Tell me of one.", stop=StopParams(max_tokens=1)),
     "two tokens": asking("two", "Tell me of two.", stop=StopParams(max_tokens=2)),
     "minimum": asking("minimum", "Tell me of boats.", stop=StopParams(max_tokens=300, min_tokens=150)),
-    "guided": asking("guided", "Spell it.", guided=StructuredOutput("regex", "(abc [0-9]{4} ){6}")),
+    "guided": asking("guided", "Spell it.", guided=StructuredOutput("choice", ("abc 1234 " * 6,))),
     "penalties": asking("penalties", "Tell of mills.", sampling=SamplingParams(seed=3, frequency_penalty=0.5)),
     "logprobs": asking("logprobs", "Tell me of sums.", logprobs=2, prompt_logprobs=1, token_texts=True),
 }
@@ -105,8 +106,11 @@ async def test_a_pair_answers_as_one_worker_does(folder: Path) -> None:
         await two.quiet()
 
 
-async def test_the_first_token_comes_from_the_prefill_worker_before_the_decode_worker_has_begun(folder: Path) -> None:
-    async with staged(folder, roles=("prefill", "decode"), transfer_gbps=1e-9, speedup=1.0) as stage:
+async def test_the_first_token_comes_from_the_prefill_worker_before_the_decode_worker_has_begun(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mock_engine, "TRANSFER_GBPS", 1e-9)
+    async with staged(folder, roles=("prefill", "decode"), speedup=1.0) as stage:
         client = Client()
         generation = await stage.pipeline.start(LONG, [cast(Any, client)])
         await until(lambda: len(generation.streams[0].tokens) == 1)
@@ -281,7 +285,7 @@ async def test_without_a_router_the_pair_is_made_here(folder: Path) -> None:
     async with staged(folder, roles=("prefill", "decode")) as stage:
 
         async def away(*arguments: Any, **more: Any) -> Any:
-            raise SluiceError(ErrorKind.UNAVAILABLE, "away")
+            raise no_answer("away")
 
         stage.reservations.route = away  # type: ignore[method-assign]
         workers = stage.pipeline.registry.workers

@@ -17,6 +17,7 @@ from services.gateway.workers import connections as fleet_module
 from services.gateway.workers.connections import ConnectionManager
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
 from tests.support.fakes.engines import until
+from tests.support.servers.survival import Bookings
 
 
 class Host(postprocess_pb2_grpc.PostprocessServicer):
@@ -48,7 +49,7 @@ async def test_a_replica_that_leaves_the_name_service_ends_no_gateway(
     monkeypatch.setattr(replicas, "_resolve", resolve)
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda name, error: deaths.append(f"{name}: {error}"))
-    stream_manager = StreamManager(4, lambda *_: None, lambda *_: None, GatewayMetrics())
+    stream_manager = StreamManager(4, Bookings(), GatewayMetrics())
     connections = ConnectionManager(["post:1"], None, 5.0, stream_manager, tasks)
     for host in hosts:
         await host.server.start()

@@ -41,7 +41,7 @@ async def test_value_too_many_is_refused_and_a_known_one_is_not(
     store: FleetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (fleet_store, redis_fleet_store):
-        monkeypatch.setattr(module, "MOST_ENTRIES", 2)
+        monkeypatch.setattr(module, "MAX_ENTRIES", 2)
     for name in ("a", "b", "a"):
         await store.put("adapters", name, "")
     with raises_error(kind=ErrorKind.FAILED_PRECONDITION):

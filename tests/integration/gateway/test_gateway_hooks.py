@@ -89,7 +89,7 @@ async def test_a_handler(folder: Path) -> None:
     ("config", "sentence"),
     [
         (PipelineConfig(stages={"route": "no_such_module:X"}), "cannot be loaded"),
-        (PipelineConfig(stages={"route": "own_stages:Nobody"}), "has no Nobody"),
+        (PipelineConfig(stages={"route": "own_stages:Missing"}), "has no Missing"),
         (PipelineConfig(stages={"route": "own_stages:Tidy"}), "needs a method `async def route`"),
         (PipelineConfig(stages={"postprocess": "own_stages:Tidy"}), "needs a method `def open`"),
         (PipelineConfig(stages={"tokenize": "services.common.errors:invalid"}), "is not a class"),

@@ -14,11 +14,11 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from services.common.http.bounds import Bounds
 from services.gateway.apis.openai.choices import StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.body import read_json
-from services.gateway.http.connection import Bounds
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.server import HttpServer

@@ -1,5 +1,5 @@
-"""Smuggled, oversized, unreadable, compressed and slow requests, with each of the two HTTP servers: bounded and closed,
-and the next client is served."""
+"""Smuggled, oversized, unreadable, compressed and slow requests to the HTTP server: bounded and closed, and the
+next client is served."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import SluiceError
-from services.common.net.ports import free_port
+from services.common.http.bounds import Bounds
 from services.gateway.http.body import read_json
-from services.gateway.http.connection import Bounds
 from services.gateway.http.errors import error_response, plain_error_response
-from services.gateway.http.granian_server import GranianServer
 from services.gateway.http.server import HttpServer
 from tests.support.clients.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, everything, post
 
@@ -53,11 +51,10 @@ class Echo:
 class Serving:
     """A server and its application."""
 
-    def __init__(self, server: HttpServer | GranianServer, app: Echo, kind: str) -> None:
+    def __init__(self, server: HttpServer, app: Echo) -> None:
         self.host, _, port = server.address.rpartition(":")
         self.port = int(port)
         self.app = app
-        self.kind = kind
 
     async def ask(self, sent: bytes) -> bytes:
         return await answer(self.host, self.port, sent)
@@ -73,21 +70,18 @@ class Serving:
         self.app.served.clear()
 
 
-@pytest.fixture(params=["uvicorn", "granian"])
-async def serving(request: pytest.FixtureRequest) -> AsyncIterator[Serving]:
-    app, server = Echo(), None
-    if request.param == "uvicorn":
-        server = HttpServer(app, "127.0.0.1:0", 5, 1, bounds=BOUNDS)
-    else:
-        server = GranianServer(app, "127.0.0.1", free_port(), 1, BOUNDS)
-    running = asyncio.create_task(server.serve())
-    made = Serving(server, app, request.param)
+@pytest.fixture
+async def serving() -> AsyncIterator[Serving]:
+    app = Echo()
+    served = HttpServer(app, "127.0.0.1:0", 5, 1, bounds=BOUNDS)
+    running = asyncio.create_task(served.serve())
+    made = Serving(served, app)
     try:
         await made.until_it_serves()
         yield made
         await made.until_it_serves()  # whatever was sent to it
     finally:
-        server.stop()
+        served.stop()
         await running
 
 

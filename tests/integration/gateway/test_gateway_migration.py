@@ -1,4 +1,4 @@
-"""Generations whose worker is cut at any token, and texts whose replica dies: nobody can tell from what was heard."""
+"""Generations whose worker is cut at any token, and texts whose replica dies: answers are those of a calm run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STORIES: dict[str, GenerationRequest] = {
     "plain": asking("plain", "Tell me of rivers."),
     "length": asking("length", "Tell me of gates.", stop=StopParams(max_tokens=70, ignore_eos=True)),
     "minimum": asking("minimum", "Tell me of boats.", stop=StopParams(max_tokens=300, min_tokens=150)),
-    "guided": asking("guided", "Spell it.", guided=StructuredOutput("regex", "(abc [0-9]{4} ){6}")),
+    "guided": asking("guided", "Spell it.", guided=StructuredOutput("choice", ("abc 1234 " * 6,))),
     "penalties": asking(
         "penalties", "Tell me of mills.", sampling=SamplingParams(seed=3, frequency_penalty=0.5, presence_penalty=0.1)
     ),
@@ -156,7 +156,7 @@ async def test_the_only_worker_goes_on_itself_when_it_comes_back(folder: Path) -
     [
         (MigrationPolicy(enabled=False), {}),
         (MigrationPolicy(max_tokens=10), {}),
-        (MigrationPolicy(), {"guided": StructuredOutput("regex", "(abc ){30}")}),
+        (MigrationPolicy(), {"guided": StructuredOutput("choice", ("abc " * 30,))}),
     ],
     ids=["off", "too long", "guided"],
 )

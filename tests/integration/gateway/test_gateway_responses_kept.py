@@ -8,15 +8,19 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.gateway.apis.responses.conversations import Conversations
 from services.gateway.apis.responses.redis_store import RedisStore
-from services.gateway.apis.responses.store import MemoryStore, ResponseStore, StoredResponse
+from services.gateway.apis.responses.store import PER_RESPONSE, MemoryStore, ResponseStore, StoredResponse, StoreLimits
+from tests.support.oracles.errors import raises_error
 from tests.support.servers.redis_server import RedisServer
 
 ONE = StoredResponse(b'{"id":"resp_1"}', '[{"text":"Grüße 🚢"}]'.encode())
+LIMITS = StoreLimits.of(10, 1 << 20)
 Make = Callable[[int, int, float], ResponseStore]
 
 
@@ -28,10 +32,12 @@ async def make(request: pytest.FixtureRequest, shared_redis: RedisServer) -> Asy
 
     def made(most: int, most_bytes: int, longest_s: float) -> ResponseStore:
         if request.param == "memory":
-            store: ResponseStore = MemoryStore(most, most_bytes, longest_s)
+            store: ResponseStore = MemoryStore(StoreLimits.of(most, most_bytes), longest_s)
         else:
             prefix = f"t{uuid4().hex}"
-            store = RedisStore(shared_redis.url, most, most_bytes, longest_s, tasks, prefix, timeout_s=20)
+            store = RedisStore(
+                shared_redis.url, StoreLimits.of(most, most_bytes), longest_s, tasks, prefix, timeout_s=20
+            )
         stores.append(store)
         return store
 
@@ -98,7 +104,7 @@ async def test_what_is_too_old_is_forgotten(make: Make) -> None:
 
 async def test_gateways_share_what_redis_keeps(shared_redis: RedisServer) -> None:
     tasks = TaskOwner()
-    one, other = (RedisStore(shared_redis.url, 10, 1 << 20, 60, tasks, "shared", timeout_s=20) for _ in range(2))
+    one, other = (RedisStore(shared_redis.url, LIMITS, 60, tasks, "shared", timeout_s=20) for _ in range(2))
     one.put("a", "resp_1", ONE)
     await settled(one)
     assert await other.find("a", "resp_1") == ONE
@@ -114,7 +120,7 @@ async def test_redis_that_is_away_is_a_typed_error_and_keeping_does_not_wait(
 ) -> None:
     tasks = TaskOwner()
     server = RedisServer(tmp_path)
-    store = RedisStore(server.url, 10, 1 << 20, 60, tasks)
+    store = RedisStore(server.url, LIMITS, 60, tasks)
     store.put("a", "resp_1", ONE)
     assert await store.find("a", "resp_1") == ONE
     await settled(store)
@@ -128,7 +134,7 @@ async def test_redis_that_is_away_is_a_typed_error_and_keeping_does_not_wait(
 
 async def test_a_url_that_is_none_is_refused_without_its_password() -> None:
     with pytest.raises(SluiceError) as caught:
-        RedisStore("http://:secret@example.org", 1, 1, 1, TaskOwner())
+        RedisStore("http://:secret@example.org", LIMITS, 1, TaskOwner())
     assert "secret" not in caught.value.message
     assert caught.value.param == "responses-redis-url"
 
@@ -164,3 +170,57 @@ async def test_turns_that_end_at_the_same_time_are_all_in_their_conversation(mak
     assert sorted(item["id"] for item in items) == sorted(
         f"{kind}_{index}" for kind in ("msg", "fc") for index in range(10)
     )
+
+
+def of_size(size: int) -> StoredResponse:
+    return StoredResponse(bytes(size - PER_RESPONSE), b"")
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("put"), st.sampled_from("abc"), st.integers(0, 5), st.integers(PER_RESPONSE, 4_000)),
+    st.tuples(st.just("swap"), st.sampled_from("abc"), st.integers(0, 5), st.integers(PER_RESPONSE, 4_000)),
+    st.tuples(st.just("delete"), st.sampled_from("abc"), st.integers(0, 5), st.just(0)),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(OPERATIONS, max_size=40))
+async def test_both_stores_stay_within_the_limits_of_owners_and_of_all_and_give_everything_back(
+    shared_redis: RedisServer, operations: list[tuple[str, str, int, int]]
+) -> None:
+    limits, tasks = StoreLimits(4, 8_000, 8, 14_000, 3_500), TaskOwner()
+    memory = MemoryStore(limits, 60)
+    redis = RedisStore(shared_redis.url, limits, 60, tasks, f"t{uuid4().hex}", timeout_s=20)
+    try:
+        for operation, owner, number, size in operations:
+            for store in (memory, redis):
+                name, stored = f"resp_{number}", of_size(max(size, PER_RESPONSE))
+                if operation == "put":
+                    store.put(owner, name, stored)
+                    await settled(store)
+                elif operation == "swap" and stored.size > limits.value_bytes:
+                    with raises_error(kind=ErrorKind.TOO_LARGE):
+                        await store.swap(owner, name, await store.find(owner, name), stored)
+                elif operation == "swap":
+                    assert await store.swap(owner, name, await store.find(owner, name), stored)
+                else:
+                    await store.delete(owner, name)
+            for store in (memory, redis):
+                found = {each: [await store.find(each, f"resp_{at}") for at in range(6)] for each in "abc"}
+                sizes = {each: [one.size for one in kept if one is not None] for each, kept in found.items()}
+                assert all(len(each) <= limits.owner_responses for each in sizes.values())
+                assert all(sum(each) <= limits.owner_bytes for each in sizes.values())
+                assert sum(map(len, sizes.values())) <= limits.responses
+                total = sum(map(sum, sizes.values()))
+                assert total <= limits.total_bytes
+                for each, kept in sizes.items():
+                    assert await store.used(each) == (sum(kept), total)
+        for store in (memory, redis):
+            for owner in "abc":
+                for number in range(6):
+                    await store.delete(owner, f"resp_{number}")
+                assert (await store.used(owner))[0] == 0
+            assert await store.used("a") == (0, 0)
+    finally:
+        await tasks.close()
+        await redis.close()

@@ -16,7 +16,7 @@ from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import LimitsUnavailable
 from services.gateway.admission.redis_limiter import RedisLimiter
 from services.gateway.apis.responses.redis_store import RedisStore
-from services.gateway.apis.responses.store import StoredResponse
+from services.gateway.apis.responses.store import StoredResponse, StoreLimits
 from tests.support.servers.mutual_redis import MutualRedis
 from tests.support.servers.redis_topologies import RedisCluster, RedisSentinels
 
@@ -57,7 +57,8 @@ async def test_limits_are_one_for_all_gateways(place: FieldReader) -> None:
 async def test_a_response_is_found_by_the_other_gateway(place: FieldReader) -> None:
     tasks = TaskOwner()
     here, there = (
-        RedisStore(place[0], AT_ONCE, 1 << 20, 60, tasks, "kept", PATIENT_S, credentials=place[1]) for _ in range(2)
+        RedisStore(place[0], StoreLimits.of(AT_ONCE, 1 << 20), 60, tasks, "kept", PATIENT_S, credentials=place[1])
+        for _ in range(2)
     )
     for number in range(AT_ONCE):
         here.put("me", f"resp_{number}", StoredResponse(b"%d" % number, b"[]"))

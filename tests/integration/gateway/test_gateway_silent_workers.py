@@ -92,6 +92,6 @@ async def test_it_is_trusted_again_when_it_begins_a_generation(folder: Path) -> 
         assert not stage.pipeline.connections.sound("w0")
         await fault(stage, "none")
         await until(lambda: stage.pipeline.connections.connected_workers == 1)
-        assert (await stage.ask(asking("trial", "Tell me of mills."))).finish is not None  # better than nobody
+        assert (await stage.ask(asking("trial", "Tell me of mills."))).finish is not None  # better than no worker
         assert stage.pipeline.connections.sound("w0")
         await stage.quiet()

@@ -163,7 +163,7 @@ async def test_a_parser_that_was_given_up_comes_back_under_load(
     with monkeypatch.context() as patched:
         patched.setattr(ParserHost, "_start", cannot_start)
         os.kill(found.pid, signal.SIGKILL)
-        for _ in range(host.DEATHS_AT_MOST + 1):
+        for _ in range(host.MAX_DEATHS + 1):
             assert await one_more() == "fine again"
     async with asyncio.timeout(WAIT_S):
         while await one_more() != "FINE AGAIN":  # streams come without a pause

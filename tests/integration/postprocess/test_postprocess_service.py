@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -22,6 +23,7 @@ from services.common.tasks import Stop
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import INLINE_TOKENS
+from services.postprocess.streams.session import SessionLimits
 from sluice.v1 import common_pb2, postprocess_pb2, postprocess_pb2_grpc
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.data.vocabularies import byte_level
@@ -74,7 +76,8 @@ async def started(model: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> 
 
 @pytest.fixture
 async def service(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
-    async for running in started(model, monkeypatch, "--max-message-tokens", "5000", "--drain-s", "30"):
+    monkeypatch.setattr(postprocess, "SessionLimits", partial(SessionLimits, max_message_tokens=5000))
+    async for running in started(model, monkeypatch, "--drain-s", "30"):
         await running.ready()
         yield running
 
@@ -332,20 +335,6 @@ async def test_single_tokens_are_looked_up(service: Service) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await service.stub.TokenPieces(request, timeout=WAIT_S)
     assert from_rpc_error(caught.value, "postprocess").code == "token_unknown"
-
-
-async def test_a_model_loads_on_first_use_without_preload(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async for running in started(model, monkeypatch, "--no-preload"):
-        await running.ready()
-        ids = byte_level().encode(TEXT)
-        call = running.stub.Session()
-        await call.write(
-            Request(opens=[opening(1)], tokens=columns([(1, ids)]), ends=[postprocess_pb2.EndStream(slot=1)])
-        )
-        await call.done_writing()
-        answers = OutputBatch()
-        await answers.read(call, 1)
-        assert answers.texts == {1: TEXT}
 
 
 @pytest.mark.parametrize(("source", "code"), [("model", 0), ("nowhere", 1)])

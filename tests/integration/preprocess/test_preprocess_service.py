@@ -123,6 +123,28 @@ async def test_the_last_message_can_be_left_open(stub: preprocess_pb2_grpc.Prepr
         assert (await stub.Render(pb.RenderRequest(model=model, chat=request))).text.endswith(ending)
 
 
+@pytest.mark.parametrize("length", [1, 200])
+@pytest.mark.parametrize("model", ["tiny", "tekken"])
+@pytest.mark.parametrize(
+    ("content", "continued", "thinking"),
+    [
+        ("<think>\nI see {}", True, True),
+        ([{"type": "text", "text": "<think>I see {}"}], True, True),
+        ("[THINK]I see {}", True, True),
+        ("<think>\nI see {}</think>It is", True, False),
+        ("It is {}", True, False),
+        ("<think>\nI see {}", False, False),
+    ],
+)
+async def test_thought_that_the_continued_message_leaves_open_is_reported(
+    stub: preprocess_pb2_grpc.PreprocessStub, model: str, content: Any, continued: bool, thinking: bool, length: int
+) -> None:
+    filled = json.loads(json.dumps(content).replace("{}", "much ü " * length + "more"))
+    request = chat(USER, {"role": "assistant", "content": filled}, continue_final_message=continued)
+    reply = await stub.Tokenize(pb.TokenizeRequest(model=model, chat=request))
+    assert reply.thinking == thinking
+
+
 async def test_text_becomes_ids(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
     for special in (None, True, False):
         reply = await stub.Tokenize(
@@ -209,7 +231,7 @@ BAD_REQUESTS: list[tuple[pb.TokenizeRequest, ErrorKind, str, str]] = [
      "syntax error"),
     (pb.TokenizeRequest(model="tiny", chat=chat(chat_template="{{ 'a' | center(10 ** 11) }}")),
      ErrorKind.INVALID_ARGUMENT,
-     "chat_template", "too large"),
+     "chat_template", "too much memory"),
     (pb.TokenizeRequest(model="tekken", chat=chat(chat_template="x")), ErrorKind.INVALID_ARGUMENT, "chat_template",
      "does not support chat templates"),
     (pb.TokenizeRequest(model="tiny", text=pb.TextInput(text="x" * (MAX_PROMPT + 1))), ErrorKind.TOO_LARGE, "prompt",
@@ -323,3 +345,26 @@ async def test_the_process_says_why_it_cannot_start(arguments: list[str], code: 
     assert process.returncode == code
     assert sentence in printed.decode()
     assert "Traceback" not in printed.decode()
+
+
+async def test_templates_of_different_origins_take_turns(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+    slow = "{% for i in range(1000) %}{% for j in range(600) %}{% endfor %}{% endfor %}"
+    request = chat(USER, chat_template=slow, origin="hog")
+    quick = pb.RenderRequest(model="tiny", chat=chat(USER, chat_template="{{ 1 + 1 }}", origin="other"))
+    await stub.Render(quick)  # the processes have started
+    hogs = [
+        *(stub.Render(pb.RenderRequest(model="tiny", chat=request)) for _ in range(20)),
+        *(stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=request)) for _ in range(20)),
+    ]
+    await asyncio.wait(map(asyncio.ensure_future, hogs[:1]))
+    assert (await stub.Render(quick)).text == "2"
+    assert sum(hog.done() for hog in hogs) < len(hogs) // 2
+    for hog in hogs:
+        hog.cancel()
+
+
+async def test_origin_of_a_template_is_bounded(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+    request = pb.RenderRequest(model="tiny", chat=chat(USER, chat_template="x", origin="o" * 257))
+    error = await refused(stub.Render(request))
+    assert error.kind is ErrorKind.INVALID_ARGUMENT
+    assert error.param == "chat.origin"

@@ -163,7 +163,7 @@ async def test_gateway_clients_and_workers_show_their_token() -> None:
 
 async def test_a_worker_attaches_with_its_token_file(tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("mine\n")
+    token.write_text("mine router\n")
     folder = build_tiny_model(tmp_path / "tiny")
     accepted = accept(tmp_path / "accepted", "mine worker", "right scheduler")
     async with routers(tokens_file=accepted) as (router,):
@@ -174,7 +174,7 @@ async def test_a_worker_attaches_with_its_token_file(tmp_path: Path) -> None:
             return [worker.worker_id for worker in answer.workers]
 
         address = f"127.0.0.1:{router.port}"
-        async with hosted(folder, routers=[address], router_token_file=token, worker_id="w") as _:
+        async with hosted(folder, routers=[address], peer_token_file=token, worker_id="w") as _:
 
             async def is_there() -> bool:
                 return await attached() == ["w"]

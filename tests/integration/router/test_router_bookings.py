@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,6 +20,7 @@ from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.session_peer import session_peer
 
 LEASE_MS = 3_000
 
@@ -331,3 +334,19 @@ async def test_no_owner_loses_anything_while_redis_is_away(pair: list[RouterProc
     freed = await pair[1].stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))
     assert freed.unknown == 0
     await held.end()
+
+
+async def test_reservations_of_a_stopped_owner_end_within_the_documented_time() -> None:
+    async with routers() as (router,):
+        await until(lambda: ready(router.stub))
+        await workers([router], "w")
+        with session_peer("own", f"127.0.0.1:{router.port}", "owner") as process:
+            assert process.stdout is not None
+            await asyncio.to_thread(process.stdout.readline)
+            await router.stub.RouteQuery(reserve("r", owner="owner"))
+            assert await booked(router) == 1
+            process.send_signal(signal.SIGSTOP)
+            stopped_at = time.monotonic()
+            while await booked(router) and time.monotonic() - stopped_at < 30:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            assert 1 < time.monotonic() - stopped_at <= 15

@@ -1,4 +1,4 @@
-"""Ten router replicas choose and book at once on one Redis: nothing is lost, nobody herds, all returns to zero."""
+"""Ten router replicas choose and book at once on one Redis: nothing is lost, no herd forms, all returns to zero."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.router.registration.stream_messages import LEAST_HASHES
+from services.router.registration.stream_messages import MIN_HASHES
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
 
@@ -38,9 +38,9 @@ async def test_a_worker_that_floods_is_cut_off(caplog: pytest.LogCaptureFixture)
         some = pack_u64(range(50_000))
         stored = router_pb2.KvEvent(stored=router_pb2.BlocksStored(block_hashes=some))
         removed = router_pb2.KvEvent(removed=router_pb2.BlocksRemoved(block_hashes=some))
-        for sequence in range(1, LEAST_HASHES // 100_000 + 2):
+        for sequence in range(1, MIN_HASHES // 100_000 + 2):
             batch = router_pb2.KvEventBatch(sequence=sequence, events=[stored, removed])
-            await bad._write(router_pb2.AttachRequest(events=batch))
+            await bad.write(router_pb2.AttachRequest(events=batch))
         await until(lambda: bad.ended is not None)
         assert cut_off(caplog) == ["bad"]
 
@@ -64,7 +64,7 @@ async def test_blocks_beyond_the_card_and_garbage_leave_nothing_behind(caplog: p
             await bad.attach(router)
             await bad.store([5, 6, 7])
             batch = router_pb2.KvEventBatch(sequence=2, events=[router_pb2.KvEvent(stored=nonsense)])
-            await bad._write(router_pb2.AttachRequest(events=batch))
+            await bad.write(router_pb2.AttachRequest(events=batch))
             await until(lambda bad=bad: bad.ended is not None)
         assert cut_off(caplog) == ["liar", "babbler"]
 

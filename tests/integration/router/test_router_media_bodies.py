@@ -16,7 +16,7 @@ from services.common.media.spans import MediaKind, MediaSpan, content_hash
 from services.common.packing import pack_u64
 from services.common.rpc.media import span_messages
 from services.common.rpc.server import GrpcServer
-from services.common.settings import GrpcServiceSettings
+from services.preprocess.settings import PreprocessSettings
 from services.router.preprocess_client import PreprocessBodies
 from services.router.scheduling.queries import Prompt
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc, router_pb2
@@ -50,7 +50,7 @@ class Preprocess(preprocess_pb2_grpc.PreprocessServicer):
 
 @pytest.fixture
 async def preprocess() -> AsyncIterator[tuple[Preprocess, str]]:
-    server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0", max_message_mb=64), preprocess_pb2.DESCRIPTOR)
+    server = GrpcServer(PreprocessSettings(listen="127.0.0.1:0"), preprocess_pb2.DESCRIPTOR)
     servicer = Preprocess()
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(servicer, server.server)
     await server.start()
@@ -87,7 +87,7 @@ async def test_images_of_a_body_are_tokenized_and_counted(preprocess: tuple[Prep
 
         await until(routed)
         (item,) = servicer.received[-1].chat.media
-        assert (item.data, item.media_type, item.part) == (PICTURE, "image/png", "messages[0].content[0]")
+        assert (item.data, item.media_type, item.part) == (PICTURE, "", "messages[0].content[0]")
         assert json.loads(servicer.received[-1].chat.messages_json)[0]["content"][0] == {"type": "image", "media": 0}
         loads = await router.stub.GetLoads(router_pb2.GetLoadsRequest())
         assert [load.prefill_blocks for load in loads.loads] == [pytest.approx(4 + 1)]

@@ -6,11 +6,14 @@ import asyncio
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.router import __main__ as router_process
+from services.router.scheduling.policies.registry import ComposedPolicies
 from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query, refused
 from tests.support.repository import ROOT
@@ -64,6 +67,7 @@ def store(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture
 def found(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(router_process, "ComposedPolicies", partial(ComposedPolicies, timeout_s=10.0))
 
 
 @pytest.mark.usefixtures("found")
@@ -72,7 +76,6 @@ async def test_installed_stages_route_each_tenant_to_its_pool_within_the_limits(
     settings = {
         "policies": EXAMPLE / "policies.yaml",
         "busy_requests": 3,
-        "policy_timeout_ms": 10_000,
         "drain_s": 5,
         "lease_ms": 60_000,
     }
@@ -101,7 +104,7 @@ async def test_installed_stages_route_each_tenant_to_its_pool_within_the_limits(
 
 @pytest.mark.usefixtures("found")
 async def test_installed_picker_keeps_sessions_together_on_every_replica(redis: RedisServer) -> None:
-    settings = {"policies": EXAMPLE / "policies.yaml", "policy_timeout_ms": 10_000, "drain_s": 5, "lease_ms": 60_000}
+    settings = {"policies": EXAMPLE / "policies.yaml", "drain_s": 5, "lease_ms": 60_000}
     async with routers(2, redis_url=redis.url, redis_timeout_s=10, **settings) as made:
         await attach(made, *(f"w{n}" for n in range(5)))
         for session in ("one", "two", "three"):
@@ -173,7 +176,7 @@ async def test_label_filter_keeps_requests_in_their_zone(tmp_path: Path, store: 
                 answers = [await replica.stub.RouteQuery(query(prompt(n), headers={"x-zone": zone})) for n in range(4)]
                 assert {answer.decode.worker_id for answer in answers} == {expected}
             error = await refused(replica.stub.RouteQuery(query(prompt(1), headers={"x-zone": "north"})))
-            assert error.code == "no_workers"
+            assert error.code == "workers_excluded"
 
 
 @pytest.mark.parametrize("labels", [{"": "x"}, {"a": "x" * 64}, {"a\n": "x"}, {f"n{n}": "x" for n in range(33)}])

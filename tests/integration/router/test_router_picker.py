@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
+from services.router.picker import bootstrap
+from services.router.picker.picker import PickerConfig
 from sluice.v1 import common_pb2, router_pb2
 from sluice.v1 import ext_proc_pb2 as ext_proc
 from tests.support.clients.ext_proc import Exchange
@@ -27,6 +30,7 @@ from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, route
 
 DROPPED = "x-llm-d-request-dropped-reason"
 CALL = "c12345678"
+SALT = "sluice-tenant-0123456789abcdef0123456789abcdef"
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 
 
@@ -191,7 +195,7 @@ async def test_body_that_never_ends_is_rejected_in_time() -> None:
         exchange = found.exchange()
         await exchange.send(request_headers=ext_proc.HttpHeaders())
         answered = await exchange.answer()
-        assert answered.status == 504
+        assert answered.status == 408
         await found.empty()
 
 
@@ -300,9 +304,10 @@ async def test_rewritten_model_is_routed_and_sent() -> None:
         assert answered.endpoints
         assert json.loads(answered.body)["model"] == MODEL
         assert answered.headers["content-length"] == str(len(answered.body))
-        large = {"model": "alias", "prompt": "\ud800", "seed": 1 << 70}
+        large = {"model": "alias", "prompt": "\U0001f600", "seed": (1 << 64) - 1}
         answered = await found.pick(large, {"x-llm-d-model-name-rewrite": MODEL})
         assert json.loads(answered.body) == {**large, "model": MODEL}
+        assert (await found.pick({"model": MODEL, "prompt": "\ud800"})).status == 400  # as at the gateway
 
 
 async def test_adapter_is_routed_to_a_worker_that_has_it() -> None:
@@ -346,8 +351,9 @@ async def test_booking_follows_the_endpoint_that_served(how: str) -> None:
         await found.empty()
 
 
-async def test_late_tokenizer_routes_by_load_with_a_mark() -> None:
-    async with picker(preprocess=["127.0.0.1:9"], picker_tokenize_ms=50) as found:
+async def test_late_tokenizer_routes_by_load_with_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "PickerConfig", partial(PickerConfig, tokenize_ms=50))
+    async with picker(preprocess=["127.0.0.1:9"]) as found:
         exchange = found.exchange()
         assert (await exchange.request(CHAT)).endpoints
         headers, _ = await exchange.respond([b"{}"])
@@ -521,3 +527,30 @@ async def test_pickers_without_a_shared_store_overbook() -> None:
         assert {placed.count(http(number)) for number in (1, 2, 3)} == {2 * most}
         for exchange in exchanges:
             exchange.cut()
+
+
+@pytest.mark.parametrize("gateways", [[], ["127.0.0.1:9"]], ids=["workers", "gateways"])
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"cache_salt": SALT}, "cache_salt"),
+        ("/v1/completions", {"prompt": "x", "extra_key": SALT}, "extra_key"),
+        ("/v1/chat/completions", {"vllm_xargs": {"cache_salt": SALT}}, "vllm_xargs.cache_salt"),
+        ("/v1/chat/completions", {"custom_params": {"extra_key": SALT}}, "custom_params.extra_key"),
+        ("/v1/chat/completions", {"nvext": {"cache_salt": SALT}}, "nvext.cache_salt"),
+        ("/v1/responses", {"input": "x", "cache_salt": SALT}, "cache_salt"),
+        ("/v1/messages", {"cache_salt": SALT}, None),
+        ("/v1/embeddings", {"input": "x", "cache_salt": SALT}, "cache_salt"),
+        ("/v1/other", {"cache_salt": SALT}, "cache_salt"),
+    ],
+)
+async def test_salt_of_a_tenant_is_refused_as_at_the_gateway(
+    path: str, fields: dict[str, Any], param: str | None, gateways: list[str]
+) -> None:
+    async with picker(picker_gateways=gateways) as found:
+        answered = await found.pick({**CHAT, **fields}, path=path)
+        assert answered.status == 400
+        error = json.loads(answered.error)["error"]
+        assert error.get("param") == param
+        assert "must not start with 'sluice-tenant-', which is reserved for the salts of tenants." in error["message"]
+        assert (await found.pick({**CHAT, "cache_salt": "my-own"})).endpoints

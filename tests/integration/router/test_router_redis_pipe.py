@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from services.common.redis.servers import RedisServers
 from services.common.redis.target import parse
 from services.router.store.base import StoreUnavailable
 from services.router.store.redis_client import RedisClient
@@ -29,7 +30,7 @@ async def session(client: RedisClient, name: str, value: str) -> str:
 
 
 async def test_replies_of_concurrent_calls_reach_their_callers(redis: RedisServer) -> None:
-    client = RedisClient(parse(redis.url), 5.0)
+    client = RedisClient(RedisServers(parse(redis.url), 5.0), 5.0)
     names = [f"s{number}" for number in range(500)]
     assert await asyncio.gather(*(session(client, name, f"v-{name}" * 50) for name in names)) == [
         f"v-{name}" * 50 for name in names
@@ -42,7 +43,7 @@ async def test_replies_of_concurrent_calls_reach_their_callers(redis: RedisServe
 
 
 async def test_connection_that_is_closed_while_idle_is_replaced(redis: RedisServer) -> None:
-    client = RedisClient(parse(redis.url), 5.0, lanes=1)
+    client = RedisClient(RedisServers(parse(redis.url), 5.0), 5.0, lanes=1)
     await session(client, "a", "1")
     (first,) = await ids(redis)
     async with Redis.from_url(redis.url) as other:
@@ -61,7 +62,7 @@ async def test_connection_that_is_closed_while_idle_is_replaced(redis: RedisServ
 
 
 async def test_late_replies_are_not_taken_for_those_of_the_next_call(redis: RedisServer) -> None:
-    client = RedisClient(parse(redis.url), 0.5, lanes=1)
+    client = RedisClient(RedisServers(parse(redis.url), 0.5), 0.5, lanes=1)
     await session(client, "a", "1")
     await session(client, "b", "2")
     redis.freeze()
@@ -75,7 +76,7 @@ async def test_late_replies_are_not_taken_for_those_of_the_next_call(redis: Redi
 
 
 async def test_error_of_a_script_leaves_its_connection_in_use(redis: RedisServer) -> None:
-    client = RedisClient(parse(redis.url), 5.0, lanes=1)
+    client = RedisClient(RedisServers(parse(redis.url), 5.0), 5.0, lanes=1)
     await session(client, "a", "1")
     before = await ids(redis)
     with pytest.raises(StoreUnavailable):

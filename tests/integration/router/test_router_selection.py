@@ -296,9 +296,9 @@ async def test_bodies_need_a_preprocess_service() -> None:
 
 
 BAD: list[tuple[dict[str, Any], ErrorKind, str]] = [
-    ({"model": "nobody"}, ErrorKind.NOT_FOUND, "model"),
+    ({"model": "unknown"}, ErrorKind.NOT_FOUND, "model"),
     ({"candidates": router_pb2.CandidateSet()}, ErrorKind.FAILED_PRECONDITION, "candidates"),
-    ({"candidates": router_pb2.CandidateSet(worker_ids=["nobody"])}, ErrorKind.UNAVAILABLE, ""),
+    ({"candidates": router_pb2.CandidateSet(worker_ids=["unknown"])}, ErrorKind.UNAVAILABLE, ""),
     ({"prompt": router_pb2.PromptRef(token_ids=b"abc")}, ErrorKind.INVALID_ARGUMENT, "prompt.token_ids"),
     (
         {"prompt": router_pb2.PromptRef(block_hashes=bytes(12), block_size=BLOCK)},
@@ -346,7 +346,7 @@ async def test_what_makes_no_sense_is_refused_in_a_sentence_and_books_nothing() 
             error = await refused(router.stub.RouteQuery(query(prompt(1, 2), **fields)))
             assert (error.kind, error.param) == (kind, param), fields
             assert error.message.endswith("."), fields
-        for worker_id, rank in (("nobody", 0), ("a", 5)):
+        for worker_id, rank in (("unknown", 0), ("a", 5)):
             add = router_pb2.AddRequestRequest(
                 request_id="r", model=MODEL, worker_id=worker_id, data_parallel_rank=rank, prompt=prompt(1)
             )

@@ -164,10 +164,9 @@ async def test_a_model_whose_reading_fails_is_read_again_after_a_while(
 
 
 async def test_a_report_that_cannot_be_read_is_no_report(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
-    from services.router.messages.workers import read_report, used_blocks, worker_info
+    from services.router.messages.workers import read_report, worker_info
 
     garbled = b"\xff\xff" + redis.prefix.encode()
     assert read_report(garbled) == []
-    assert used_blocks(garbled) == []
     assert worker_info(worker("a"), garbled).load.running_requests == 0
     assert sum("ignoring a stored worker report" in each.getMessage() for each in caplog.records) == 1

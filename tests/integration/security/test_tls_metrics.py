@@ -1,4 +1,4 @@
-"""The metrics endpoint behind TLS: as strict as the gRPC port, and nobody can hold it up."""
+"""The metrics endpoint behind TLS: as strict as the gRPC port, and a slow client delays no other."""
 
 from __future__ import annotations
 

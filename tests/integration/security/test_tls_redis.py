@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.common.redis.connect import RenewingConnection, RenewingSentinelConnection, connect
+from services.common.redis.connect import RenewingConnection, open_pool, open_probe
 from services.common.redis.target import Credentials, parse
 from services.router.store.base import StoreUnavailable
 from services.router.store.redis import RedisStore
@@ -87,13 +87,11 @@ async def test_sentinels_and_the_master_they_name_want_certificates_too(tmp_path
         sentinels.stop()
 
 
-async def test_every_topology_connects_anew_with_the_files_of_the_time(tmp_path: Path) -> None:
-    login = Credentials(ca_file=tmp_path / "ca.pem")
-    sentinel = connect(parse("rediss+sentinel://127.0.0.1:1,127.0.0.1:2/main/0", login), 1, 2)
-    pool = sentinel.connection_pool
-    assert pool.connection_class is RenewingSentinelConnection
-    assert {guard.connection_pool.connection_class for guard in pool.sentinel_manager.sentinels} == {RenewingConnection}
-    cluster = connect(parse("rediss+cluster://127.0.0.1:1,127.0.0.1:2", login), 1, 2)
-    nodes = cluster.nodes_manager
-    assert {node.connection_class for node in nodes.startup_nodes.values()} == {RenewingConnection}
-    assert nodes.connection_kwargs["connection_class"] is RenewingConnection
+@pytest.mark.parametrize("kind", ["", "+sentinel", "+cluster"])
+async def test_every_topology_connects_anew_with_the_files_of_the_time(tmp_path: Path, kind: str) -> None:
+    url = f"rediss{kind}://127.0.0.1:1/" + ("main/0" if kind == "+sentinel" else "")
+    target = parse(url, Credentials(ca_file=tmp_path / "ca.pem"))
+    here = ("127.0.0.1", 1)
+    pools = [open_pool(target, here, 1, 2)]
+    pools += [open_probe(target, here, 1, sentinel).connection_pool for sentinel in (False, True)]
+    assert {pool.connection_class for pool in pools} == {RenewingConnection}

@@ -116,13 +116,13 @@ async def test_a_channel_shows_its_new_certificate_and_finishes_what_runs_on_the
 async def test_whoever_waits_for_a_connection_waits_on_while_the_certificate_is_renewed(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     trust = authority.issue("client")
-    address = f"127.0.0.1:{free_port()}"  # where nobody listens yet
+    address = f"127.0.0.1:{free_port()}"  # without a listener yet
     async with open_channel(address, channel_credentials(trust)) as channel:
         waiting = asyncio.create_task(channel.channel_ready())
         await asyncio.sleep(0.1)
         authority.issue("client")
         with pytest.raises(grpc.aio.AioRpcError):
-            await shown(channel)  # takes another line, and closes the one that nobody uses
+            await shown(channel)  # takes another line, and closes the unused one
         await asyncio.sleep(0.2)
         assert not waiting.done(), "the channel was closed under it"
         waiting.cancel()

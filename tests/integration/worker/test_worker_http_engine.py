@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams, StructuredOutput
 from services.worker.engines.http import HttpEngine, engine
 from services.worker.engines.inprocess import event_proof
 from services.worker.kv_events import zmq_feed
@@ -25,6 +28,7 @@ from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import until
 from tests.support.fakes.fake_http_engines import BLOCK, CONTEXT, FakeServer, FakeSglang, FakeVllm, served
+from tests.support.oracles.errors import raises_error
 
 PROMPT = list(range(10, 10 + 2 * BLOCK + 3))
 Make = Callable[..., FakeServer]
@@ -107,6 +111,74 @@ async def test_card_of_a_server_has_its_own_model_and_sizes(make: Make) -> None:
         assert (host, port.isdecimal()) == ("127.0.0.1", True)
 
 
+def freezable(fake: FakeServer) -> asyncio.Event:
+    """Makes a server whose probes hang while the event is clear; it is set."""
+    runs = asyncio.Event()
+    runs.set()
+
+    @fake.app.middleware("http")
+    async def wait(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        if request.method == "GET":
+            await runs.wait()
+        return await call_next(request)
+
+    return runs
+
+
+async def test_generations_of_a_stopped_server_fail_and_new_ones_until_it_runs_again(make: Make) -> None:
+    fake = make()
+    runs = freezable(fake)
+    async with started(fake, silent_s=1.0) as (one, _):
+        fake.gate.clear()
+        running = [asyncio.create_task(answer(one, asked())) for _ in range(3)]
+        await until(lambda: fake.running == 3)
+        runs.clear()
+        stopped_at = time.monotonic()
+        for task in running:
+            with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, code=ENGINE_UNHEALTHY):
+                await task
+        assert time.monotonic() - stopped_at < 1.0 + 2 * (engine.POLL_INTERVAL_S + 0.5) + 1
+        with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, code=ENGINE_UNHEALTHY):
+            await answer(one, asked())
+        runs.set()
+        fake.gate.set()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert await answer(one, asked())
+                    break
+                except SluiceError:
+                    await asyncio.sleep(0.1)
+
+
+async def test_server_that_generates_while_its_probes_hang_is_not_taken_for_stopped(
+    make_vllm: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow_steps(request: Request, count: int) -> AsyncIterator[int]:
+        for index in range(count):
+            yield index
+            await asyncio.sleep(0.2)
+
+    fake = make_vllm()
+    runs = freezable(fake)
+    monkeypatch.setattr(fake, "steps", slow_steps)
+    async with started(fake, silent_s=1.0) as (one, _):
+        runs.clear()
+        assert await answer(one, asked(max_tokens=15))
+        runs.set()
+
+
+async def test_server_that_answers_probes_during_a_long_prefill_is_not_taken_for_stopped(make_vllm: Make) -> None:
+    fake = make_vllm()
+    async with started(fake, silent_s=0.5) as (one, _):
+        fake.gate.clear()
+        running = asyncio.create_task(answer(one, asked()))
+        await asyncio.sleep(3)
+        assert not running.done()
+        fake.gate.set()
+        assert await running
+
+
 async def test_card_with_a_model_flag_has_that_name(make: Make, tmp_path: Path) -> None:
     async with started(make(), "--model", f"chat={tmp_path}") as (_, config):
         assert config.model == "chat"
@@ -150,6 +222,42 @@ async def test_generation_that_the_server_rejects_raises_its_reason(make: Make) 
         with pytest.raises(SluiceError, match="the prompt is too long") as caught:
             await answer(one, asked())
         assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("is_guided", [True, False])
+@pytest.mark.parametrize("is_healthy", [True, False])
+async def test_failure_before_the_first_token_is_the_constraints_while_the_server_is_healthy(
+    make: Make, is_guided: bool, is_healthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "HEALTH_CHECK_INTERVAL_S", 0)
+    fake = make()
+    async with started(fake) as (one, _):
+        fake.failure = (500, "Internal server error")
+        fake.healthy = is_healthy
+        guided = StructuredOutput("json_schema", '{"type": "object"}') if is_guided else None
+        is_refusal = is_guided and is_healthy
+        with raises_error(
+            kind=ErrorKind.INVALID_ARGUMENT if is_refusal else ErrorKind.INTERNAL,
+            param="response_format" if is_refusal else "",
+        ):
+            await answer(one, asked(guided=guided))
+
+
+@pytest.mark.parametrize("status", [401, 502])
+async def test_failure_of_the_access_to_a_server_is_not_the_constraints(make: Make, status: int) -> None:
+    fake = make()
+    async with started(fake) as (one, _):
+        fake.failure = (status, "Bad gateway")
+        with raises_error(kind=ErrorKind.INTERNAL, param=""):
+            await answer(one, asked(guided=StructuredOutput("json_schema", '{"type": "object"}')))
+
+
+async def test_generation_that_the_server_rejects_for_its_constraint_names_it(make: Make) -> None:
+    fake = make()
+    async with started(fake) as (one, _):
+        fake.failure = (400, "Grammar error: unexpected token")
+        with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="response_format", match="unexpected token"):
+            await answer(one, asked(guided=StructuredOutput("ebnf", 'root ::= "a" |')))
 
 
 async def test_generation_whose_stream_breaks_can_be_retried_elsewhere(make: Make) -> None:
@@ -389,3 +497,39 @@ async def test_events_at_a_configured_endpoint_are_followed(make: Make) -> None:
         await answer(one, asked())
         await Index(one).until_has(PROMPT)
     other.publisher.cut()
+
+
+@pytest.mark.parametrize("usage_s", [0.0, 0.3])
+@pytest.mark.parametrize("scale_out", [False, True])
+async def test_vllm_last_tokens_come_with_the_usage(make_vllm: Make, scale_out: bool, usage_s: float) -> None:
+    fake = make_vllm(scale_out=scale_out)
+    async with started(fake) as (one, _):
+        await answer(one, asked())
+        fake.usage_s = usage_s
+        request = asked()
+        seen: list[tuple[int, bool]] = []
+        loop = asyncio.get_running_loop()
+        async for delta in one.generate(request, GenerateContext(request.request_id)):
+            seen.append((len(delta.token_ids), delta.finish_reason is not None))
+            now = loop.time()
+            if delta.token_ids and sum(count for count, _ in seen) == 5:
+                last_tokens_at = now
+        assert delta.usage is not None
+        assert delta.usage.cached_tokens == 2 * BLOCK
+        assert now - last_tokens_at < 0.1
+        assert seen[0][0] < 5 or usage_s == 0, "earlier tokens do not wait"
+
+
+async def test_vllm_usage_that_never_comes_is_waited_for_briefly(
+    make_vllm: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "TRAILING_S", 0.1)
+    fake = make_vllm()
+    async with started(fake) as (one, _):
+        fake.usage_s = float("inf")
+        async with asyncio.timeout(5):
+            deltas = await answer(one, asked())
+        assert sum(len(delta.token_ids) for delta in deltas) == 5
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert deltas[-1].usage is not None
+        assert deltas[-1].usage.cached_tokens is None

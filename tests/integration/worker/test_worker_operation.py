@@ -6,6 +6,7 @@ import asyncio
 import random
 from array import array
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.errors import ErrorKind, SluiceError
+from services.common.net.ports import free_port
 from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from services.common.tasks import Stop
+from services.worker import server as worker_server
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.mock import MockEngine
+from services.worker.engines.mock.engine import EMBEDDING_WIDTH
 from services.worker.server import WorkerServer
+from services.worker.serving.canary import Canary
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from tests.support.fakes.engines import until
@@ -129,6 +134,33 @@ async def test_a_loaded_adapter_reaches_the_router_while_the_worker_stays_in_its
     assert router.heard[3] == "leave shutdown"
 
 
+async def test_worker_is_healthy_after_its_first_registration_and_stays_so(folder: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    log, server = Listening(), GrpcServer(GrpcServiceSettings(listen=address), router_pb2.DESCRIPTOR)
+    router_pb2_grpc.add_RouterServicer_to_server(log, server.server)
+    async with hosted(folder, routers=[address], worker_id="w") as host:
+        await act(host, Action.ACTION_SLEEP)
+        await act(host, Action.ACTION_WAKE)
+        await asyncio.sleep(0.2)
+        assert not await serving(host), "no router has it"
+        assert host.health()["phase"] == "registering with a router"
+        await server.start()
+        await server.set_serving(True)
+        await until(lambda: log.present)
+        async with asyncio.timeout(10):
+            while not await serving(host):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (host.health()["status"], host.health()["phase"]) == ("ok", "")
+        await server.stop(0)
+        assert host.registration is not None
+        attached = host.registration.attached
+        await until(lambda: not attached.is_set())
+        await act(host, Action.ACTION_SLEEP)
+        assert not await serving(host)
+        await act(host, Action.ACTION_WAKE)
+        assert await serving(host), "an outage of the routers takes no worker down"
+
+
 async def test_a_sleeping_worker_is_out_of_discovery_and_comes_back(
     folder: Path, listening: tuple[Listening, str]
 ) -> None:
@@ -149,10 +181,12 @@ async def test_a_sleeping_worker_is_out_of_discovery_and_comes_back(
         assert router.heard[:2] == ["register w", "leave asleep"]
 
 
-async def test_a_hang_is_noticed_and_forgiven(folder: Path, listening: tuple[Listening, str]) -> None:
+async def test_a_hang_is_noticed_and_forgiven(
+    folder: Path, listening: tuple[Listening, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     router, address = listening
-    fields = {"canary_s": 0.1, "canary_timeout_s": 1.5, "canary_failures": 2}
-    async with hosted(folder, routers=[address], worker_id="w", **fields) as host, stub_of(host) as stub:
+    monkeypatch.setattr(worker_server, "Canary", partial(Canary, timeout_s=1.5))
+    async with hosted(folder, routers=[address], worker_id="w", canary_s=0.1) as host, stub_of(host) as stub:
         await until(lambda: router.present)
         assert await act(host, Action.ACTION_INJECT_FAULT, fault="hang") == {"fault": "hang"}
         caller = Caller(stub)
@@ -225,18 +259,21 @@ async def test_a_starting_worker_answers_probes(folder: Path, monkeypatch: pytes
 
 
 async def test_embeddings_arrive_packed_and_counted(folder: Path) -> None:
-    async with hosted(folder, embedding_width=8) as host, stub_of(host) as stub:
+    async with hosted(folder) as host, stub_of(host) as stub:
         prompts = [worker_pb2.TokenPrompt(token_ids=pack_u32(ids)) for ids in ([3, 4, 5], [6])]
         answer = await stub.Embed(worker_pb2.EmbedRequest(request_id="e", model="tiny", inputs=prompts))
         assert answer.usage.prompt_tokens == 4
-        assert [len(one.values) for one in answer.embeddings] == [32, 32]
+        assert [len(one.values) for one in answer.embeddings] == [4 * EMBEDDING_WIDTH] * 2
         values = array("f")
         values.frombytes(answer.embeddings[0].values)
         assert sum(value * value for value in values) == pytest.approx(1.0, rel=1e-5)
         for bad, kind in [
             (worker_pb2.EmbedRequest(model="other", inputs=prompts), ErrorKind.NOT_FOUND),
             (worker_pb2.EmbedRequest(model="tiny"), ErrorKind.INVALID_ARGUMENT),
-            (worker_pb2.EmbedRequest(model="tiny", inputs=prompts, dimensions=9), ErrorKind.INVALID_ARGUMENT),
+            (
+                worker_pb2.EmbedRequest(model="tiny", inputs=prompts, dimensions=EMBEDDING_WIDTH + 1),
+                ErrorKind.INVALID_ARGUMENT,
+            ),
             (
                 worker_pb2.EmbedRequest(model="tiny", inputs=[worker_pb2.TokenPrompt(token_ids=b"\1")]),
                 ErrorKind.INVALID_ARGUMENT,
@@ -261,7 +298,7 @@ async def test_logprobs_and_constraints_travel(folder: Path) -> None:
         choice = generation("choice")
         choice.guided.choice.choices.extend(["gate"])
         refused = generation("refused")
-        refused.guided.regex = "(?=x)y"
+        refused.guided.json_schema = '{"not": {}}'
         await caller.send({1: choice, 2: refused})
         await caller.ended(1, 2)
         assert caller.terminals[1].finish_reason == common_pb2.FINISH_REASON_STOP

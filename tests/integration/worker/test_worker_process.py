@@ -103,7 +103,7 @@ async def test_help_lists_the_settings() -> None:
         (("--model", "x=y@nothing"), 2, "processor"),
         (("--engine", "warp"), 1, "mock"),
         (("--role", "router"), 2, "role"),
-        (("--fault", "earthquake"), 1, "slow"),
+        (("--fault", "earthquake"), 1, "error_after"),
         (("--timing", "table", "--timing-file", "./no/such/file"), 1, "cannot be read"),
         (("--total-blocks", "900000000000"), 1, "Not enough memory"),
         (("--engine-args", "x=1"), 1, "accepts no engine options"),

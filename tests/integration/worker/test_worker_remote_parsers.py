@@ -21,8 +21,8 @@ from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.worker.contract.engine import GenerateContext, Sink
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, PositionLogprobs, Usage
+from services.worker.contract.text_delta import TextUpdate
 from services.worker.generation.response_sink import ResponseSink, SinkParams
-from services.worker.generation.text_delta import TextUpdate
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from tests.support.fakes.engines import until
 

@@ -163,7 +163,7 @@ async def test_a_live_request_id_is_not_taken_twice(slow: WorkerServer) -> None:
 async def test_a_caller_that_does_not_read_is_cut_off_and_others_are_not(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "MOST_TOKENS", 2 * outbox.PAGE_TOKENS)
+    monkeypatch.setattr(outbox, "MAX_TOKENS", 2 * outbox.PAGE_TOKENS)
     async with (
         hosted(folder, context_length=200_000, drain_s=0.2) as host,
         stub_of(host) as stub,

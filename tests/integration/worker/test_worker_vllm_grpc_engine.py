@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
-from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams
+from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams, StructuredOutput
 from services.worker.engines.inprocess import event_proof
 from services.worker.engines.vllm_grpc import VllmGrpcEngine
+from services.worker.engines.vllm_grpc import engine as engine_module
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.fakes.engines import until
 from tests.support.fakes.fake_vllm import BLOCK, FakeVllm, fake_vllm
+from tests.support.oracles.errors import raises_error
 
 PROMPT = list(range(10, 20))
 
@@ -119,7 +122,7 @@ async def test_a_broken_stream_of_events_goes_on(tmp_path: Path, resumes: bool) 
                     await asyncio.sleep(0.05)
 
             await asyncio.wait_for(publish_until_heard(), 30)
-            assert not index.held & set(block_hashes(PROMPT, BLOCK)), "nobody knows whether they are still there"
+            assert not index.held & set(block_hashes(PROMPT, BLOCK)), "whether the engine still holds them is unknown"
 
 
 async def test_a_cleared_cache_is_told(tmp_path: Path) -> None:
@@ -164,6 +167,24 @@ async def test_a_request_that_fails_because_the_engine_is_dead_can_be_retried(tm
         with pytest.raises(SluiceError) as caught:
             await anext(deltas)
         assert (caught.value.kind, caught.value.retryable) == (ErrorKind.ENGINE_SHUTDOWN, True)
+
+
+@pytest.mark.parametrize("guided", [StructuredOutput("json_schema", '{"type": "object"}'), None])
+async def test_failure_before_the_first_token_is_the_constraints_where_there_is_one(
+    tmp_path: Path, guided: StructuredOutput | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "EXIT_CHECK_INTERVAL_S", 0)
+    servicer = FakeVllm()
+    servicer.refuses = True
+    async with started(servicer, tmp_path) as (engine, _, _server):
+        request = replace(asked(), guided=guided)
+        if guided is None:
+            (end,) = await answer(engine, request)
+            assert end.error is not None
+            assert end.error.kind is ErrorKind.INTERNAL
+            return
+        with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="response_format"):
+            await answer(engine, request)
 
 
 async def test_nobody_answers_at_the_address(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,17 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.data.model_shapes import DEFAULT
+
 WITHIN_S = 180
 
 
 def script(text: str) -> str:
     """What makes the mock engine generate this text, wherever it is in the prompt."""
     return f"<<<script64: {b64encode(text.encode()).decode()}>>>"
-
-
-def call(tool: str, **arguments: Any) -> str:
-    """A tool call in the format of Mistral's models."""
-    return f"[TOOL_CALLS]{tool}[ARGS]{json.dumps(arguments)}"
 
 
 class Agent(ABC):
@@ -42,8 +40,10 @@ class Agent(ABC):
         self.work = work
         home.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
-        self.model = "tekken"
+        self.shape = DEFAULT
+        self.model = DEFAULT.name
         self.url = ""
+        self._calls = itertools.count()
 
     @abstractmethod
     def arguments(self, prompt: str, resume: bool) -> list[str]:
@@ -60,6 +60,14 @@ class Agent(ABC):
     @abstractmethod
     def edit(self, file: Path, old: str, new: str, answer: str) -> str:
         """Prepares the replacement of a text in a file, and then an answer; returns the prompt."""
+
+    def call(self, tool: str, **arguments: Any) -> str:
+        """The next call of the session, as the model generates it."""
+        return self.shape.call(next(self._calls), tool, arguments)
+
+    def says(self, answer: str) -> str:
+        """What makes the model give this answer."""
+        return script(self.shape.answer(answer))
 
     def start(self, prompt: str, resume: bool = False) -> subprocess.Popen[str]:
         """Starts a run."""
@@ -93,11 +101,13 @@ class Agent(ABC):
         Args:
             calls: shell commands.
         """
+        first = script(self.run_command(f"{calls[0]}; cat step0.txt"))
         followers = [*calls[1:], None]
         for number, follower in enumerate(followers):
-            text = answer if follower is None else self.run_command(f"{follower}; cat step{number + 1}.txt")
-            (self.work / f"step{number}.txt").write_text(script(text) + "\n")
-        return f"Work: {script(self.run_command(f'{calls[0]}; cat step0.txt'))}"
+            following = f"{follower}; cat step{number + 1}.txt"
+            text = self.says(answer) if follower is None else script(self.run_command(following))
+            (self.work / f"step{number}.txt").write_text(f"{text}\n")
+        return f"Work: {first}"
 
 
 class FileTools(Agent):
@@ -108,10 +118,11 @@ class FileTools(Agent):
 
     def edit(self, file: Path, old: str, new: str, answer: str) -> str:
         read, edit, path, before, after = self.edit_names
+        look = self.call(read, **{path: str(file)})
         # The file's content, which the model reads, has the script of the edit; the new text has that of the answer.
-        change = call(edit, **{path: str(file), before: old, after: f"{new} {script(answer)}"})
+        change = self.call(edit, **{path: str(file), before: old, after: f"{new} {self.says(answer)}"})
         file.write_text(f"{file.read_text()}{script(change)}\n")
-        return f"Edit: {script(call(read, **{path: str(file)}))}"
+        return f"Edit: {script(look)}"
 
 
 class Codex(Agent):
@@ -145,11 +156,11 @@ class Codex(Agent):
         return {"CODEX_HOME": str(self.home), "RUST_LOG": "error"}
 
     def run_command(self, command: str) -> str:
-        return call("exec_command", cmd=command)
+        return self.call("exec_command", cmd=command)
 
     def edit(self, file: Path, old: str, new: str, answer: str) -> str:
         # The patch, which stays in the history, has the script of the answer.
-        change = f"@@\n-{old}\n+{new} {script(answer)}\n"
+        change = f"@@\n-{old}\n+{new} {self.says(answer)}\n"
         patch = f"*** Begin Patch\n*** Update File: {file.name}\n{change}*** End Patch"
         command = f"apply_patch <<'EOF'\n{patch}\nEOF\n"
         return f"Edit: {script(self.run_command(command))}"
@@ -176,7 +187,7 @@ class ClaudeCode(FileTools):
         }
 
     def run_command(self, command: str) -> str:
-        return call("Bash", command=command, description="A step.")
+        return self.call("Bash", command=command, description="A step.")
 
 
 class OpenCode(FileTools):
@@ -214,4 +225,4 @@ class OpenCode(FileTools):
         }
 
     def run_command(self, command: str) -> str:
-        return call("bash", command=command, description="A step.")
+        return self.call("bash", command=command, description="A step.")

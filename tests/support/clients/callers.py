@@ -69,7 +69,7 @@ class Calls:
         """
         descriptor = module.DESCRIPTOR.services_by_name[service].methods_by_name[method]
         sent = request or getattr(module, descriptor.input_type.name)()
-        make = self.channel.stream_stream if descriptor.client_streaming else self.channel.unary_stream
+        make: Any = self.channel.stream_stream if descriptor.client_streaming else self.channel.unary_stream
         open_call = make(
             f"/sluice.v1.{service}/{method}",
             request_serializer=lambda message: message.SerializeToString(),

@@ -64,7 +64,7 @@ class Exchange:
         subset: str | Sequence[str] | None = None,
         chunk: int = 65_536,
         repeated_ends: int = 0,
-        mode: int = FULL_DUPLEX,
+        mode: ext_proc.ProtocolConfiguration.BodySendMode.ValueType = FULL_DUPLEX,
         method: str = "POST",
     ) -> Answered:
         """Sends a request and returns the picker's answer.
@@ -176,7 +176,7 @@ class Exchange:
             assert answer.WhichOneof("response") == "response_body"
             part = answer.response_body.response.body_mutation.streamed_response
             assert len(part.body) <= 62_000
-            passed += part.body
+            passed += bytes(part.body)
             if len(passed) == len(chunk):
                 assert part.end_of_stream == end
                 return passed

@@ -19,10 +19,12 @@ def picture(color: Color) -> bytes:
 
 def described(*colors: Color) -> str:
     """Returns how the mock engine's answer begins for pictures of these colors."""
-    return "; ".join(
-        "image {}x{} #{:02x}{:02x}{:02x} {}".format(WIDTH, HEIGHT, *color, sha256(picture(color)).hexdigest()[:8])
-        for color in colors
-    )
+    return "; ".join(described_file(picture(color)) for color in colors)
+
+
+def described_file(data: bytes) -> str:
+    """Returns what the mock engine's answer says of a picture."""
+    return f"image {len(data)} bytes {sha256(data).hexdigest()[:8]}"
 
 
 def data_url(data: bytes) -> str:

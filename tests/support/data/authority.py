@@ -72,7 +72,7 @@ class Authority:
         )
         certificate, key_file = self.folder / f"{name}.pem", self.folder / f"{name}.key"
         private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        # The certificate first: until the key is there as well the two do not fit, and nobody may mind.
+        # The certificate first: until the key is there as well the two do not fit, and no reader may fail.
         for path, content in ((certificate, made.public_bytes(Encoding.PEM)), (key_file, private)):
             fresh = path.with_suffix(".fresh")
             fresh.write_bytes(content)

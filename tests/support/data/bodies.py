@@ -7,6 +7,10 @@ from typing import Any
 
 import orjson
 
+from services.common.apis.responses.conversation import conversation
+from services.common.apis.responses.items import read_items
+from services.common.apis.responses.tools import read_tools
+from services.common.intake.json_values import check_values
 from services.gateway.apis.anthropic.schemas import MessagesRequest, explain
 from services.gateway.apis.anthropic.translate import EngineCapabilities
 from services.gateway.apis.anthropic.translate import translate as translate_message
@@ -16,15 +20,12 @@ from services.gateway.apis.openai.schemas import ChatCompletionRequest, Completi
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.translate import chat_request, completion_requests, count_tools
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.conversation import conversation
-from services.gateway.apis.responses.items import read_items
 from services.gateway.apis.responses.schemas import ResponsesRequest
-from services.gateway.apis.responses.tools import read_tools
 from services.gateway.apis.responses.translate import translate as translate_response
-from services.gateway.http.body_budgets import BodyBudgets, BodySettings
-from services.gateway.http.json_values import check_values
+from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.settings import GatewaySettings
 
-BUDGETS = BodySettings().budgets
+BUDGETS = GatewaySettings().budgets
 """Those of a gateway without flags."""
 
 Read = Callable[[dict[str, Any], BodyBudgets], object]

@@ -108,7 +108,7 @@ def trimmed(mp4: bytes, start_ms: int) -> bytes:
     """Returns an MP4 file without the time before a start, cut without encoding: an edit list hides the rest."""
     file = BytesIO()
     options = {"avoid_negative_ts": "disabled"}
-    with av.open(BytesIO(mp4)) as source, av.open(file, "w", format="mp4", options=options) as container:
+    with av.open(BytesIO(mp4), "r") as source, av.open(file, "w", format="mp4", options=options) as container:
         given = source.streams.video[0]
         stream = container.add_stream_from_template(given)
         assert given.time_base is not None

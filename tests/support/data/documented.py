@@ -65,7 +65,7 @@ class Document:
 
 
 def flags_of(words: list[str]) -> list[str]:
-    """The flags among the words of a command; what follows `--` belongs to somebody else."""
+    """The flags among the words of a command; what follows `--` belongs to another program."""
     own = words[: words.index("--")] if "--" in words else words
     return [word.partition("=")[0] for word in own if _FLAG.fullmatch(word.partition("=")[0])]
 

@@ -1,4 +1,4 @@
-"""Schemas and patterns that cost a naive engine minutes, gigabytes or its life."""
+"""Schemas that cost a naive engine minutes, gigabytes or its life."""
 
 from __future__ import annotations
 
@@ -31,23 +31,20 @@ def repeated_constant(constant: Any) -> StructuredOutput:
     )
 
 
-_MANY = [f"q{index}" for index in range(20_000)]
+_MANY = [f"q{index}" for index in range(8_000)]
 
 GRAMMARS = {
-    "loops of nothing": regex("((){4000}){4000}"),
-    "loops of loops of nothing": regex("(((){1000}){1000}){1000}"),
-    "a surrogate": regex(r"\ud800"),
+    "a surrogate": schema({"const": "\ud800"}),
     "allOf of allOf": tree("allOf", {}),
     "anyOf of anyOf": tree("anyOf", {"not": {}}),
-    "a long constant, often": repeated_constant("x" * 500_000),
+    "a long constant, often": repeated_constant("x" * 100_000),
     "a wide constant, often": repeated_constant(["x"] * 20_000),
-    "many required": schema({"properties": {f"p{index}": {} for index in range(20_000)}, "required": _MANY}),
-    "two enumerations": schema({"allOf": [{"enum": list(range(20_000))}, {"enum": list(range(20_000, 40_000))}]}),
-    "patterns of sets": schema({"type": "array", "items": {"pattern": "[\x01-\U0010ffff]" * 800}, "minItems": 9_000}),
+    "many required": schema({"properties": {f"p{index}": {} for index in range(8_000)}, "required": _MANY}),
+    "two enumerations": schema({"allOf": [{"enum": list(range(10_000))}, {"enum": list(range(10_000, 20_000))}]}),
     "long strings": schema({"type": "array", "items": {"minLength": 4_000}, "minItems": 9_000}),
     "different booleans": schema(
         {"type": "array", "items": {"type": "boolean"}, "minItems": 9_000, "uniqueItems": True}
     ),
-    "a long name": schema({"required": ["x" * 900_000]}),
+    "a long name": schema({"required": ["x" * 200_000]}),
 }
 """None of them can be followed within bounds."""

@@ -27,8 +27,7 @@ from typing import Any
 
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.families.family import Call
-from tests.support.data.call_formats import FORMATS, CallFormat
+from tests.support.data.call_formats import FORMATS, Call, CallFormat
 from tests.support.oracles.parsing import parsed, pieces_of
 
 _TYPES = {
@@ -174,7 +173,14 @@ def _is_complete(schema: dict[str, Any]) -> bool:
 
 def _conforms(value: Any, schema: dict[str, Any]) -> bool:
     """Whether a value and all values in it have the types of a schema."""
-    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "array": list,
+        "object": dict,
+    }
     if "type" in schema and not isinstance(value, kinds[schema["type"]]):
         return False
     if isinstance(value, list):

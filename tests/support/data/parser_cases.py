@@ -9,20 +9,29 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import multiprocessing.pool
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.postprocess.detokenize.vocabulary import ParserNames
-from tests.support.oracles.parsing import COMMON, MARKUP, RECORDED, WORDS, parsed, pieces_of
+from services.postprocess.parsers.calls.parser import CallParser
+from services.postprocess.parsers.families.harmony import HarmonyParser
+from services.postprocess.parsers.families.think import ImpliedThinkParser
+from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from tests.support.data.call_formats import FORMATS
+from tests.support.oracles.parsing import COMMON, MARKUP, RECORDED, TOOLS, WORDS, parsed, pieces_of
 
 LOST_WORD = "Kq7"
 """A word that no answer has."""
+TOOL_NAMES = frozenset(tool["function"]["name"] for tool in TOOLS)
+GOOD = ("get_weather", {"city": "Zürich 🌧️", "days": 3})
 CHUNK = 500
 """Cases that a process does at a time."""
 
@@ -60,6 +69,43 @@ def check(names: Names, text: str, cuts: Sequence[int]) -> None:
     assert parsed(parsers, list(text)) == whole, f"one character at a time: {text!r}"
     assert parsed(parsers, pieces_of(text, cuts), plain=True) == whole, f"plain, cut at {sorted(cuts)}: {text!r}"
     assert parsed(parsers, list(text), plain=True) == whole, f"plain, one character at a time: {text!r}"
+    check_names(names, text)
+
+
+_IS_PLAIN = re.compile(r"[A-Za-z0-9_.:-]{1,256}").fullmatch
+
+
+def check_names(names: Names, text: str) -> None:
+    """Every call has the name of a tool of the request, or a plain one without markup."""
+    for name, _, _ in parsed(ParserNames(*names), [text]).calls:
+        assert name in TOOL_NAMES or _IS_PLAIN(name), f"the name {name!r}: {text!r}"
+
+
+def formats_of(names: Names) -> list[str]:
+    """The formats of calls that a pair of parsers reads, of those whose calls begin with a marker."""
+    tool = TOOL_PARSERS.get(names[0])
+    marked = tool is HarmonyParser or (tool is not None and issubclass(tool, CallParser) and tool.marked)
+    return [name for name, form in FORMATS.items() if marked and TOOL_PARSERS[form.parser] is tool]
+
+
+def damaged(names: Names, name: str, draw: random.Random) -> str:
+    """A call that is cut before its arguments, text, and a whole call of `get_weather`."""
+    render = FORMATS[name].render
+    broken = draw.choice(("look_up", "get_weather", "look_up and_more"))
+    text = render([(broken, {"city": "x"})])
+    start, end = text.rindex(broken), text.rindex(broken) + len(broken)
+    between = draw.choice(("", "\n", " ", " more words ", "}", ")", '"'))
+    thought = "</think>" if REASONING_PARSERS.get(names[1]) is ImpliedThinkParser else ""
+    return thought + text[: draw.randint(start, end)] + between + render([GOOD])
+
+
+def check_recovered(names: Names, text: str) -> None:
+    """A damaged call is text, or one without arguments, is marked, and takes nothing of the call that follows."""
+    found = parsed(ParserNames(*names), [text])
+    calls = [(name, json.loads(arguments)) for name, arguments, _ in found.calls]
+    assert calls[-1:] == [GOOD], f"the whole call is missing in {calls}: {text!r}"
+    assert all(arguments == {} for _, arguments in calls[:-1]), f"{calls}: {text!r}"
+    assert found.degraded or len(calls) > 1, f"damaged without a mark: {text!r}"
 
 
 def mutant(names: Names, draw: random.Random) -> str:
@@ -102,6 +148,10 @@ def _run(chunk: _Chunk) -> _Outcome:
         try:
             check(chunk.names, text, cuts)
             check_kept(chunk.names, mutant(chunk.names, draw))
+            for name in formats_of(chunk.names):
+                text = damaged(chunk.names, name, draw)
+                check(chunk.names, text, cuts)
+                check_recovered(chunk.names, text)
         except Exception as error:
             again = f"--parser {label(chunk.names)} --seed {seed} --cases 1"
             return _Outcome(chunk, f"{type(error).__name__}: {error}", again)

@@ -47,21 +47,21 @@ class Defect:
 DEFECTS: dict[str, Defect] = {
     "delta": Defect(
         "more than one token in a delta corrupts tool calls",
-        "services/postprocess/parsers/calls.py",
+        "services/postprocess/parsers/calls/parser.py",
         "while self._buffer and self._step(events):\n            pass",
         "if self._buffer:\n            self._step(events)",
         f"{UNIT}/parsers/test_postprocess_parsers_invariance.py::test_any_split_of_any_answer_parses_the_same[hermes]",
     ),
     "delta-reasoning": Defect(
         "more than one token in a delta corrupts reasoning",
-        "services/postprocess/parsers/think.py",
+        "services/postprocess/parsers/reasoning/think.py",
         "        if self._state == _THINKING:\n            self._think(events)",
         "        elif self._state == _THINKING:\n            self._think(events)",
         f"{UNIT}/parsers/test_postprocess_parsers_invariance.py::test_any_split_of_any_answer_parses_the_same[think]",
     ),
     "parallel": Defect(
         "parallel tool calls are dropped",
-        "services/postprocess/parsers/calls.py",
+        "services/postprocess/parsers/calls/call_names.py",
         "not (self._context.single and self.count)",
         "not self.count",
         f"{PARSERS}::test_parallel_calls_with_the_arguments_as_written",
@@ -75,7 +75,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "withheld": Defect(
         "arguments are withheld until the call ends",
-        "services/postprocess/parsers/calls.py",
+        "services/postprocess/parsers/calls/parser.py",
         "            pass\n        return events",
         "            pass\n        late = self.__dict__.setdefault('late', [])\n        late += events\n"
         "        if self._index >= 0:\n            return []\n        self.late = []\n        return late",
@@ -97,7 +97,7 @@ DEFECTS: dict[str, Defect] = {
     ),
     "thinking-off": Defect(
         "the reasoning parser runs although thinking was switched off",
-        "services/postprocess/parsers/think.py",
+        "services/postprocess/parsers/reasoning/think.py",
         "closed = tail.endswith((self.end, *self.more_ends))",
         "closed = False",
         f"{PARSERS}::test_whether_the_model_thinks_is_seen_in_the_prompt_and_the_answer",
@@ -111,9 +111,9 @@ DEFECTS: dict[str, Defect] = {
     ),
     "guided": Defect(
         "guided output lands in reasoning",
-        "services/postprocess/parsers/think.py",
-        'thinks = self._thinks_first and not (self.context.guided and begun[0] in "{[")',
-        "thinks = self._thinks_first",
+        "services/postprocess/parsers/reasoning/think.py",
+        'constrained = self.context.guided and begun[0] in "{["',
+        "constrained = False",
         f"{PARSERS}::test_guided_output_is_never_reasoning",
     ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -127,7 +128,7 @@ def _add_pooling(folder: Path) -> None:
     _write(folder / "1_Pooling" / "config.json", pooling)
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2), "utf-8")
 
 

@@ -1,6 +1,6 @@
 """Every documented field of a request body, with values that its JSON schema does not allow.
 
-The schemas are those of the OpenAPI document; a validator of its own decides what is wrong, so nobody has to list it.
+The schemas are those of the OpenAPI document; a validator of its own decides what is wrong, so that no list is kept.
 """
 
 from __future__ import annotations

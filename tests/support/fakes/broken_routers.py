@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -71,7 +71,7 @@ class _Passing(router_pb2_grpc.RouterServicer):
         self._stub = router_pb2_grpc.RouterStub(channel)
         self._flaw = flaw
 
-    async def Attach(self, request_iterator: object, context: Any) -> None:
+    async def Attach(self, request_iterator: object, context: Any) -> None:  # type: ignore[override]
         call = self._stub.Attach()
         back = asyncio.create_task(self._back(call, context))
         try:
@@ -93,7 +93,7 @@ async def spoiling(router: str, flaw: Flaw) -> AsyncIterator[str]:
     """The address of a router that passes everything on to another one, spoiled."""
     channel = open_channel(router)
     server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0"), router_pb2.DESCRIPTOR)
-    router_pb2_grpc.add_RouterServicer_to_server(_Passing(channel, flaw), server.server)
+    router_pb2_grpc.add_RouterServicer_to_server(cast(Any, _Passing)(channel, flaw), server.server)
     await server.start()
     try:
         await server.set_serving(True)

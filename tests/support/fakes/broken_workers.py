@@ -127,7 +127,7 @@ class Proxy(worker_pb2_grpc.WorkerServicer):
         self._stub = stub
         self._flaw = flaw
 
-    async def Session(self, request_iterator: object, context: Context) -> None:
+    async def Session(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
         self._flaw.ghosts = 0
         upstream = self._stub.Session()
         passing = Passing()
@@ -302,7 +302,7 @@ def anonymous(request: Request) -> bytes:
 
 
 def fresh_id() -> str:
-    """An id nobody has."""
+    """An unknown id."""
     return uuid.uuid4().hex
 
 

@@ -59,7 +59,7 @@ class RecordingSink(Sink):
         self.error: SluiceError | None = None
         self.done = asyncio.Event()
 
-    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+    def begin(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
         self.calls.append("begin")
         self.cached_tokens = cached_tokens
 

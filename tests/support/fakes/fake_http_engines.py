@@ -20,6 +20,7 @@ import zmq
 import zmq.asyncio
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from services.common.net.ports import free_port
 from services.worker.kv_events.zmq_feed import END_OF_REPLAY
@@ -148,7 +149,6 @@ class FakeServer:
 
     async def steps(self, request: Request, count: int) -> AsyncIterator[int]:
         """Yields the number of each generated token."""
-        self.running += 1
         try:
             for index in range(count):
                 yield index
@@ -162,8 +162,21 @@ class FakeServer:
         except asyncio.CancelledError:
             self.disconnected += 1
             raise
+
+
+class _Stream(StreamingResponse):
+    """An answer that counts as running until it ends: a generator that is cancelled while it sends waits for the GC."""
+
+    def __init__(self, fake: FakeServer, content: AsyncIterator[str]) -> None:
+        super().__init__(content, media_type="text/event-stream")
+        self._fake = fake
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._fake.running += 1
+        try:
+            await super().__call__(scope, receive, send)
         finally:
-            self.running -= 1
+            self._fake.running -= 1
 
 
 def hash_of(prefix: Sequence[int]) -> int:
@@ -181,6 +194,9 @@ class FakeVllm(FakeServer):
 
     Args:
         scale_out: started with --enable-scale-out.
+
+    Attributes:
+        usage_s: how long the usage follows the last tokens; infinite: it never does.
     """
 
     def __init__(
@@ -188,6 +204,7 @@ class FakeVllm(FakeServer):
     ) -> None:
         super().__init__(**common)
         self._root, self._scale_out, self._details, self._length = root, scale_out, details, max_model_len
+        self.usage_s = 0.0
         for path in ("/health", "/version", "/metrics", "/kv_event_sources", "/v1/models"):
             self.app.get(path)(getattr(self, path.strip("/").replace("/", "_")))
         self.app.post("/v1/completions")(self.completions)
@@ -268,12 +285,13 @@ class FakeVllm(FakeServer):
             async for index in self.steps(request, count):
                 yield sse({"choices": [choice(index, sampling, "length" if index == count - 1 else None)]})
             usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": count}
+            await asyncio.sleep(min(self.usage_s, 3600))
             if self._details:
                 usage["prompt_tokens_details"] = {"cached_tokens": cached}
             yield sse({"choices": [], "usage": usage})
             yield "data: [DONE]\n\n"
 
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        return _Stream(self, stream())
 
     @staticmethod
     def _completion_choice(index: int, sampling: dict[str, Any], finish: str | None) -> dict[str, Any]:
@@ -431,7 +449,7 @@ class FakeSglang(FakeServer):
                 yield sse({"text": "x", "output_ids": shown, "meta_info": meta})
             yield "data: [DONE]\n\n"
 
-        return StreamingResponse(stream(), media_type="text/event-stream")
+        return _Stream(self, stream())
 
 
 @asynccontextmanager

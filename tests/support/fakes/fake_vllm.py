@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import common_pb2
 BLOCK = 4
 
 
-class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):
+class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """Answers 1000, 1001, … and reports the prompt's blocks, by their tokens.
 
     Args:
@@ -39,7 +39,7 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):
         self.prompts: list[list[int]] = []
         self.cached: set[tuple[int, ...]] = set()
         self.tells = True
-        self.healthy = True
+        self.healthy, self.refuses = True, False
         self.gate = asyncio.Event()
         self.gate.set()
         self.aborted: list[str] = []
@@ -83,6 +83,9 @@ class FakeVllm(vllm_engine_pb2_grpc.VllmEngineServicer):
         prompt = list(request.tokenized.input_ids)
         cached = self._cached_tokens(prompt)
         self.prompts.append(prompt)
+        if self.refuses:
+            yield pb.GenerateResponse(complete=pb.GenerateComplete(finish_reason="error"))
+            return
         if self.tells:
             self.publish(prompt)
         try:

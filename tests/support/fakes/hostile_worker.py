@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,6 +18,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.hashing import HASH_SCHEME
+from services.common.models import fingerprint
 from services.common.packing import pack_u32
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 
@@ -70,6 +72,7 @@ class HostileWorker:
         model: served name on its card.
         on_start: called with the slot and the request of every generation that a gateway starts here.
         on_embed: answers Embed; may raise SluiceError-like gRPC aborts through the context it is given.
+        tokenizer: a tokenizer's single file, which GetTokenizer sends; None: it has none.
 
     Attributes:
         sessions: those that are open now.
@@ -84,6 +87,7 @@ class HostileWorker:
         model: str = "evil",
         on_start: Callable[[int, worker_pb2.GenerateRequest], None] = lambda slot, request: None,
         on_embed: Callable[[worker_pb2.EmbedRequest, Any], Any] | None = None,
+        tokenizer: Path | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.model = model
@@ -94,6 +98,7 @@ class HostileWorker:
         self.port = 0
         self._on_start = on_start
         self._on_embed = on_embed
+        self._tokenizer = tokenizer
         self._changed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
         self._channels: list[grpc.aio.Channel] = []
@@ -120,12 +125,15 @@ class HostileWorker:
         await self._server.stop(0)
 
     def _handlers(self) -> grpc.GenericRpcHandler:
-        handlers = {
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Session": grpc.stream_stream_rpc_method_handler(
                 self._session, worker_pb2.WorkerSessionRequest.FromString, _serialized
             ),
             "GetInfo": grpc.unary_unary_rpc_method_handler(
                 self._info, worker_pb2.GetInfoRequest.FromString, _serialized
+            ),
+            "GetTokenizer": grpc.unary_stream_rpc_method_handler(
+                self._send_tokenizer, worker_pb2.GetTokenizerRequest.FromString, _serialized
             ),
             "Embed": grpc.unary_unary_rpc_method_handler(self._embed, worker_pb2.EmbedRequest.FromString, _serialized),
         }
@@ -157,9 +165,22 @@ class HostileWorker:
     async def _info(self, request: Any, context: Any) -> worker_pb2.GetInfoResponse:
         return worker_pb2.GetInfoResponse(worker_id=self.worker_id, epoch=1, card=card(self.model))
 
+    async def _send_tokenizer(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.TokenizerChunk]:
+        if self._tokenizer is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no tokenizer here")
+            return
+        data = self._tokenizer.read_bytes()
+        for start in range(0, len(data), 1 << 20):
+            yield worker_pb2.TokenizerChunk(
+                fingerprint=fingerprint(self._tokenizer),
+                file_name=self._tokenizer.name,
+                file_size=len(data),
+                data=data[start : start + (1 << 20)],
+            )
+
     async def _embed(self, request: worker_pb2.EmbedRequest, context: Any) -> Any:
         if self._on_embed is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no vectors here")
+            return await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no vectors here")
         return self._on_embed(request, context)
 
     def send(self, *frames: Message | bytes) -> None:
@@ -206,7 +227,7 @@ class HostileWorker:
             "role": common_pb2.WORKER_ROLE_AGGREGATED,
             "engine": "hostile",
         }
-        attached = Attached(router_pb2_grpc.RouterStub(channel).Attach())  # type: ignore[no-untyped-call]
+        attached = Attached(router_pb2_grpc.RouterStub(channel).Attach())
         await attached.register(router_pb2.Registration(**{**usual, **registration}))
         return attached
 
@@ -245,7 +266,7 @@ class Attached:
         self.call.cancel()
 
 
-class _Healthy(health_pb2_grpc.HealthServicer):
+class _Healthy(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(self, request: Any, context: Any) -> health_pb2.HealthCheckResponse:
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 

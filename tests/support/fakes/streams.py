@@ -23,9 +23,10 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placement
+from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.interfaces import StreamObserver
 from services.gateway.streams.manager import StreamManager
+from services.gateway.streams.running_memory import RunningShare
 from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.fake_links import FakeLink
 
@@ -48,6 +49,7 @@ class FakeWorker(FakeLink):
         self.slots: set[int] = set()
         self.seeds: list[int | None] = []
         self.cancelled: list[int] = []
+        self.unsent: frozenset[int] = frozenset()
 
     def start(self, stream: GenerationStream, *rest: Any) -> None:
         assert stream.slot not in self.slots
@@ -140,9 +142,7 @@ class StreamTable:
         self.reservations = 0
         self.computed: list[str] = []
         self.freed: list[tuple[str, int | None, int]] = []
-        self.stream_manager = StreamManager(
-            max_streams, self.computed.append, self.free, GatewayMetrics(), post_wait_s=0, observers=observers
-        )
+        self.stream_manager = StreamManager(max_streams, self, GatewayMetrics(), post_wait_s=0, observers=observers)
         self.take_over = self.migrate
         self.rescue: Callable[[GenerationStream, WorkerLink, SluiceError], SluiceError | None] = (
             lambda stream, worker, error: error
@@ -155,7 +155,10 @@ class StreamTable:
         self.moving: list[GenerationStream] = []
         self.may_move = True
 
-    def free(self, reservation_id: str, cached_tokens: int | None, output_tokens: int) -> None:
+    def prefill_complete(self, reservation_id: str) -> None:
+        self.computed.append(reservation_id)
+
+    def free(self, reservation_id: str, cached_tokens: int | None = None, output_tokens: int = 0) -> None:
         assert output_tokens >= 0
         self.booked.remove(reservation_id)
         self.freed.append((reservation_id, cached_tokens, output_tokens))
@@ -190,6 +193,7 @@ class StreamTable:
         post: int | None = None,
         sink: Sink | None = None,
         custom_text: Any = None,
+        memory: RunningShare | None = None,
     ) -> tuple[GenerationStream, Sink]:
         """Starts a stream; `post` is the only replica that may take it."""
         sink = sink or Sink()
@@ -206,6 +210,7 @@ class StreamTable:
             cast(Any, sink),
             recovery=self,
             custom_text=custom_text,
+            memory=memory,
         )
         for replica in self.posts:
             replica.retired = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -86,7 +87,7 @@ class ControlFlaw(Honest):
         return failure() if request.action == self._failing else None
 
 
-def only(field: str) -> Callable[[Request], None]:
+def only(field: Any) -> Callable[[Request], None]:
     """Forgets one field, and asks with plain ids instead of what stood there as the prompt."""
 
     def forget(request: Request) -> None:
@@ -177,10 +178,10 @@ CONTROLS = {
     "lora-loading": (Action.ACTION_LOAD_LORA, None),
     "bad-action": (Action.ACTION_UNSPECIFIED, None),
 }
-FLAWS.update({rule: lambda matches=matches: WrongRefusal(matches) for rule, matches in BAD.items()})
-FLAWS.update({rule: lambda forget=forget: Forgets(forget) for rule, forget in FORGETS.items()})
-FLAWS.update({rule: lambda name=name: Claims(name) for rule, name in CLAIMS.items()})
-FLAWS.update({rule: lambda actions=actions: ControlFlaw(*actions) for rule, actions in CONTROLS.items()})
+FLAWS.update({rule: partial(WrongRefusal, matches) for rule, matches in BAD.items()})
+FLAWS.update({rule: partial(Forgets, forget) for rule, forget in FORGETS.items()})
+FLAWS.update({rule: partial(Claims, name) for rule, name in CLAIMS.items()})
+FLAWS.update({rule: partial(ControlFlaw, *actions) for rule, actions in CONTROLS.items()})
 
 
 @breaks("image")

@@ -10,8 +10,8 @@ from typing import Any
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning, merge
-from services.postprocess.parsers.families import FAMILIES
 from services.postprocess.parsers.registry import build
+from tests.support.data.family_examples import EXAMPLES, FRAGMENTS
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -266,6 +266,5 @@ MARKUP: dict[tuple[str, str], tuple[str, ...]] = {
     ),
 }
 
-for _family in FAMILIES:
-    _names = (_family.name if _family.tool else "", _family.name if _family.reasoning else _family.reasoning_name)
-    RECORDED[_names], MARKUP[_names] = _family.examples, _family.fragments
+RECORDED |= EXAMPLES
+MARKUP |= FRAGMENTS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.pages import metrics
 from services.common.observability.declarations import Declared
-from sluice import metrics
 from tests.support.repository import ROOT
 
 OBSERVABILITY = ROOT / "deploy" / "observability"

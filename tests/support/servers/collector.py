@@ -36,7 +36,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self.spans: list[ReceivedSpan] = []
         self.metadata: list[dict[str, object]] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(4))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 

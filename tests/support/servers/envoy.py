@@ -216,7 +216,7 @@ class Envoy:
 
 
 def _picker_cluster(pickers: Sequence[str]) -> dict[str, Any]:
-    options = {"explicit_http_config": {"http2_protocol_options": {}}}
+    options: dict[str, Any] = {"explicit_http_config": {"http2_protocol_options": {}}}
     protocol = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
     check = {
         "timeout": "1s",

@@ -15,7 +15,7 @@ from typing import cast
 import uvloop
 
 STATS, RESET, READY = "/test/stats", "/test/reset", "/ready"
-MOST_HEAD = 256 << 10
+MAX_HEAD = 256 << 10
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -118,7 +118,7 @@ class _Connection(asyncio.Protocol):
         """Serves a request if it has arrived whole."""
         end = self._received.find(b"\r\n\r\n")
         if end < 0:
-            assert len(self._received) <= MOST_HEAD
+            assert len(self._received) <= MAX_HEAD
             return
         head = self._received[:end].decode("latin-1").split("\r\n")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
@@ -139,7 +139,7 @@ class _Connection(asyncio.Protocol):
 
     def _serve(self, path: str, headers: dict[str, str], body: bytes) -> None:
         upstream, served = self._upstream, self._upstream.served
-        if path in (STATS, RESET, READY):
+        if path.partition("?")[0] in (STATS, RESET, READY):
             if path == RESET:
                 served.most = served.requests = 0
             text = json.dumps(vars(served)).encode()
@@ -173,7 +173,7 @@ class _Connection(asyncio.Protocol):
 
 def _dechunked(received: bytearray, at: int) -> tuple[bytes, int] | None:
     """Returns a chunked body that starts at an index, and where it ends; None if it has not arrived whole."""
-    parts = []
+    parts: list[bytes] = []
     while (line := received.find(b"\r\n", at)) >= 0:
         size = int(received[at:line], 16)
         at = line + 2 + size + 2

@@ -1,4 +1,4 @@
-"""A suite of processes that nobody supervises: tests kill some of them and start them again."""
+"""A suite of processes without a supervisor: tests kill some of them and start them again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
@@ -28,6 +29,9 @@ class LooseSuite:
         prefill: workers that only begin requests; with some, the others only go on with them.
         gateway: the module that is run as one.
         through: module that runs each service, given the service's module and flags; empty: each runs by itself.
+        preprocess, routers: number of replicas; the first has no number in its name.
+        flags_of: further flags of single processes, by name.
+        code_of: Python code that single processes run, by name, given the service's module and flags.
     """
 
     def __init__(
@@ -40,7 +44,12 @@ class LooseSuite:
         prefill: int = 0,
         gateway: str = "services.gateway",
         through: str = "",
+        preprocess: int = 1,
+        routers: int = 1,
+        flags_of: Mapping[str, Sequence[str]] | None = None,
+        code_of: Mapping[str, str] | None = None,
     ) -> None:
+        self._code_of = code_of or {}
         self._runner = [sys.executable, "-m", *([through] if through else [])]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._told_to_end: set[str] = set()
@@ -48,8 +57,12 @@ class LooseSuite:
         self.ports: dict[str, int] = {}
         served = ("--model", f"tiny={model}")
         several = ("--models", f"tiny={model}")
-        self._add("preprocess", "services.preprocess", *several)
-        self._add("router", "services.router")
+        preprocesses = _numbered("preprocess", preprocess)
+        for name in preprocesses:
+            self._add(name, "services.preprocess", *several)
+        self.routers = _numbered("router", routers)
+        for name in self.routers:
+            self._add(name, "services.router", "--preprocess", self._addresses(preprocesses))
         replicas = [f"postprocess-{number}" for number in range(postprocess)]
         for name in replicas:
             self._add(name, "services.postprocess", *several)
@@ -57,16 +70,18 @@ class LooseSuite:
         self.workers = [*(f"worker-{number}" for number in range(workers)), *self.prefill]
         for name in self.workers:
             role = ("--role", "prefill" if name in self.prefill else "decode") if prefill else ()
-            routers = ("--routers", self.address("router"))
-            self._add(name, "services.worker", "--worker-id", name, *role, *served, *routers, *worker_flags)
+            attached = ("--routers", self._addresses(self.routers))
+            self._add(name, "services.worker", "--worker-id", name, *role, *served, *attached, *worker_flags)
         self._add(
             "gateway",
             gateway,
-            *("--preprocess", self.address("preprocess")),
-            *("--router", self.address("router")),
-            *("--postprocess", ",".join(map(self.address, replicas))),
+            *("--preprocess", self._addresses(preprocesses)),
+            *("--router", self._addresses(self.routers)),
+            *("--postprocess", self._addresses(replicas)),
             *gateway_flags,
         )
+        for name, flags in (flags_of or {}).items():
+            self._commands[name] += flags
 
     @property
     def url(self) -> str:
@@ -77,10 +92,14 @@ class LooseSuite:
         """host:port of one process."""
         return f"127.0.0.1:{self.ports[name]}"
 
+    def _addresses(self, names: Sequence[str]) -> str:
+        return ",".join(map(self.address, names))
+
     def _add(self, name: str, module: str, *flags: str) -> None:
         self.ports[name] = free_port()
         listen = ("--listen", self.address(name))
-        self._commands[name] = [*self._runner, module, *listen, *flags]
+        runner = [sys.executable, "-c", self._code_of[name]] if name in self._code_of else self._runner
+        self._commands[name] = [*runner, module, *listen, *flags]
 
     def start(self, name: str) -> None:
         """Starts one process, on the port it had; an earlier one that is about to end may do so first."""
@@ -105,11 +124,11 @@ class LooseSuite:
     def wait_ready(self, workers: int) -> None:
         """Waits until the gateway has everything and is connected to so many workers."""
         deadline = time.monotonic() + READY_S
-        state: object = None
+        state: dict[str, Any] = {}
         while time.monotonic() < deadline:
             self._all_live()
             with contextlib.suppress(httpx.TransportError):
-                answer = httpx.get(f"{self.url}/ready", timeout=5)
+                answer = httpx.get(f"{self.url}/ready?workers=0", timeout=5)
                 state = answer.json()
                 if answer.status_code == 200 and state["workers"] >= workers and self._replicas_are_there(state):
                     return
@@ -121,11 +140,11 @@ class LooseSuite:
             code = self._processes[name].poll()
             assert code is None, f"{name} ended by itself with code {code}"
 
-    def _replicas_are_there(self, state: dict[str, dict[str, int]]) -> bool:
+    def _replicas_are_there(self, state: dict[str, Any]) -> bool:
         if "services" not in state:  # the gateway has API keys, and this question came without one
             return True
         wanted = sum(name.startswith("postprocess") for name in self._commands)
-        return state["services"]["postprocess"] >= wanted
+        return int(state["services"]["postprocess"]) >= wanted
 
     def __enter__(self) -> Self:
         for name in self._commands:
@@ -149,3 +168,7 @@ class LooseSuite:
                 process.kill()
         for process in self._processes.values():
             process.wait(20)
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [name if number == 0 else f"{name}-{number}" for number in range(count)]

@@ -35,8 +35,8 @@ class MutualRedis:
     async def reload(self) -> None:
         """Has the server read its files again, and cut whom it talks to."""
         async with Redis.from_url(self.server.url) as plain:
-            await plain.execute_command("CONFIG", "SET", *self._files)
-            await plain.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await plain.execute_command("CONFIG", "SET", *self._files)  # type: ignore[no-untyped-call]
+            await plain.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")  # type: ignore[no-untyped-call]
 
     @property
     def url(self) -> str:

@@ -25,7 +25,11 @@ class RedisName:
         await self._tasks.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, to_there = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            there, to_there = await asyncio.open_connection("127.0.0.1", self.port)
+        except ConnectionError:
+            writer.close()  # the server has ended
+            return
         self._tasks.spawn(self._pass(reader, to_there), "there")
         self._tasks.spawn(self._pass(there, writer), "back")
 

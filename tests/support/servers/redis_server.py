@@ -39,6 +39,7 @@ class RedisServer:
         self._persistence = DURABLE if durable else NO_PERSISTENCE
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
+        self._frozen = False
         self.port = free_port()
 
     @property
@@ -66,6 +67,17 @@ class RedisServer:
             self._process.kill()
             self._process.wait(10)
             self._process = None
+            self._frozen = False
+
+    @property
+    def running(self) -> bool:
+        """Whether it answers; not while it is frozen."""
+        return self._process is not None and not self._frozen
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it is frozen."""
+        return self._frozen
 
     @property
     def pid(self) -> int:
@@ -77,11 +89,13 @@ class RedisServer:
         """It keeps its connections and answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        self._frozen = True
 
     def thaw(self) -> None:
         """Undoes `freeze`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+        self._frozen = False
 
     def _answers(self) -> bool:
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from redis import Redis
+from redis.crc import key_slot
 
 from services.common.net.ports import free_port
 from services.common.settings import TlsSettings
@@ -30,17 +32,53 @@ def ask(port: int, *command: str | int) -> Any:
         return client.execute_command(*command)
 
 
-class RedisCluster:
-    """Masters only, with the slots spread evenly."""
+def node_id(node: RedisServer) -> str:
+    """The id of a cluster's node."""
+    return _text(ask(node.port, "CLUSTER", "MYID"))
 
-    def __init__(self, folder: Path, size: int = 3) -> None:
-        self.nodes: list[RedisServer] = []
-        self._bus_ports = [free_port() for _ in range(size)]
-        for number, bus in enumerate(self._bus_ports):
-            home = folder / f"node-{number}"
-            home.mkdir()
-            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "5000", "--cluster-port", str(bus))
-            self.nodes.append(RedisServer(home, *options))
+
+def is_master(server: RedisServer) -> bool:
+    """Whether a server says that it is a master."""
+    return _text(ask(server.port, "ROLE")[0]) == "master"
+
+
+def follows(server: RedisServer) -> bool:
+    """Whether a server is a replica with all data of its master."""
+    role = ask(server.port, "ROLE")
+    return _text(role[0]) == "slave" and _text(role[3]) == "connected"
+
+
+def replicates(server: RedisServer, port: int) -> bool:
+    """Whether a server is a replica of the one at this port."""
+    role = ask(server.port, "ROLE")
+    return _text(role[0]) == "slave" and int(role[2]) == port
+
+
+class RedisCluster:
+    """Masters with the slots spread evenly, each with a replica or without.
+
+    Args:
+        size: number of masters.
+        replicas: whether each master has a replica.
+        node_timeout_ms: after which a node that does not answer is replaced by its replica.
+    """
+
+    def __init__(self, folder: Path, size: int = 3, replicas: bool = False, node_timeout_ms: int = 5000) -> None:
+        self._folder = folder
+        self._size = size
+        self._node_timeout_ms = node_timeout_ms
+        self._bus_ports: dict[int, int] = {}
+        self.nodes = [self._new_node() for _ in range(2 * size if replicas else size)]
+
+    def _new_node(self) -> RedisServer:
+        bus = free_port()
+        home = self._folder / f"node-{len(self._bus_ports)}"
+        home.mkdir()
+        timeout = ("--cluster-node-timeout", str(self._node_timeout_ms))
+        options = ("--cluster-enabled", "yes", *timeout, "--cluster-port", str(bus), "--repl-diskless-sync-delay", "0")
+        node = RedisServer(home, *options)
+        self._bus_ports[node.port] = bus
+        return node
 
     @property
     def url(self) -> str:
@@ -49,15 +87,79 @@ class RedisCluster:
 
     def start(self) -> None:
         """Starts the servers and makes a cluster of them."""
-        size = len(self.nodes)
-        for number, node in enumerate(self.nodes):
+        size = self._size
+        for node in self.nodes:
             node.start()
+        for number, node in enumerate(self.nodes[:size]):
             first, last = SLOTS * number // size, SLOTS * (number + 1) // size - 1
             ask(node.port, "CLUSTER", "ADDSLOTSRANGE", first, last)
             ask(node.port, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-        for node, bus in zip(self.nodes[1:], self._bus_ports[1:], strict=True):
-            ask(self.nodes[0].port, "CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        for node in self.nodes[1:]:
+            ask(self.nodes[0].port, "CLUSTER", "MEET", "127.0.0.1", node.port, self._bus_ports[node.port])
         wait_for(self._agree, "the cluster agrees")
+        for master, replica in zip(self.nodes[:size], self.nodes[size:], strict=False):
+            self._replicate(replica, master)
+
+    def _replicate(self, replica: RedisServer, master: RedisServer) -> None:
+        identity = node_id(master)
+        wait_for(lambda: identity in _text(ask(replica.port, "CLUSTER", "NODES")), "the replica knows its master")
+        ask(replica.port, "CLUSTER", "REPLICATE", identity)
+        wait_for(lambda: follows(replica), "the replica follows")
+
+    def master_of(self, key: str) -> RedisServer:
+        """The node that serves a key, as the other nodes say."""
+        owners = [owner for node in self.nodes if node.running for owner in _owners(node, key_slot(key.encode()))]
+        port, _ = Counter(owners).most_common(1)[0]
+        return next(node for node in self.nodes if node.port == port)
+
+    def replica_of(self, master: RedisServer) -> RedisServer:
+        """A running replica of a master."""
+        return next(
+            node for node in self.nodes if node.running and node is not master and replicates(node, master.port)
+        )
+
+    def move_slot(self, key: str, pause_s: float = 0.0) -> RedisServer:
+        """Moves the hash slot of a key, key by key, to another master, which is returned.
+
+        Args:
+            pause_s: time for which each node has some of the slot's keys.
+        """
+        slot, source = key_slot(key.encode()), self.master_of(key)
+        masters = [node for node in self.nodes if node.running and is_master(node)]
+        target = next(node for node in masters if node is not source)
+        ask(target.port, "CLUSTER", "SETSLOT", slot, "IMPORTING", node_id(source))
+        ask(source.port, "CLUSTER", "SETSLOT", slot, "MIGRATING", node_id(target))
+        time.sleep(pause_s / 2)
+        first = True
+        while names := ask(source.port, "CLUSTER", "GETKEYSINSLOT", slot, 2):
+            for name in names:
+                ask(source.port, "MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+            if first:
+                time.sleep(pause_s / 2)
+                first = False
+        for node in (target, source, *(other for other in masters if other not in (source, target))):
+            ask(node.port, "CLUSTER", "SETSLOT", slot, "NODE", node_id(target))
+        return target
+
+    def renew(self) -> None:
+        """Replaces every node by a new one with other addresses, without losing data."""
+        old = [node for node in self.nodes if node.running]
+        for master in [node for node in old if is_master(node)]:
+            fresh = self._new_node()
+            fresh.start()
+            self.nodes.append(fresh)
+            ask(master.port, "CLUSTER", "MEET", "127.0.0.1", fresh.port, self._bus_ports[fresh.port])
+            self._replicate(fresh, master)
+            wait_for(lambda fresh=fresh: self._promoted(fresh), "the new node is master")  # type: ignore[misc]
+        time.sleep(2 * self._node_timeout_ms / 1000)  # all nodes have heard of it
+        for node in old:
+            node.stop()
+
+    def _promoted(self, replica: RedisServer) -> bool:
+        if not is_master(replica):
+            ask(replica.port, "CLUSTER", "FAILOVER")
+            time.sleep(0.2)
+        return is_master(replica)
 
     def keys(self) -> list[int]:
         """How many keys each node holds."""
@@ -133,6 +235,16 @@ class RedisSentinels:
             if (state["num-slaves"], state["num-other-sentinels"]) != ("1", "2"):
                 return False
         return b"master_link_status:up" in _lines(ask(self.replica.port, "INFO", "replication"))
+
+
+def _owners(node: RedisServer, slot: int) -> list[int]:
+    return [owner[1] for first, last, owner, *_ in _slots(node) if first <= slot <= last]
+
+
+def _slots(node: RedisServer) -> list[Any]:
+    with Redis(port=node.port, protocol=2) as client:
+        client.set_response_callback("CLUSTER SLOTS", lambda reply, **_: reply)
+        return list(client.execute_command("CLUSTER SLOTS"))
 
 
 def _secure(tls: TlsSettings, port: int) -> list[str]:

@@ -44,7 +44,7 @@ class RouterChild:
         self._process = self._spawn()
         self.channel = open_channel(f"127.0.0.1:{self.port}")
         self.stub = router_pb2_grpc.RouterStub(self.channel)
-        await until(self._serving, timeout_s=60)
+        await until(self._serving, timeout_s=120)
         return time.monotonic() - started
 
     def _spawn(self) -> subprocess.Popen[bytes]:

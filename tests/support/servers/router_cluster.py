@@ -94,7 +94,7 @@ class FakeWorker:
         **card: Any,
     ) -> None:
         card = {"model": MODEL, "block_size": BLOCK, "hash_scheme": "sluice-xxh3-v1", **card}
-        self.registration = router_pb2.Registration(
+        self.registration: router_pb2.Registration = router_pb2.Registration(
             worker_id=worker_id,
             address=f"{worker_id}.test:50051",
             epoch=epoch,
@@ -115,14 +115,14 @@ class FakeWorker:
     async def attach(self, router: HasStub) -> None:
         """Opens the stream; returns when the router has answered."""
         self.call = router.stub.Attach()
-        await self._write(router_pb2.AttachRequest(registration=self.registration))
+        await self.write(router_pb2.AttachRequest(registration=self.registration))
         first = await asyncio.wait_for(self.call.read(), 20)
         if first is grpc.aio.EOF:
             raise AssertionError("the router ended the stream")
         self.attached = first.attached
         self._listening = asyncio.create_task(self._listen())
 
-    async def _write(self, message: router_pb2.AttachRequest) -> None:
+    async def write(self, message: router_pb2.AttachRequest) -> None:
         async with self._writing:  # a call takes one write at a time
             await self.call.write(message)
 
@@ -149,7 +149,7 @@ class FakeWorker:
         """Sends an event batch as it is."""
         stored = router_pb2.BlocksStored(block_hashes=pack_u64(hashes), tier=common_pb2.CACHE_TIER_DEVICE)
         batch = router_pb2.KvEventBatch(sequence=sequence, events=[router_pb2.KvEvent(stored=stored)])
-        await self._write(router_pb2.AttachRequest(events=batch))
+        await self.write(router_pb2.AttachRequest(events=batch))
 
     async def snapshot(self) -> None:
         """Sends everything it holds, in two chunks."""
@@ -157,12 +157,12 @@ class FakeWorker:
         middle = len(hashes) // 2
         for part, last in ((hashes[:middle], False), (hashes[middle:], True)):
             chunk = router_pb2.Snapshot(sequence=self.sequence, block_hashes=pack_u64(part), last=last)
-            await self._write(router_pb2.AttachRequest(snapshot=chunk))
+            await self.write(router_pb2.AttachRequest(snapshot=chunk))
 
     async def heartbeat(self, **load: Any) -> None:
         """Reports its load."""
         beat = router_pb2.Heartbeat(loads=[common_pb2.WorkerLoad(**load)])
-        await self._write(router_pb2.AttachRequest(heartbeat=beat))
+        await self.write(router_pb2.AttachRequest(heartbeat=beat))
 
     def keep_beating(self) -> None:
         """Sends heartbeats as often as the router asked, until detached."""
@@ -176,7 +176,7 @@ class FakeWorker:
 
     async def leave(self) -> None:
         """Takes no new requests."""
-        await self._write(router_pb2.AttachRequest(leave=router_pb2.Leave(reason="test")))
+        await self.write(router_pb2.AttachRequest(leave=router_pb2.Leave(reason="test")))
 
     async def detach(self) -> None:
         """Its process is gone."""

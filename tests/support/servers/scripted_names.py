@@ -16,7 +16,7 @@ import ssl
 import sys
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from services.preprocess.media.addresses import PublicAddresses
 from services.preprocess.media.https_get import HttpsGet, resolve
@@ -74,7 +74,7 @@ async def connect_to_loopback(host: str, *args: Any, **kwargs: Any) -> Any:
 if __name__ == "__main__":
     from services.preprocess import settings
 
-    settings.HttpsGet = scripted_get  # type: ignore[assignment,misc]
-    asyncio.open_connection = connect_to_loopback
+    cast(Any, settings).HttpsGet = scripted_get
+    cast(Any, asyncio).open_connection = connect_to_loopback
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

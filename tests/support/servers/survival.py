@@ -42,6 +42,7 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.pipeline.stages import Components
+from services.gateway.placement.routers import ServiceRouter
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.workers.connections import ConnectionManager
@@ -49,6 +50,7 @@ from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory
+from services.postprocess.streams.session import SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.worker.engines.mock.vocabulary import MockVocabulary, load_vocabulary
 from services.worker.server import WorkerServer
@@ -165,7 +167,7 @@ class _CutService(worker_pb2_grpc.WorkerServicer):
 async def cuttable(host: WorkerServer, knife: Knife) -> AsyncIterator[str]:
     """host:port of a server in front of a worker, whose sessions the knife cuts."""
     server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0"), worker_pb2.DESCRIPTOR)
-    worker_pb2_grpc.add_WorkerServicer_to_server(cast(Any, _CutService(host, knife)), server.server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(cast(Any, _CutService)(host, knife), server.server)
     await server.start()
     await server.set_serving(True)
     try:
@@ -185,9 +187,8 @@ class PostReplica:
 
     async def start(self) -> None:
         settings = PostprocessSettings(listen=f"127.0.0.1:{self.port}", models=self._models)
-        library = VocabularyRegistry(settings.served, 60)
+        library, limits = VocabularyRegistry(settings.served, 60), SessionLimits()
         await library.load_all()
-        limits = postprocess.limits_of(settings)
         self.service = postprocess.PostprocessService(library, limits, StreamFactory(limits.stream))
         self.server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
         postprocess_pb2_grpc.add_PostprocessServicer_to_server(self.service, self.server.server)
@@ -227,9 +228,12 @@ class Bookings:
         prefill = next((name for name in chosen if self.roles.get(name) is Role.PREFILL), "")
         answering = [name for name in chosen if self.roles.get(name) is not Role.PREFILL]
         decode = next((name for name in answering if self.roles.get(name) is Role.DECODE), "")
+        if more["require_pair"] and not (prefill and decode):
+            raise unavailable("No pair, as --disaggregation require needs.", code="no_prefill_workers")
         if not answering:
             raise unavailable("No worker.", code="no_workers")
-        pair = bool(prefill and decode) and not self.skipped
+        alone = more["role"] is Role.AGGREGATED or prompt.length <= more["bypass_uncached_tokens"]
+        pair = bool(prefill and decode) and not alone and not self.skipped
         self.last = (prefill, decode) if pair else ("", answering[0])
         reservation = ""
         if more["book"]:
@@ -412,19 +416,28 @@ async def staged(
         reservations = Bookings()
         metrics = GatewayMetrics()
         policy = policy or MigrationPolicy()
-        stream_manager = StreamManager(10_000, reservations.prefill_complete, reservations.free, metrics, post_wait_s)
+        stream_manager = StreamManager(10_000, reservations, metrics, post_wait_s)
         config = config or PipelineConfig(migration=policy.enabled)
         makes_text = config.any_replicas_make_text
         connections = ConnectionManager(
             [post.address for post in posts], None, 3.0, stream_manager, tasks, makes_text=makes_text
         )
         registry = WorkerRegistry(cast(Any, None), connections.worker_up, connections.worker_down)
-        router = cast(RouterClient, reservations)
+        router = ServiceRouter(cast(RouterClient, reservations), 5.0)
         preprocess = cast(PreprocessClient, _Preprocess(load_vocabulary(folder, "hf")))
         pipelines = Pipelines(
             config,
             Components(
-                preprocess, router, registry, connections, stream_manager, metrics, tasks, policy, 5.0, post_wait_s
+                preprocess,
+                router,
+                reservations,
+                registry,
+                connections,
+                stream_manager,
+                metrics,
+                tasks,
+                policy,
+                post_wait_s,
             ),
             model_grace_s,
         )

@@ -16,7 +16,7 @@ from services.common.rpc.channels import open_channel
 from services.common.tasks import Stop
 from services.worker.server import WorkerServer
 from services.worker.settings import WorkerSettings
-from sluice.v1 import worker_pb2, worker_pb2_grpc
+from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 
 @asynccontextmanager
@@ -50,7 +50,10 @@ def generation(
 ) -> worker_pb2.GenerateRequest:
     """A request; keywords are fields of StopOptions."""
     return worker_pb2.GenerateRequest(
-        request_id=request_id, model=model, tokens=worker_pb2.TokenPrompt(token_ids=pack_u32(prompt)), stop=stop
+        request_id=request_id,
+        model=model,
+        tokens=worker_pb2.TokenPrompt(token_ids=pack_u32(prompt)),
+        stop=common_pb2.StopOptions(**stop),
     )
 
 

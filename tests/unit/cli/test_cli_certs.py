@@ -19,7 +19,7 @@ from sluice.cli.errors import BadFlag
 from sluice.cli.main import main
 from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.plan import Options as UpOptions
-from sluice.cli.up.plan import plan
+from sluice.cli.up.plan import plan, secured
 from tests.support.data.authority import Authority
 
 IDENTITIES = {name: f"spiffe://sluice/{name}" for name in tls_flags.SERVICES} | {"client": "spiffe://sluice/operator"}
@@ -126,7 +126,7 @@ def test_up_gives_every_process_a_separate_certificate(tmp_path: Path) -> None:
     make(tmp_path, Options())
     numbers = iter(range(20_000, 21_000))
     options = UpOptions(base_grpc_port=0, port=0, tls=tmp_path)
-    processes = tls_flags.secured(plan(options, lambda: next(numbers)), tmp_path)
+    processes = secured(plan(options, lambda: next(numbers)), tmp_path)
     for one in processes:
         flags = dict(zip(one.arguments, one.arguments[1:], strict=False))
         assert flags["--tls-cert"] == str(tmp_path / f"{one.kind}.pem")

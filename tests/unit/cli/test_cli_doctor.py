@@ -135,7 +135,7 @@ async def test_servers_that_are_well_are_one_finding_each_and_one_for_their_cloc
 @pytest.mark.parametrize(
     ("seen", "state", "message"),
     [
-        (Seen("UNREACHABLE"), FindingState.WARN, "cannot be reached"),
+        (Seen("UNREACHABLE", reason="refused."), FindingState.WARN, "cannot be reached from this machine: refused."),
         (Seen("NOT_SERVING", __version__, 0), FindingState.FAIL, "NOT_SERVING"),
         (Seen("UNAUTHENTICATED"), FindingState.FAIL, "UNAUTHENTICATED"),
         (Seen("SERVING", "9.9", 0), FindingState.WARN, "version 9.9"),

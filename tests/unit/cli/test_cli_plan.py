@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common import models
+from services.common.settings import spelled_out
+from services.gateway.settings import GatewaySettings
 from sluice.cli import commands
 from sluice.cli.errors import BadFlag
 from sluice.cli.up import supervisor as supervisor
@@ -209,9 +211,9 @@ def test_native_processing_without_native_code_is_noted(engine: str, noted: bool
 
 
 def test_interpreters_of_the_engines_reach_both_services() -> None:
-    suite = by_name(Options(processing=ProcessingFlags(vllm_processing=True, vllm_python="/opt/vllm/bin/python")))
+    suite = by_name(Options(processing=ProcessingFlags(vllm_processing=True, vllm_python=sys.executable)))
     for service in ("preprocess", "postprocess"):
-        assert value(suite[service], "--vllm-python") == "/opt/vllm/bin/python"
+        assert value(suite[service], "--vllm-python") == sys.executable
         assert "--sglang-python" not in suite[service].arguments
 
 
@@ -234,7 +236,6 @@ def test_zero_stands_for_free_ports() -> None:
     ("changes", "message"),
     [
         ({"workers": -1}, "--workers"),
-        ({"workers": 0}, "--workers"),
         ({"gateways": 0}, "--gateways"),
         ({"routers": 8, "redis": "redis://h"}, "--routers"),
         ({"routers": 2}, "--redis"),
@@ -249,7 +250,7 @@ def test_zero_stands_for_free_ports() -> None:
         ({"processor": "nope"}, "hf, mistral"),
         ({"model": "./not-there"}, "./not-there"),
         ({"model": "mistral-common:not-there"}, "tekken_240911"),
-        ({"model": "~nobody-here/x"}, "does not exist"),
+        ({"model": "~unknown-here/x"}, "does not exist"),
         ({"model": ""}, "--model"),
         ({"model": "a@b"}, "--model"),
         ({"model_name": "a=b"}, "--model-name"),
@@ -343,3 +344,63 @@ def test_class_in_the_working_directory_is_accepted(tmp_path: Path, monkeypatch:
     path = list(sys.path)
     check(Options(pipeline=PipelineFlags(stage=("route=my_sound_stages:Sticky",))))
     assert sys.path == path
+
+
+def test_suite_without_workers_starts_everything_else() -> None:
+    suite = by_name(Options(workers=0))
+    assert sorted(suite) == ["gateway", "postprocess", "preprocess", "router"]
+    assert suite["gateway"].workers == 0
+    with pytest.raises(BadFlag, match="--workers must be between 0 and 990"):
+        check(Options(workers=-1))
+
+
+@pytest.mark.parametrize(("engine", "python"), [("vllm", sys.executable), ("sglang", ""), ("mock", "")])
+def test_interpreter_of_an_engine_runs_its_workers(engine: str, python: str) -> None:
+    suite = by_name(Options(engine=engine, processing=ProcessingFlags(vllm_python=sys.executable)))
+    assert {name: process.python for name, process in suite.items() if process.python} == (
+        {"worker-0": python, "worker-1": python} if python else {}
+    )
+
+
+def test_interpreter_that_is_no_program_is_refused() -> None:
+    with pytest.raises(BadFlag, match="--vllm-python /nowhere/python is not a program"):
+        check(Options(processing=ProcessingFlags(vllm_python="/nowhere/python")))
+
+
+def test_further_listeners_of_replicas_have_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_ROUTER_HTTP_LISTEN", "127.0.0.1:8050")
+    monkeypatch.setenv("SLUICE_ROUTER_PICKER_LISTEN", "[::1]:9002")
+    monkeypatch.setenv("SLUICE_WORKER_METRICS_LISTEN", "127.0.0.1:0")
+    suite = by_name(Options(routers=3, redis="redis://h:1/0"))
+    listeners = [
+        (suite[name].env.get("SLUICE_ROUTER_HTTP_LISTEN"), suite[name].env.get("SLUICE_ROUTER_PICKER_LISTEN"))
+        for name in ("router-0", "router-1", "router-2")
+    ]
+    assert listeners == [(None, None), ("127.0.0.1:8051", "[::1]:9003"), ("127.0.0.1:8052", "[::1]:9004")]
+    assert not suite["worker-1"].env, "port 0 is a free one for each"
+
+
+@pytest.mark.parametrize(
+    ("words", "spelled"),
+    [
+        (["--migration-enabled", "false", "--port", "0"], ["--no-migration-enabled", "--port", "0"]),
+        (["--migration-enabled", "True"], ["--migration-enabled"]),
+        (["--migration=false", "--migration", "--port"], ["--no-migration", "--migration", "--port"]),
+        (["--name", "false", "--migration", "maybe"], ["--name", "false", "--migration", "maybe"]),
+        (["--migration", "--migration", "false"], ["--migration", "--no-migration"]),
+        (["--", "--migration", "false"], ["--", "--migration", "false"]),
+        (["--migration=maybe", "--migration"], ["--migration=maybe", "--migration"]),
+    ],
+)
+def test_switches_take_the_words_true_and_false(words: list[str], spelled: list[str]) -> None:
+    assert spelled_out(words, ["migration", "migration-enabled"]) == spelled
+
+
+def test_switches_with_words_configure_the_gateway_and_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GatewaySettings.load(["--migration-enabled", "false"]).pipeline.migration is False
+    assert GatewaySettings.load(["--migration", "true", "--ui", "false"]).ui is False
+    plans: list[Options] = []
+    monkeypatch.setattr(commands.commands_up, "check", lambda options: plans.append(options) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        commands.invoke(["up", "--migration-enabled", "false"])
+    assert plans[0].pipeline.migration is False

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from services.common import logs
-from sluice.cli.up.process import complaint, exit_words
+from sluice.cli.up.process import _interpreter, complaint, exit_words
 from sluice.cli.up.ready import reachable
 from sluice.cli.up.supervisor import Restarts
 
@@ -53,3 +58,38 @@ def test_restart_allowance_is_per_process_and_recovers() -> None:
 
 def test_none_at_all() -> None:
     assert not Restarts(most=0).allow("worker-0")
+
+
+def _run_in(python: Path, module: str) -> subprocess.CompletedProcess[str]:
+    command = [*_interpreter(str(python)), str(os.getpid()), module, "--help"]
+    return subprocess.run(
+        command,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        cwd=python.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,
+    )
+
+
+def _program(file: Path, command: str) -> Path:
+    file.write_text(f'#!/bin/sh\necho started >> {file.with_suffix(".log")}\nexec {sys.executable} {command} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+def test_worker_in_another_interpreter_runs_this_code_with_its_packages(tmp_path: Path) -> None:
+    python = _program(tmp_path / "python", "")
+    ended = _run_in(python, "services.worker")
+    assert ended.returncode == 0, ended.stderr
+    assert "--engine-args" in ended.stdout
+    assert python.with_suffix(".log").read_text() == "started\n"
+
+
+def test_worker_in_an_interpreter_without_packages_names_what_to_install(tmp_path: Path) -> None:
+    ended = _run_in(_program(tmp_path / "python", "-S"), "services.worker")
+    assert ended.returncode == 1
+    assert re.search(r"lacks the package \w+; install sluice-llm\[worker\] for it", ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr

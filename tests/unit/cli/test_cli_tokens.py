@@ -25,7 +25,7 @@ def arrows(folder: Path) -> dict[tuple[str, str], list[str]]:
         for line in path.read_text().splitlines():
             secret, callee = line.split()
             found.setdefault((path.parent.name, callee), []).append(secret)
-        assert shown_tokens(NONE, path, NONE, None) is not None
+        assert shown_tokens(NONE, path) is not None
     return found
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 from cryptography.hazmat.primitives.serialization import load_pem_private_key as load_key
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from sluice.cli import certs
 from sluice.cli.doctor.checks import examine
 from sluice.cli.doctor.finding import FindingState
 from sluice.cli.errors import BadFlag
-from sluice.cli.live.client import NotReached, Running, reached
+from sluice.cli.live.client import UNREACHABLE, NotReached, Running, reached
 from sluice.cli.live.endpoint import Endpoint
 from sluice.cli.trust import Trust
 
@@ -120,3 +124,44 @@ async def test_a_gateway_that_is_away_is_never_replaced_by_the_router_of_this_ma
         assert await running.router_addresses() == ["127.0.0.1:50052"]
     async with asked(Endpoint("http://production:8000", router="production:50052"), refuses) as running:
         assert await running.router_addresses() == ["production:50052"]
+
+
+async def test_a_server_that_loses_its_first_connection_is_asked_once_more() -> None:
+    server = grpc.aio.server()
+    health_service = health.aio.HealthServicer()
+    await health_service.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    connections = 0
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        if connections == 1:
+            writer.transport.abort()
+            return
+        answers, requests = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(passed(reader, requests), passed(answers, writer))
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as front:
+        host, front_port = front.sockets[0].getsockname()
+        async with asked(Endpoint("http://h"), refuses) as running:
+            status = await running.status_of(f"{host}:{front_port}")
+    await server.stop(0)
+    assert (status.health, connections) == ("SERVING", 2)
+
+
+async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while chunk := await reader.read(4096):
+        writer.write(chunk)
+    writer.close()
+
+
+async def test_a_server_that_is_not_there_is_unreachable_and_says_why() -> None:
+    with socket.socket() as unheard:  # bound without listening: its port refuses connections and stays reserved
+        unheard.bind(("127.0.0.1", 0))
+        async with asked(Endpoint("http://h"), refuses) as running:
+            status = await running.status_of(f"127.0.0.1:{unheard.getsockname()[1]}")
+    assert status.health == UNREACHABLE
+    assert "refused" in status.reason

@@ -90,4 +90,4 @@ def test_without_a_detail_the_status_counts(
     error = caught(status, trailers)
     assert (type(error), error.kind.name) == (expected, kind)
     assert error.message == f"host:1 returned {status.name}: said by grpc"
-    assert error.retryable == (status is Status.UNAVAILABLE), "a proxy that finds nobody behind it says just that"
+    assert error.retryable == (status is Status.UNAVAILABLE), "a proxy without a backend answers just that"

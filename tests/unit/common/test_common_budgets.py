@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.common import budgets
-from services.common.budgets import Budget, BudgetPool
+from services.common.budgets import TENANT_CODE, Budget, BudgetPool, TenantPool
 from services.common.errors import ErrorKind
 from tests.support.oracles.errors import raises_error
 
@@ -36,7 +36,7 @@ def test_budget_undeclared_name_raises() -> None:
 
 
 async def test_budget_pool_full_grants_waiting_shares_in_order() -> None:
-    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    pool = BudgetPool("body_bytes", 10, "--max-body-mb")
     await pool.take(8)
     order: list[int] = []
 
@@ -54,7 +54,7 @@ async def test_budget_pool_full_grants_waiting_shares_in_order() -> None:
 
 
 async def test_budget_pool_cancelled_wait_lets_the_next_share_through() -> None:
-    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    pool = BudgetPool("body_bytes", 10, "--max-body-mb")
     await pool.take(8)
     large, small = asyncio.create_task(pool.take(9)), asyncio.create_task(pool.take(2))
     await asyncio.sleep(0)
@@ -64,7 +64,7 @@ async def test_budget_pool_cancelled_wait_lets_the_next_share_through() -> None:
 
 
 async def test_budget_pool_cancelled_in_the_moment_of_the_grant_gives_the_share_back() -> None:
-    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    pool = BudgetPool("body_bytes", 10, "--max-body-mb")
     await pool.take(10)
     waiting = asyncio.create_task(pool.take(4))
     await asyncio.sleep(0)
@@ -75,7 +75,7 @@ async def test_budget_pool_cancelled_in_the_moment_of_the_grant_gives_the_share_
 
 
 async def test_budget_pool_share_grows_ahead_of_those_that_wait() -> None:
-    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    pool = BudgetPool("body_bytes", 10, "--max-body-mb")
     await pool.take(6)
     waiting = asyncio.create_task(pool.take(9))
     await asyncio.sleep(0)
@@ -88,7 +88,7 @@ async def test_budget_pool_share_grows_ahead_of_those_that_wait() -> None:
 
 
 async def test_budget_pool_missing_is_what_the_first_waiting_share_lacks() -> None:
-    pool = BudgetPool("body_bytes", 10, "--max-body-memory-mb")
+    pool = BudgetPool("body_bytes", 10, "--max-body-mb")
     assert pool.missing == 0
     await pool.take(8)
     waiting = [asyncio.create_task(pool.take(amount)) for amount in (5, 9)]
@@ -105,3 +105,18 @@ async def test_budget_pool_missing_is_what_the_first_waiting_share_lacks() -> No
 def test_budget_excess_without_an_error_is_counted(refused: list[str]) -> None:
     Budget("pipelined_requests", 4, "--max-pipelined-requests").count()
     assert refused == ["pipelined_requests"]
+
+
+def test_tenant_pool_refuses_a_tenant_or_all_and_takes_shares_back(refused: list[str]) -> None:
+    pool = TenantPool("sockets", 3, "--max-websockets", 2, "--max-websockets-per-tenant")
+    pool.take("a", 2, "The sockets")
+    with raises_error(match="--max-websockets-per-tenant", kind=ErrorKind.OVERLOADED, code=TENANT_CODE):
+        pool.take("a", 1, "The sockets")
+    pool.take("b", 1, "The sockets")
+    with raises_error(match="--max-websockets\\)", kind=ErrorKind.OVERLOADED, code=budgets.CODE):
+        pool.take("c", 1, "The sockets")
+    assert refused == ["sockets", "sockets"]
+    pool.give_back("a", 2)
+    pool.give_back("b", 1)
+    pool.take("a", 1, "The sockets")
+    assert pool.used == 1

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common import errors
-from services.common.errors import MOST_MESSAGE, MOST_VALUE, ErrorKind, SluiceError, invalid, quoted, shortened
+from services.common.errors import MAX_MESSAGE_LENGTH, MAX_VALUE, ErrorKind, SluiceError, invalid, quoted, shortened
 from services.common.rpc.errors import (
     DETAIL_KEY,
-    LONGEST_MESSAGE,
-    LONGEST_PARAM,
-    MOST_RETRY_AFTER_MS,
+    MAX_MESSAGE,
+    MAX_PARAM_LENGTH,
+    MAX_RETRY_AFTER_MS,
     abort,
     answer,
     from_detail,
@@ -64,7 +64,7 @@ def same(left: SluiceError, right: SluiceError) -> bool:
     PRINTABLE.filter(bool),
     PRINTABLE,
     st.from_regex(r"[a-z0-9_]{0,64}", fullmatch=True),
-    st.integers(0, MOST_RETRY_AFTER_MS),
+    st.integers(0, MAX_RETRY_AFTER_MS),
     st.booleans(),
 )
 def test_error_survives_the_wire(
@@ -84,10 +84,10 @@ def test_error_from_the_wire_is_within_bounds(message: str, param: str, code: st
     error = from_detail(to_detail(sent))
     assert error.message.isprintable()
     assert error.param.isprintable()
-    assert len(error.message) <= LONGEST_MESSAGE
-    assert len(error.param) <= LONGEST_PARAM
+    assert len(error.message) <= MAX_MESSAGE
+    assert len(error.param) <= MAX_PARAM_LENGTH
     assert error.code == (code if re.fullmatch("[a-z0-9_]{1,64}", code) else "")
-    assert error.retry_after_ms <= MOST_RETRY_AFTER_MS
+    assert error.retry_after_ms <= MAX_RETRY_AFTER_MS
 
 
 @pytest.mark.parametrize(
@@ -193,12 +193,12 @@ def test_error_constructors_set_kind_and_status() -> None:
 
 
 def test_shortened_text_within_the_limit_stays() -> None:
-    assert shortened("x" * MOST_VALUE) == "x" * MOST_VALUE
+    assert shortened("x" * MAX_VALUE) == "x" * MAX_VALUE
 
 
 def test_shortened_long_text_ends_in_an_ellipsis() -> None:
-    short = shortened("x" * (MOST_VALUE + 1))
-    assert short == "x" * (MOST_VALUE - 1) + "…"
+    short = shortened("x" * (MAX_VALUE + 1))
+    assert short == "x" * (MAX_VALUE - 1) + "…"
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_quoted_short_value_is_its_repr(value: Any, expected: str) -> None:
     ],
 )
 def test_quoted_long_value_is_short(value: Any) -> None:
-    assert len(quoted(value)) <= 2 * MOST_VALUE + 2
+    assert len(quoted(value)) <= 2 * MAX_VALUE + 2
 
 
 def test_error_with_a_long_message_param_and_code_is_short() -> None:
     error = SluiceError(ErrorKind.INVALID_ARGUMENT, "m" * 9_000, param="p" * 9_000, code="c" * 9_000)
-    assert len(error.message) == len(str(error)) == MOST_MESSAGE
-    assert (len(error.param), len(error.code)) == (MOST_VALUE, MOST_VALUE)
-    assert invalid("m" * 9_000).message == "m" * (MOST_MESSAGE - 1) + "…"
+    assert len(error.message) == len(str(error)) == MAX_MESSAGE_LENGTH
+    assert (len(error.param), len(error.code)) == (MAX_VALUE, MAX_VALUE)
+    assert invalid("m" * 9_000).message == "m" * (MAX_MESSAGE_LENGTH - 1) + "…"

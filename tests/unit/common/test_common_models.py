@@ -65,7 +65,7 @@ def test_bundled_tokenizer_is_found() -> None:
         ("mistral-common:none", "tekken_240911"),
         ("./none", "./none"),
         ("/none/at/all", "/none/at/all"),
-        ("~nobody-here/none", "~nobody-here/none"),
+        ("~unknown-here/none", "~unknown-here/none"),
     ],
 )
 def test_missing_source_is_named(source: str, message: str) -> None:

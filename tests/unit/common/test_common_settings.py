@@ -73,7 +73,7 @@ def test_secret_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--count", "many"], "--count"),
         (["--speed", "-1"], "--speed"),
         (["--log-level", "loud"], "--log-level"),
-        (["--max-message-mb", "5000"], "--max-message-mb"),
+        (["--trace-sample", "5000"], "--trace-sample"),
         (["--nope"], "--nope"),
         (["stray"], "stray"),
         (["--count"], "--count"),

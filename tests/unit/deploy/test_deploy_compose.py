@@ -229,7 +229,7 @@ def test_containers_have_no_rights_they_do_not_need() -> None:
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        if name in ONCE:  # root, which owns new volumes, but with nobody to talk to
+        if name in ONCE:  # root, which owns new volumes, but without a network
             assert service["network_mode"] == "none", name
             assert service["restart"] == "no", name
         else:

@@ -44,7 +44,7 @@ def test_probes_hit_real_endpoints(overlay: str) -> None:
             probe = container[kind]
             if name == "gateway":
                 # What is behind the gateway comes and goes: a restart of the gateway would not help.
-                assert probe["httpGet"]["path"] == ("/ready" if kind == "readinessProbe" else "/health")
+                assert probe["httpGet"]["path"] == ("/ready?workers=0" if kind == "readinessProbe" else "/health")
                 assert probe["httpGet"]["port"] in ports_of(workload)
             elif "grpc" in probe:
                 assert probe["grpc"]["port"] == ports_of(workload)["grpc"]

@@ -69,7 +69,7 @@ async def test_what_a_job_raises_arrives(pool: ComputePool) -> None:
 
 async def test_a_panic_of_native_code_is_an_error_as_any_other(pool: ComputePool) -> None:
     class Panic(BaseException):
-        """As Rust's are raised: whoever catches Exception misses them, and the caller would hear nothing."""
+        """As Rust's are raised: `except Exception` misses them, and the caller would get no answer."""
 
     def fail() -> None:
         raise Panic("index out of bounds")
@@ -142,7 +142,7 @@ class Stuck(TemplateProcesses):
         super().__init__(1, 2.0, 1 << 20, 512)
         self.go = threading.Event()
 
-    async def of_client(self, source: str, variables: bytes) -> str:
+    async def of_client(self, source: str, variables: bytes, origin: str = "") -> str:
         await asyncio.to_thread(self.go.wait, 60)  # called on another loop than the test's
         return "hi"
 

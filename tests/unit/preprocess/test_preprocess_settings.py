@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.common.discovery.tokenizer_delivery import DiscoveredModel
+from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.postprocess.settings import PostprocessSettings
 from services.preprocess.encoders.backend import EncoderOptions
@@ -106,9 +106,9 @@ def test_discovering_service_serves_the_default_model_only_if_named() -> None:
 
 
 def test_engines_run_with_the_interpreters_of_the_settings() -> None:
-    settings = load("--vllm-python", "/opt/python", "--engine-processes", "3", "--work-limit-s", "7")
+    settings = load("--vllm-python", "/opt/python", "--engine-processes", "3")
     assert (settings.engines["vllm"].python, settings.engines["sglang"].python) == ("/opt/python", "")
-    assert {(one.processes, one.limit_s) for one in settings.engines.values()} == {(3, 7.0)}
+    assert {options.processes for options in settings.engines.values()} == {3}
 
 
 @pytest.mark.parametrize(

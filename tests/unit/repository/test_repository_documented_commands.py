@@ -32,6 +32,7 @@ OTHERS = {
     "kubectl": "cert from-file from-literal key",
     "curl": "cacert",
     "git": "no-local",
+    "pytest": "collect-only",
     "vllm": "enable-prompt-embeds enable-prompt-tokens-details enable-scale-out "
     "enable-sleep-mode grpc kv-cache-dtype kv-events-config kv-transfer-config "
     "profiler-config runner scheduling-policy skip-tokenizer-init tensor-parallel-size",
@@ -69,7 +70,8 @@ def make_targets() -> set[str]:
 @cache
 def known_flags() -> set[str]:
     ours = set().union(*sluice_commands().values(), *(flags_of_service(service) for service in SETTINGS))
-    scripts = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/support/*.py"), *ROOT.glob("scripts/*.sh")]
+    folders = ("benchmarks/*.py", "tests/support/*.py", "tests/certificate/*.py", "scripts/*.sh")
+    scripts = [script for folder in folders for script in ROOT.glob(folder)]
     ours |= {flag for script in scripts for flag in re.findall(r"--[a-z][a-z0-9-]+", script.read_text())}
     options = re.findall(r"(\w+): Annotated", "".join(file.read_text() for file in ROOT.glob("benchmarks/*.py")))
     ours |= {f"--{option.replace('_', '-')}" for option in options}
@@ -86,12 +88,13 @@ def known_variables() -> set[str]:
     ours |= {f"SLUICE_SERVICE_{name}".upper() for name in GrpcServiceSettings.model_fields}  # SERVICE stands for any
     files = [*ROOT.glob("deploy/compose/**/*.*"), *ROOT.glob("sluice/cli/*.py")]
     ours |= {name for file in files for name in re.findall(r"\bSLUICE_[A-Z0-9_]*[A-Z0-9]", file.read_text())}
-    tests = [file.read_text() for file in ROOT.glob("tests/*/*.py")]
-    return ours | {name for text in tests for name in re.findall(r"\bSLUICE_TEST_[A-Z_]*[A-Z]", text)}
+    tests = [file.read_text() for file in ROOT.glob("tests/**/*.py")]
+    read = re.compile(r"""environ(?:\.get\(|\[)"(SLUICE_[A-Z_]*[A-Z])"|\b(SLUICE_TEST_[A-Z_]*[A-Z])""")
+    return ours | {plain or of_tests for text in tests for plain, of_tests in read.findall(text)}
 
 
 def wrong_command(words: list[str]) -> str:
-    """What is wrong with a command of ours; empty when nothing is, or when it is somebody else's."""
+    """What is wrong with a command of ours; empty when nothing is, or when it is another program's."""
     match words:
         case ["sluice", *rest]:
             return _wrong_sluice(rest)

@@ -27,15 +27,19 @@ def test_service_root_has_at_most_twelve_modules(service: str) -> None:
 
 
 def test_module_under_forty_lines_has_a_reason() -> None:
+    one_each = ROOT / "services/postprocess/parsers/families"
     reasons = {
+        "services/common/rows/shared_steps.py": "is imported by every service, down to child processes",
+        "services/gateway/admission/tenants.py": "is the gateway's own part of the salts of tenants",
+        "services/gateway/apis/anthropic/call_ids.py": "is shared by streamed and complete messages",
         "services/gateway/apis/anthropic/routes.py": "each API has its routes in a module of its own",
-        "services/gateway/apis/common/tool_definitions.py": "is shared by two APIs",
-        "services/gateway/apis/responses/pagination.py": "is a rule of OpenAI's lists, tested by itself",
+        "services/common/apis/tool_definitions.py": "is shared by two APIs",
+        "services/gateway/http/middleware/hosts.py": "each middleware has a module of its own",
+        "services/gateway/core/deaths.py": "is shared by streams and the calls of embeddings",
         "services/gateway/streams/migration_policy.py": "keeps gRPC out of the settings' imports",
-        "services/postprocess/parsers/families/granite_thinking.py": "a family is one module",
-        "services/postprocess/parsers/json_calls.py": "each format has a module",
-        "services/postprocess/parsers/kimi.py": "each format has a module",
+        "services/preprocess/templates/open_thought.py": "is shared with workers that tokenize",
         "services/worker/engines/vllm/events.py": "each engine has its events in a module of its own",
+        "sluice/conformance/exceptions.py": "is imported by the rules' registry and by what rules use",
         "sluice/cli/errors.py": "is imported by every command",
         "sluice/cli/main.py": "is the entry point, and loads commands lazily",
         "sluice/cli/private_files.py": "is shared by two commands",
@@ -48,7 +52,10 @@ def test_module_under_forty_lines_has_a_reason() -> None:
         str(path.relative_to(ROOT))
         for top in ("services", "sluice")
         for path in (ROOT / top).rglob("*.py")
-        if not path.name.startswith("__") and "pb2" not in path.name and path.read_text().count("\n") < 40
+        if not path.name.startswith("__")
+        and "pb2" not in path.name
+        and path.parent != one_each
+        and path.read_text().count("\n") < 40
     }
     assert small == reasons.keys()
 

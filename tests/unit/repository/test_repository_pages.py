@@ -1,4 +1,4 @@
-"""docs/settings.md lists every flag and variable, and is fresh."""
+"""The pages of docs made from the code match it, and the settings page lists every flag and variable."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import pytest
 import typer
 from sluice_client import Reservation, RouterClient
 
+from scripts.pages import errors, limits, settings
+from scripts.pages.__main__ import DOCS, PAGES
+from services.common import budgets
 from services.common.errors import ErrorKind
-from sluice import errors, fields, settings
+from services.gateway.apis.responses import redis_store
+from services.gateway.http import socket_protocol
 from sluice.cli.commands import app
 from sluice.v1 import router_pb2
 from tests.support.repository import ROOT
 
 
-def test_page_is_what_the_code_declares() -> None:
-    assert settings.PAGE.read_text() == settings.page(), "run `python -m sluice.settings --write`"
+@pytest.mark.parametrize("name", PAGES)
+def test_page_matches_the_code(name: str) -> None:
+    assert (DOCS / f"{name}.md").read_text("utf-8") == PAGES[name](), "run `python -m scripts.pages --write`"
 
 
 @pytest.mark.parametrize("service", settings.SERVICES)
@@ -59,14 +64,6 @@ def test_secrets_have_no_default_on_the_page() -> None:
     assert "**********" not in settings.page()
 
 
-def test_errors_page_matches_the_code() -> None:
-    assert errors.PAGE.read_text("utf-8") == errors.page(), "run `python -m sluice.errors --write`"
-
-
-def test_fields_page_matches_the_schemas() -> None:
-    assert fields.PAGE.read_text("utf-8") == fields.page(), "run `python -m sluice.fields --write`"
-
-
 def test_every_kind_of_error_has_an_action() -> None:
     assert errors.ACTIONS.keys() == {kind.name for kind in ErrorKind}
 
@@ -91,6 +88,46 @@ def check(name):
         (413, "TOO_LARGE", "request_too_large", "Too large."),
         (503, "UNAVAILABLE", "", "Model … is not served; "),
     ]
+
+
+def test_every_bound_has_a_docstring_that_says_what_it_counts() -> None:
+    assert limits.undocumented() == []
+
+
+def test_bounds_of_a_module_are_read_with_value_unit_and_effect() -> None:
+    source = '''
+MAX_BYTES = 4 << 20
+"""Bytes of a message; a longer one
+is refused.
+
+More about it.
+"""
+MIN_PAUSE_S = 0.5
+"""Seconds between two messages."""
+_MAX_DEPTH = 8
+MAX_A, MAX_B = 1, 2
+"""Describes neither."""
+USUAL = 4
+'''
+    assert [limit[1:] for limit in limits.limits_in(source, "module")] == [
+        ("MAX_BYTES", "4 MiB", "Bytes of a message", "a longer one is refused"),
+        ("MIN_PAUSE_S", "0.5", "Seconds between two messages", ""),
+        ("_MAX_DEPTH", "", "", ""),
+        ("MAX_A", "", "", ""),
+        ("MAX_B", "", "", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("area", "name", "value"),
+    [
+        ("services/gateway", "MAX_FRAME_BURST", f"{socket_protocol.MAX_FRAME_BURST:,}"),
+        ("services/gateway", "MAX_PENDING_WRITES_PER_OWNER", f"{redis_store.MAX_PENDING_WRITES_PER_OWNER:,}"),
+        ("services/common", "MAX_CARD_BYTES", "2 MiB"),
+    ],
+)
+def test_bound_has_the_value_that_runs(area: str, name: str, value: str) -> None:
+    assert [limit.value for limit in limits.constants(area) if limit.name == name] == [value]
 
 
 PAGE = (ROOT / "docs/embedding-the-router.md").read_text()
@@ -154,6 +191,17 @@ def test_threat_has_who_what_why_and_a_test_that_exists() -> None:
 def test_security_file_has_a_test_in_the_threat_table() -> None:
     named = {name for row in threats() for name in NAMED.findall(row[3])}
     assert not [file for file, tests in defined().items() if not tests & named]
+
+
+def test_every_budget_has_a_row_with_a_setting_that_exists() -> None:
+    section = (ROOT / "docs/security.md").read_text().split("\n## Budgets\n")[1].split("\n#")[0]
+    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} == set(budgets.NAMES)
+    flags = set(re.findall(r"--[a-z][a-z-]+", (ROOT / "docs/settings.md").read_text()))
+    for row in rows:
+        settings = re.findall(r"`(--[a-z-]+)`", row[1])
+        assert settings or row[1].strip().startswith(("fixed", "none")), row
+        assert set(settings) <= flags, set(settings) - flags
 
 
 def test_every_code_has_one_status() -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from services.common.engine_packages import SGLANG, VLLM, VLLM_CPU
+from services.common.packages.engines import SGLANG, VLLM, VLLM_CPU
 from tests.support.repository import ROOT
 
 FILES = sorted((ROOT / "requirements").glob("*.txt"))
@@ -60,7 +60,7 @@ def test_a_service_gets_what_it_asks_for(service: str) -> None:
 
 OPTIONAL = {
     *("vllm", "sglang", "torch", "transformers", "safetensors", "llguidance", "smg_grpc_proto"),
-    *("zmq", "msgspec", "httpx", "fastokens", "granian", "grpc_reflection"),
+    *("zmq", "msgspec", "httpx", "fastokens", "grpc_reflection"),
 }
 """Packages of engines and of extras that a service runs without."""
 

@@ -41,6 +41,7 @@ from sluice_client.wire import (
     WorkerChange,
     WorkerInfo,
     WorkerOverlap,
+    WorkerRole,
     WorkerTarget,
 )
 
@@ -98,6 +99,7 @@ class RouterClient:
         cost: CostOverrides | None = None,
         explain: bool = False,
         return_token_ids: bool = False,
+        role: WorkerRole = WorkerRole.UNSPECIFIED,
         timeout_s: float | None = None,
     ) -> RouteQueryResponse:
         """Returns the worker that would be selected, without a reservation; arguments as in `select_and_reserve`."""
@@ -114,6 +116,7 @@ class RouterClient:
             cost=cost,
             explain=explain,
             return_token_ids=return_token_ids,
+            role=role,
         )
         return await self.route(request, timeout_s=timeout_s)
 
@@ -137,6 +140,7 @@ class RouterClient:
         owner: str = "",
         max_wait_s: float = 0,
         return_token_ids: bool = False,
+        role: WorkerRole = WorkerRole.UNSPECIFIED,
         timeout_s: float | None = None,
     ) -> Reservation:
         """Selects a worker and reserves it for the request, in one atomic step.
@@ -162,6 +166,8 @@ class RouterClient:
             owner: owner of the reservation, held by its watch, see `watch_workers`; empty for none.
             max_wait_s: maximum time in the queue while every candidate is busy; 0 fails at once.
             return_token_ids: also return the prompt as token ids and block hashes; see `Reservation.token_ids`.
+            role: the half of the request to select for; UNSPECIFIED for whatever the router decides. Each half needs a
+                request id of its own.
             timeout_s: for this call; None for the client's timeout plus the wait.
         """
         request = RouteQueryRequest(
@@ -183,14 +189,16 @@ class RouterClient:
             owner=owner,
             max_wait_ms=_ms(max_wait_s),
             return_token_ids=return_token_ids,
+            role=role,
         )
         answer = await self.route(request, timeout_s=self._timeout_s + max_wait_s if timeout_s is None else timeout_s)
-        assert answer.decode is not None  # checked by `route`
+        target = answer.decode or answer.prefill
+        assert target is not None  # checked by `route`
         return Reservation(
             self,
             answer.reservation_id,
             request_id,
-            answer.decode,
+            target,
             overlap=answer.overlap,
             expires_unix_ms=answer.expires_unix_ms,
             answer=answer,
@@ -199,7 +207,7 @@ class RouterClient:
     async def route(self, request: RouteQueryRequest, *, timeout_s: float | None = None) -> RouteQueryResponse:
         """Makes the call behind `query` and `select_and_reserve`, with every field of the contract."""
         answer = await self._call(methods.ROUTE, request, timeout_s, wait_s=request.max_wait_ms / 1000)
-        if answer.decode is None:
+        if answer.decode is None and answer.prefill is None:
             raise error_of(
                 ErrorKind.INTERNAL, "The router's response names no worker; check the versions of client and router."
             )

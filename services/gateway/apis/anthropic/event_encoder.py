@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from services.common.errors import SluiceError
+from services.gateway.apis.anthropic.call_ids import tool_use_id
 from services.gateway.apis.anthropic.message import Signature, end_fields, message_start, usage
 from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import BlockKind
@@ -78,7 +79,8 @@ class MessageEventEncoder:
         """See EventEncoder."""
         events = b""
         if name:
-            block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+            shown_id = tool_use_id(call_id, self._message_id)
+            block = {"type": "tool_use", "id": shown_id, "name": name, "input": {}}
             events = self._begin(BlockKind.CALL, block, "input_json_delta", "partial_json")
         return events + self._piece(arguments)
 
@@ -92,6 +94,10 @@ class MessageEventEncoder:
     def failure(self, error: SluiceError, counts: Counts) -> bytes:
         """See EventEncoder."""
         return b"event: error\ndata: %b\n\n" % orjson.dumps(self._error_body(error))
+
+    def silence(self) -> bytes:
+        """See EventEncoder."""
+        return _PING
 
     def _begin(self, kind: BlockKind, block: dict[str, Any], delta: str, name: str) -> bytes:
         events = self._end()

@@ -9,6 +9,8 @@ from typing import Any
 
 import orjson
 
+from services.common.rows.sendable_text import sendable_json
+from services.gateway.apis.anthropic.call_ids import tool_use_id
 from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import Block, BlockKind, Transcript
 from services.gateway.apis.openai.completion_objects import degraded
@@ -90,7 +92,7 @@ def full_message(
     shown = blocks if thinking else _without_thinking(blocks)
     return {
         **message_start(message_id, model, counts),
-        "content": [_content_block(block, omitted) for block in shown],
+        "content": [_content_block(block, omitted, message_id) for block in shown],
         **end_fields(finish, clipped),
         **degraded(finish),
     }
@@ -107,20 +109,21 @@ def _without_thinking(blocks: Sequence[Block]) -> Sequence[Block]:
     return transcript.blocks
 
 
-def _content_block(block: Block, omitted: bool) -> dict[str, Any]:
+def _content_block(block: Block, omitted: bool, message_id: str) -> dict[str, Any]:
     if block.kind is BlockKind.TEXT:
         return {"type": "text", "text": block.text}
     if block.kind is BlockKind.REASONING:
         signature = Signature()
         signature.add(block.text)
         return {"type": "thinking", "thinking": "" if omitted else block.text, "signature": signature.text()}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
+    shown_id = tool_use_id(block.call_id, message_id)
+    return {"type": "tool_use", "id": shown_id, "name": block.name, "input": _input(block.text)}
 
 
 def _input(arguments: str) -> dict[str, Any]:
     """Returns the parsed arguments, or `unparsed_arguments` with the text if it is not a JSON object."""
     try:
-        parsed = orjson.loads(arguments or "{}")
+        parsed = orjson.loads(sendable_json(arguments) or "{}")
     except orjson.JSONDecodeError:
         parsed = None
     return parsed if isinstance(parsed, dict) else {"unparsed_arguments": arguments}

@@ -10,6 +10,7 @@ from services.common.errors import invalid
 from services.gateway.apis.common.http import read_limit
 
 MAX_LIMIT = 1000
+"""Models of one page; a larger `limit` is refused with INVALID_ARGUMENT."""
 
 
 def as_anthropic(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.common.apis.anthropic.tools import HOSTED_TOOL
 from services.gateway.apis.common.json_schemas import (
     ANY,
     BOOLEAN_OR_NULL,
@@ -17,11 +18,6 @@ from services.gateway.apis.common.json_schemas import (
     const,
     open_object,
 )
-
-HOSTED_TOOL = (
-    "(advisor|bash|code_execution|computer|memory|text_editor|tool_search_tool_[a-z0-9]+|web_fetch|web_search)_[0-9]{8}"
-)
-"""Types of the tools that Anthropic runs or defines itself."""
 
 _EMPTY: Schema = {"type": ["array", "null"], "maxItems": 0}
 _CACHE_CONTROL = any_of(

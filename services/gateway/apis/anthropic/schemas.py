@@ -26,7 +26,9 @@ from services.gateway.apis.openai.unsupported_fields import (
 from services.gateway.apis.openai.validation import MAX_NAME
 
 MAX_TOOLS = 1024
+"""Tools of a request of the Messages API; more are refused with INVALID_ARGUMENT."""
 MIN_THINKING_BUDGET = 1024
+"""Tokens of `thinking.budget_tokens`; fewer are refused with INVALID_ARGUMENT."""
 
 
 def _messages(value: Any, info: ValidationInfo) -> Any:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from services.common.apis.anthropic.blocks import Chat, read_chat
+from services.common.apis.anthropic.prompt import chat_fields
+from services.common.apis.anthropic.tools import ChatTools, read_tools
+from services.common.apis.prompts import THINKING_SWITCHES
 from services.common.errors import SluiceError, with_field
-from services.gateway.apis.anthropic.blocks import Chat, read_chat
 from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptFields
-from services.gateway.apis.anthropic.tools import ChatTools, read_tools
 from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.core.request import left_out, no_effect
 from services.gateway.http.body_budgets import BodyBudgets
-
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Names under which chat templates take the switch for thinking."""
 
 SWITCH = "thinking.type"
 """The client's name of these switches."""
@@ -96,26 +95,17 @@ def _without_switch_report(translated: TranslatedRequest) -> TranslatedRequest:
 def _chat(
     fields: PromptFields, chat: Chat, tools: ChatTools, capabilities: EngineCapabilities, switched: bool
 ) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": fields.model, "messages": chat.messages}
-    if chat.continues:
-        body |= {"continue_final_message": True, "add_generation_prompt": False}
-    if tools.chat:
-        body["tools"] = tools.chat
-    if tools.choice is not None:
-        body["tool_choice"] = tools.choice
+    config = fields.output_config
+    effort = config.effort if config is not None else None
+    body: dict[str, Any] = {"model": fields.model}
+    if isinstance(fields, MessagesRequest):
+        body |= _sampling(fields, capabilities)
+    body |= chat_fields(chat, tools, effort, thinks(fields) if switched else None, body.get("chat_template_kwargs", {}))
     if not tools.parallel:
         body["parallel_tool_calls"] = False
-    config = fields.output_config
-    if config is not None and config.effort is not None:
-        body["reasoning_effort"] = config.effort
     if config is not None and config.format is not None:
         json_schema = {"name": "answer", "schema": config.format.schema_document}
         body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-    if isinstance(fields, MessagesRequest):
-        body |= _sampling(fields, capabilities)
-    if switched:
-        kwargs = dict.fromkeys(THINKING_SWITCHES, thinks(fields)) | body.get("chat_template_kwargs", {})
-        body["chat_template_kwargs"] = kwargs
     return body
 
 

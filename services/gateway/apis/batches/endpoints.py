@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import SluiceError, invalid, not_found, quoted
+from services.common.budgets import Budget
+from services.common.errors import ErrorKind, SluiceError, invalid, not_found, quoted
 from services.gateway import context
+from services.gateway.admission.permit import Permit
+from services.gateway.apis.batches.file_content import FileContent
+from services.gateway.apis.batches.lines import count_lines
 from services.gateway.apis.batches.multipart import FormPart, read_form
-from services.gateway.apis.batches.records import BatchRecord, FileRecord
-from services.gateway.apis.batches.store import BatchStore, StoredBatch
+from services.gateway.apis.batches.records import UPLOAD, BatchRecord, FileRecord
+from services.gateway.apis.batches.store import WINDOW_S, BatchStore, StoredBatch
 from services.gateway.apis.common.http import BodyReader, json_response
 from services.gateway.apis.openai.fields import Metadata, Strict
 from services.gateway.apis.openai.openapi import add_route, responses
@@ -26,8 +31,8 @@ from services.gateway.apis.responses.pagination import page
 from services.gateway.http.body_budgets import BodyBudgets
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-WINDOW_S = 86_400
-LONGEST_NAME = 255
+MAX_NAME = 255
+"""Characters of the name of an uploaded file; of a longer one the last are kept."""
 FAILURES = (400, 401, 403, 404, 413, 500, 503)
 
 
@@ -77,36 +82,65 @@ class FileDeleted(Open):
     deleted: bool
 
 
+class BatchDeleted(Open):
+    """A deleted batch."""
+
+    id: str
+    object: Literal["batch"]
+    deleted: bool
+
+
+class UploadLimits(NamedTuple):
+    """Bounds on uploaded files: bytes and lines of each, write timeout of a download, and how long they are kept."""
+
+    file_bytes: int
+    lines: Budget
+    write_s: float
+    kept_s: float
+
+
 class BatchEndpoints:
     """Handlers of files and batches; a tenant has access to its own only.
 
     Args:
         bodies: reads the bodies of requests.
-        kept_s: seconds for which files are kept.
-        most_bytes: of a file.
+        usable: returns whether the request's key may use a model that is served.
+        limits: of uploaded files.
     """
 
     def __init__(
-        self, store: BatchStore, bodies: BodyReader, budgets: BodyBudgets, kept_s: float, most_bytes: int
+        self,
+        store: BatchStore,
+        bodies: BodyReader,
+        budgets: BodyBudgets,
+        usable: Callable[[Permit], bool],
+        limits: UploadLimits,
     ) -> None:
         self._store = store
         self._bodies = bodies
         self._budgets = budgets
-        self._kept_s = int(kept_s)
-        self._most_bytes = most_bytes
+        self._usable = usable
+        self._limits = limits
 
     async def create_file(self, request: Request) -> Response:
         """Upload a file of requests for a batch."""
-        body = await self._bodies.read_form(request, self._most_bytes)
+        if not self._usable(context.current().permit):
+            message = "The API key may use none of the models that are served here, so it cannot store files."
+            raise SluiceError(ErrorKind.PERMISSION_DENIED, message, code="model_not_allowed")
+        body = await self._bodies.read_form(request, self._limits.file_bytes)
         form = read_form(body, request.headers.get("content-type", ""))
         purpose, file = form.get("purpose", FormPart("", b"")).content.decode("utf-8", "replace"), form.get("file")
-        if purpose != "batch":
+        if purpose != UPLOAD:
             raise invalid("purpose must be batch.", param="purpose", code="invalid_value")
         if file is None:
             raise invalid("Missing required parameter: file.", param="file", code="missing_required_parameter")
-        now = int(time.time())
-        name = file.filename[-LONGEST_NAME:] or "upload.jsonl"
-        record = FileRecord(f"file-{secrets.token_hex(12)}", name, purpose, len(file.content), now, now + self._kept_s)
+        lines = await count_lines(file.content)
+        if lines > (limit := self._limits.lines.limit):
+            reason = f"The file has {lines} lines, including empty ones; the limit is {limit}"
+            raise self._limits.lines.refuse(reason, param="file", code="too_many_lines")
+        now, size = int(time.time()), len(file.content)
+        name, kept_until = file.filename[-MAX_NAME:] or "upload.jsonl", now + int(self._limits.kept_s)
+        record = FileRecord(f"file-{secrets.token_hex(12)}", name, UPLOAD, size, now, kept_until, lines)
         await self._store.add_file(_owner(), record, file.content)
         return json_response(record.shown())
 
@@ -123,13 +157,10 @@ class BatchEndpoints:
     async def file_content(self, request: Request) -> Response:
         """Retrieve a file's content."""
         file = await self._file(request)
-        data = await self._store.data(_owner(), file.id)
-        if data is None:
-            raise _no_file(file.id)
-        return Response(data, media_type="application/jsonl")
+        return FileContent(partial(self._store.read, _owner(), file.id), file.size, self._limits.write_s)
 
     async def delete_file(self, request: Request) -> Response:
-        """Delete a file; batches that have not read it fail."""
+        """Delete a file; batches that have not run all of its lines fail."""
         file = await self._file(request)
         await self._store.remove_file(_owner(), file.id)
         return json_response({"id": file.id, "object": "file", "deleted": True})
@@ -152,7 +183,7 @@ class BatchEndpoints:
             times={"expires_at": now + WINDOW_S},
             metadata=fields.metadata,
         )
-        await self._store.add_batch(batch)
+        await self._store.add_batch(batch, file.lines)
         return json_response(batch.shown(0, 0))
 
     async def list_batches(self, request: Request) -> Response:
@@ -170,6 +201,14 @@ class BatchEndpoints:
         if not await self._store.cancel(_owner(), stored.record.id, int(time.time())):
             raise invalid(f"The batch is {stored.record.status} and cannot be cancelled.", code="not_cancellable")
         return json_response(_shown(await self._batch(request)))
+
+    async def delete_batch(self, request: Request) -> Response:
+        """Delete a batch that has ended, with the files of its results."""
+        stored = await self._batch(request)
+        if not await self._store.remove_batch(_owner(), stored.record.id):
+            message = f"The batch is {stored.record.status}; cancel it, and delete it after its end."
+            raise invalid(message, param="batch_id", code="batch_in_progress")
+        return json_response({"id": stored.record.id, "object": "batch", "deleted": True})
 
     async def _file(self, request: Request) -> FileRecord:
         name = request.path_params["file_id"]
@@ -230,5 +269,7 @@ def add_batches(app: FastAPI, endpoints: BatchEndpoints) -> list[type[BaseModel]
     add("/v1/batches", endpoints.create_batch, batch, body=BatchCreateRequest)
     add("/v1/batches", endpoints.list_batches, listed, method="GET", parameters=limits)
     add("/v1/batches/{batch_id}", endpoints.retrieve_batch, batch, method="GET", parameters=[batch_id])
+    removed = responses(BatchDeleted, FAILURES)
+    add("/v1/batches/{batch_id}", endpoints.delete_batch, removed, method="DELETE", parameters=[batch_id])
     add("/v1/batches/{batch_id}/cancel", endpoints.cancel_batch, batch, parameters=[batch_id])
     return [BatchCreateRequest]

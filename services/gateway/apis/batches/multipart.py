@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from services.common.errors import SluiceError, invalid
 
-MOST_PARTS = 32
+MAX_PARTS = 32
+"""Parts of the form of an upload; a form with more is refused with INVALID_ARGUMENT."""
+MAX_HEAD_BYTES = 8 << 10
+"""Bytes of the headers of a part; a form with more is refused with INVALID_ARGUMENT."""
 _BOUNDARY = re.compile(r'\bboundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))')
 _NAME = re.compile(r'\bname="([^"]*)"')
 _FILENAME = re.compile(r'\bfilename="([^"]*)"')
@@ -22,24 +25,41 @@ class FormPart(NamedTuple):
 
 
 def read_form(body: bytes, content_type: str) -> Mapping[str, FormPart]:
-    """Returns the fields of a form by name; raises SluiceError(INVALID_ARGUMENT) if it is malformed."""
+    """Returns the fields of a form by name; raises SluiceError(INVALID_ARGUMENT) if it is malformed.
+
+    Nothing but the contents of the fields is copied.
+    """
     found = _BOUNDARY.search(content_type)
     if not content_type.lower().startswith("multipart/form-data") or found is None:
         raise invalid("Send the file as multipart/form-data with a boundary.", param="file")
-    delimiter = b"\r\n--" + (found[1] or found[2]).encode()
-    first, *rest = (b"\r\n" + body).split(delimiter, MOST_PARTS + 1)
-    if first.strip() or not rest or len(rest) > MOST_PARTS or not rest[-1].startswith(b"--"):
+    opener = b"--" + (found[1] or found[2]).encode("utf-8", "replace")
+    delimiter = b"\r\n" + opener
+    end = 0 if body.startswith(opener) else body.find(delimiter)
+    if end < 0 or body[:end].strip():
         raise _malformed()
-    fields = {}
-    for part in rest[:-1]:
-        head, separator, content = part.partition(b"\r\n\r\n")
-        text = head.decode("utf-8", "replace")
-        name = _NAME.search(re.sub(r'\bfilename="[^"]*"', "", text))
-        if not separator or name is None:
+    start = len(opener) if body.startswith(opener) else end + len(delimiter)
+    fields: dict[str, FormPart] = {}
+    parts = 0
+    while (end := body.find(delimiter, start)) >= 0:
+        parts += 1
+        if parts >= MAX_PARTS:
             raise _malformed()
-        filename = _FILENAME.search(text)
-        fields[name[1]] = FormPart(filename[1] if filename else "", content)
+        name, part = _part(body, start, end)
+        fields[name] = part
+        start = end + len(delimiter)
+    if not body.startswith(b"--", start):
+        raise _malformed()
     return fields
+
+
+def _part(body: bytes, start: int, end: int) -> tuple[str, FormPart]:
+    head_end = body.find(b"\r\n\r\n", start, min(end, start + MAX_HEAD_BYTES))
+    text = body[start : max(head_end, start)].decode("utf-8", "replace")
+    name = _NAME.search(re.sub(r'\bfilename="[^"]*"', "", text))
+    if head_end < 0 or name is None:
+        raise _malformed()
+    filename = _FILENAME.search(text)
+    return name[1], FormPart(filename[1] if filename else "", body[head_end + 4 : end])
 
 
 def _malformed() -> SluiceError:

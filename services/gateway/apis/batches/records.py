@@ -10,6 +10,9 @@ import orjson
 Status = Literal["validating", "in_progress", "finalizing", "completed", "cancelling", "cancelled", "expired", "failed"]
 OPEN: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 """Statuses of batches that still have work."""
+UPLOAD = "batch"
+"""Purpose of uploaded files."""
+RESULT = "batch_output"
 _TIMES = (
     "in_progress_at",
     "expires_at",
@@ -24,7 +27,7 @@ _TIMES = (
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A stored file; times are Unix seconds."""
+    """A stored file; times are Unix seconds, `lines` is the number of its line ends, 0 if they were not counted."""
 
     id: str
     filename: str
@@ -32,10 +35,17 @@ class FileRecord:
     size: int
     created_at: int
     expires_at: int
+    lines: int = 0
+
+    @property
+    def is_upload(self) -> bool:
+        """Whether a client uploaded it; the others are results."""
+        return self.purpose == UPLOAD
 
     def shown(self) -> dict[str, Any]:
         """Returns OpenAI's file object."""
         fields = asdict(self)
+        del fields["lines"]
         return {"object": "file", "bytes": fields.pop("size"), **fields, "status": "processed", "status_details": None}
 
     def dump(self) -> bytes:

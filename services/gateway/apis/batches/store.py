@@ -2,33 +2,56 @@
 
 A gateway that works on a batch has a claim: a lease with an epoch. Results are accepted only with the claim of the
 newest epoch and only once a line, so that a line has one result however many gateways began it.
+
+What is stored is charged to its tenant and to the total of all tenants: a file its bytes and `PER_FILE`, a batch
+`charge_of` and the results of its lines as they are appended to its output and error file. Nothing is stored that would
+exceed a limit. What is removed or expires is given back.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.apis.batches.records import OPEN, BatchRecord, FileRecord
+from services.gateway.apis.batches.records import BatchRecord, FileRecord, Status
+
+PER_FILE = 1 << 10
+"""Bytes charged for the record of an uploaded file."""
+PER_BATCH = 4 << 10
+"""Bytes charged for a batch beside its record: its counters, and the records of its results."""
+WINDOW_S = 86_400
+"""Seconds after which a batch expires."""
+STORAGE_CODES = ("storage_limit_exceeded", "storage_full")
+"""Codes of the errors for what would exceed the limits of a tenant, and those of all tenants."""
 
 
 class BatchClaim(NamedTuple):
-    """The right to work on a batch until its lease expires."""
+    """The right to work on a batch until its lease expires.
+
+    Attributes:
+        lost: earlier claims in a row whose lease expired before the batch had another result.
+    """
 
     owner: str
     batch_id: str
     epoch: int
+    lost: int = 0
 
 
 class LineResult(NamedTuple):
-    """The result of a line: a line of the output file, or of the error file."""
+    """The result of a line: a line of the output file, or of the error file, in pieces and without its end."""
 
     succeeded: bool
-    text: bytes
+    pieces: Sequence[bytes]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the line with its end."""
+        return sum(map(len, self.pieces)) + 1
 
 
 class StoredBatch(NamedTuple):
@@ -40,30 +63,33 @@ class StoredBatch(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Bounds for each tenant: files, their bytes together, and batches."""
+    """Bounds for each tenant: uploaded files, bytes of everything together, and batches; and bytes of all tenants."""
 
     files: int
     file_bytes: int
     batches: int
-
-
-NewFile = tuple[FileRecord, bytes]
+    total_bytes: int
 
 
 class BatchStore(ABC):
     """Interface of the stores; every method raises SluiceError(UNAVAILABLE) while the store is unreachable."""
 
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._by_tenant = Budget("stored_bytes", limits.file_bytes, "--files-kept-mb")
+        self._by_all = Budget("stored_total_bytes", limits.total_bytes, "--files-kept-mb")
+
     @abstractmethod
     async def add_file(self, owner: str, file: FileRecord, data: bytes) -> None:
-        """Stores a file; raises SluiceError(TOO_LARGE) if the tenant's files exceed a limit."""
+        """Stores a file; raises SluiceError TOO_LARGE or OVERLOADED, see `refused`, if it would exceed a limit."""
 
     @abstractmethod
     async def file(self, owner: str, file_id: str) -> FileRecord | None:
         """Returns a file's record; None if the tenant has no such file."""
 
     @abstractmethod
-    async def data(self, owner: str, file_id: str) -> bytes | None:
-        """Returns a file's content; None if the tenant has no such file."""
+    async def read(self, owner: str, file_id: str, start: int, size: int) -> bytes | None:
+        """Returns up to `size` bytes of a file from `start` on; None if the tenant has no such file."""
 
     @abstractmethod
     async def files(self, owner: str) -> list[FileRecord]:
@@ -74,8 +100,12 @@ class BatchStore(ABC):
         """Removes a file; returns whether it was there."""
 
     @abstractmethod
-    async def add_batch(self, batch: BatchRecord) -> None:
-        """Stores a batch; raises SluiceError(OVERLOADED) if the tenant has too many."""
+    async def add_batch(self, batch: BatchRecord, lines: int) -> None:
+        """Stores a batch; raises SluiceError TOO_LARGE or OVERLOADED if it would exceed a limit.
+
+        Args:
+            lines: most lines that may have results.
+        """
 
     @abstractmethod
     async def batch(self, owner: str, batch_id: str) -> StoredBatch | None:
@@ -86,176 +116,101 @@ class BatchStore(ABC):
         """Returns a tenant's batches, oldest first."""
 
     @abstractmethod
-    async def claim(self, lease_s: float) -> BatchClaim | None:
-        """Claims a batch with work whose lease has expired; None if there is none."""
+    async def remove_batch(self, owner: str, batch_id: str) -> bool:
+        """Removes a batch that has ended, with its results; returns whether there was one."""
 
     @abstractmethod
-    async def renew(self, claim: BatchClaim, lease_s: float) -> bool:
-        """Extends a claim's lease; returns False if the claim is lost. 0 gives the batch up."""
+    async def claim(self, lease_s: float, passed_over: Collection[str] = ()) -> BatchClaim | None:
+        """Claims a batch with work whose lease has expired, of the tenant whose last turn was the earliest.
+
+        Returns None if there is none; what is beyond its time is removed first.
+
+        Args:
+            passed_over: tenants without a turn.
+        """
+
+    @abstractmethod
+    async def renew(self, claim: BatchClaim, lease_s: float) -> Status | None:
+        """Extends a claim's lease and returns the batch's status; None if the claim is lost. 0 gives the batch up."""
 
     @abstractmethod
     async def record(self, claim: BatchClaim, line: int, result: LineResult) -> bool:
-        """Stores the result of a line; returns False if the claim is lost or the line has a result already."""
+        """Appends the result of a line to the batch's output or error file.
+
+        Returns False if the claim is lost or the line has a result already.
+
+        Raises:
+            SluiceError: TOO_LARGE or OVERLOADED, see `refused`, if it would exceed a limit.
+        """
 
     @abstractmethod
-    async def results(self, claim: BatchClaim) -> dict[int, LineResult]:
-        """Returns the results by line."""
+    async def done(self, claim: BatchClaim) -> bytes:
+        """Returns a bit for each line, that of the first one highest: whether it has a result. Read by `has_result`."""
 
     @abstractmethod
-    async def save(self, claim: BatchClaim, batch: BatchRecord, files: Sequence[NewFile] = ()) -> bool:
-        """Replaces a batch and adds files in one step; returns False if the claim is lost.
+    async def result_sizes(self, claim: BatchClaim) -> tuple[int, int]:
+        """Returns the bytes of the output file and of the error file so far."""
+
+    @abstractmethod
+    async def save(self, claim: BatchClaim, batch: BatchRecord, files: Sequence[FileRecord] = ()) -> bool:
+        """Replaces a batch and makes its results files in one step; returns False if the claim is lost.
 
         A batch that is being cancelled is not set back to `in_progress`.
+
+        Args:
+            files: records of `result_file` ids.
         """
 
     @abstractmethod
     async def cancel(self, owner: str, batch_id: str, now: int) -> bool:
         """Marks a batch as being cancelled; returns whether it was validating or in progress."""
 
+    @abstractmethod
+    async def used(self, owner: str) -> tuple[int, int]:
+        """Returns the bytes charged to a tenant, and to all tenants together."""
+
     async def close(self) -> None:  # noqa: B027 - only some stores have connections
         """Releases the store's connections."""
 
+    def refused(self, reason: str) -> SluiceError:
+        """Counts what would exceed a limit and returns its error.
 
-def too_many_files(limits: Limits) -> SluiceError:
-    """Returns the error of a file too many."""
-    return SluiceError(
-        ErrorKind.TOO_LARGE,
-        f"The stored files would exceed {limits.files} files or {limits.file_bytes} bytes; delete some.",
-        param="file",
-        code="storage_limit_exceeded",
-    )
-
-
-def too_many_batches(limits: Limits) -> SluiceError:
-    """Returns the error of a batch too many."""
-    return SluiceError(
-        ErrorKind.OVERLOADED, f"{limits.batches} batches are stored, the limit; retry later.", code="too_many_batches"
-    )
-
-
-@dataclass(slots=True)
-class _Kept:
-    record: BatchRecord
-    results: dict[int, LineResult] = field(default_factory=dict)
-    epoch: int = 0
-    lease_until: float = 0.0
-
-    @property
-    def stored(self) -> StoredBatch:
-        succeeded = sum(result.succeeded for result in self.results.values())
-        return StoredBatch(self.record, succeeded, len(self.results) - succeeded)
+        Args:
+            reason: `files`, `tenant` for the bytes of a tenant, `total` for those of all tenants, or `batches`.
+        """
+        limits = self._limits
+        if reason == "batches":
+            message = f"{limits.batches} batches are stored, the limit; delete some that have ended, or retry later."
+            return SluiceError(ErrorKind.OVERLOADED, message, code="too_many_batches")
+        if reason == "total":
+            return self._by_all.refuse(
+                f"The files and results of all clients would exceed {limits.total_bytes} bytes; retry later",
+                kind=ErrorKind.OVERLOADED,
+                code="storage_full",
+                retry_after_ms=60_000,
+            )
+        return self._by_tenant.refuse(
+            f"The stored files, batches and results would exceed {limits.files} files or {limits.file_bytes} bytes; "
+            "delete some",
+            param="file",
+            kind=ErrorKind.TOO_LARGE,
+            code="storage_limit_exceeded",
+        )
 
 
-class MemoryBatchStore(BatchStore):
-    """Keeps everything in this process; files and ended batches expire.
+def charge_of(batch: BatchRecord, lines: int) -> int:
+    """Returns the bytes charged for a batch without its results."""
+    return PER_BATCH + len(batch.dump()) + lines // 8
 
-    Args:
-        kept_s: seconds for which ended batches are kept; files have their own time.
-        clock: returns the seconds since the epoch.
-    """
 
-    def __init__(self, limits: Limits, kept_s: float, clock: Callable[[], float] = time.time) -> None:
-        self._limits = limits
-        self._kept_s = kept_s
-        self._clock = clock
-        self._files: dict[str, dict[str, NewFile]] = {}
-        self._batches: dict[str, dict[str, _Kept]] = {}
+def has_result(done: bytes, line: int) -> bool:
+    """Returns whether a line's bit is set in what `BatchStore.done` returned."""
+    return line >> 3 < len(done) and bool(done[line >> 3] & 0x80 >> (line & 7))
 
-    async def add_file(self, owner: str, file: FileRecord, data: bytes) -> None:
-        files = self._current(owner)
-        size = sum(len(content) for _, content in files.values())
-        if len(files) >= self._limits.files or size + len(data) > self._limits.file_bytes:
-            raise too_many_files(self._limits)
-        self._files.setdefault(owner, {})[file.id] = (file, data)
 
-    def _current(self, owner: str) -> dict[str, NewFile]:
-        files, now = self._files.get(owner, {}), self._clock()
-        for name in [name for name, (file, _) in files.items() if file.expires_at <= now]:
-            del files[name]
-        return files
-
-    async def file(self, owner: str, file_id: str) -> FileRecord | None:
-        found = self._current(owner).get(file_id)
-        return found[0] if found else None
-
-    async def data(self, owner: str, file_id: str) -> bytes | None:
-        found = self._current(owner).get(file_id)
-        return found[1] if found else None
-
-    async def files(self, owner: str) -> list[FileRecord]:
-        return [file for file, _ in self._current(owner).values()]
-
-    async def remove_file(self, owner: str, file_id: str) -> bool:
-        return self._current(owner).pop(file_id, None) is not None
-
-    async def add_batch(self, batch: BatchRecord) -> None:
-        batches, oldest = self._batches.setdefault(batch.owner, {}), self._clock() - self._kept_s
-        for name in [
-            name for name, kept in batches.items() if kept.record.status not in OPEN and kept.record.created_at < oldest
-        ]:
-            del batches[name]
-        if len(batches) >= self._limits.batches:
-            raise too_many_batches(self._limits)
-        batches[batch.id] = _Kept(batch)
-
-    async def batch(self, owner: str, batch_id: str) -> StoredBatch | None:
-        kept = self._batches.get(owner, {}).get(batch_id)
-        return kept.stored if kept else None
-
-    async def batches(self, owner: str) -> list[StoredBatch]:
-        return [kept.stored for kept in self._batches.get(owner, {}).values()]
-
-    async def claim(self, lease_s: float) -> BatchClaim | None:
-        now = self._clock()
-        waiting = [
-            kept
-            for batches in self._batches.values()
-            for kept in batches.values()
-            if kept.record.status in OPEN and kept.lease_until <= now
-        ]
-        if not waiting:
-            return None
-        first = min(waiting, key=lambda kept: kept.lease_until)
-        first.epoch += 1
-        first.lease_until = now + lease_s
-        return BatchClaim(first.record.owner, first.record.id, first.epoch)
-
-    async def renew(self, claim: BatchClaim, lease_s: float) -> bool:
-        kept = self._claimed(claim)
-        if kept is not None:
-            kept.lease_until = self._clock() + lease_s
-        return kept is not None
-
-    async def record(self, claim: BatchClaim, line: int, result: LineResult) -> bool:
-        kept = self._claimed(claim)
-        if kept is None or line in kept.results:
-            return False
-        kept.results[line] = result
-        return True
-
-    async def results(self, claim: BatchClaim) -> dict[int, LineResult]:
-        kept = self._claimed(claim)
-        return dict(kept.results) if kept else {}
-
-    async def save(self, claim: BatchClaim, batch: BatchRecord, files: Sequence[NewFile] = ()) -> bool:
-        kept = self._claimed(claim)
-        if kept is None or (kept.record.status == "cancelling" and batch.status == "in_progress"):
-            return False
-        kept.record = batch
-        for file, data in files:
-            self._files.setdefault(claim.owner, {})[file.id] = (file, data)
-        return True
-
-    async def cancel(self, owner: str, batch_id: str, now: int) -> bool:
-        kept = self._batches.get(owner, {}).get(batch_id)
-        if kept is None or kept.record.status not in ("validating", "in_progress"):
-            return False
-        kept.record = cancelling(kept.record, now)
-        return True
-
-    def _claimed(self, claim: BatchClaim) -> _Kept | None:
-        kept = self._batches.get(claim.owner, {}).get(claim.batch_id)
-        return kept if kept and kept.epoch == claim.epoch and kept.lease_until > self._clock() else None
+def result_file(batch_id: str, succeeded: bool) -> str:
+    """Returns the id of the output file or the error file of a batch."""
+    return f"file-{batch_id.removeprefix('batch_')}-{'output' if succeeded else 'error'}"
 
 
 def cancelling(batch: BatchRecord, now: int) -> BatchRecord:

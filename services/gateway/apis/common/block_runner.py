@@ -18,11 +18,11 @@ from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
+from services.gateway.core.generation import Generation
 from services.gateway.core.request import Sink
 from services.gateway.http.degradation import Marked
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.pipeline.models import Pipelines
-from services.gateway.pipeline.pipeline import Generation
 from services.gateway.settings import GatewaySettings
 
 
@@ -105,23 +105,19 @@ class BlockAnswerRunner:
     ) -> Generation:
         request, rename_fields = translated.generation, translated.field_names.rename
         if self.pipelines.of(request.model).only_asks():
-            raise rename_fields(_query_only())
+            raise SluiceError(
+                ErrorKind.FAILED_PRECONDITION,
+                "Query-only requests are not supported here; send them to /v1/chat/completions or /v1/completions.",
+                code="query_only",
+            )
         with_logprobs = request.logprobs is not None
         try:
             request = self.pipelines.named(request)
             sink = LogprobsAssembler(turn, self._pieces, request.model, self._tasks) if with_logprobs else turn
-            generation = await self.pipelines.of(request.model).start(request, [cast("Sink", sink)])
+            generation = await self.pipelines.of(request.model).run(request, [cast("Sink", sink)])
         except SluiceError as error:
             raise rename_fields(error) from None
         usage.generations.append(generation)
         if isinstance(sink, LogprobsAssembler):
-            sink.begin(generation.streams[0].tokens, generation.prompt_ids)
+            sink.begin(generation.tokens_of(0), generation.prompt_ids)
         return generation
-
-
-def _query_only() -> SluiceError:
-    return SluiceError(
-        ErrorKind.FAILED_PRECONDITION,
-        "Query-only requests are not supported here; send them to /v1/chat/completions or /v1/completions.",
-        code="query_only",
-    )

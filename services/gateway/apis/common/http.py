@@ -15,10 +15,10 @@ from services.gateway.core.receipts import Receipt
 from services.gateway.http.body import read_bytes, read_json
 from services.gateway.http.body_memory import BodyMemory
 from services.gateway.http.degradation import Marked, mark
+from services.gateway.http.sse import CLIENT_CLOSED_REQUEST
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.model_waits import ModelWaits
 
-CLIENT_CLOSED_REQUEST = 499
 DEFAULT_PAGE = 20
 
 

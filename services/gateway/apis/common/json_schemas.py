@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.common.apis.tool_definitions import TOOL_NAME_PATTERN
+
 Schema = dict[str, Any]
 
 ANY: Schema = {}
@@ -14,7 +16,6 @@ STRING_OR_NULL: Schema = {"type": ["string", "null"]}
 BOOLEAN_OR_NULL: Schema = {"type": ["boolean", "null"]}
 FALSE_OR_NULL: Schema = {"enum": [False, None]}
 
-TOOL_NAME_PATTERN = "[a-zA-Z0-9_-]{1,128}"
 TOOL_NAME: Schema = {"type": "string", "pattern": f"^{TOOL_NAME_PATTERN}$"}
 
 

@@ -11,11 +11,11 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from services.common.errors import SluiceError
+from services.gateway.core.generation import Generation
 from services.gateway.core.request import Finish
 from services.gateway.http.degradation import Marked, mark
-from services.gateway.http.sse import EventStream, run_unless_gone
+from services.gateway.http.sse import COMMENT, EventStream, run_unless_gone
 from services.gateway.http.write_scheduler import WriteScheduler
-from services.gateway.pipeline.pipeline import Generation
 
 TEXT, REASONING = -1, -2
 """Kinds of buffered output; values from 0 on are the numbers of calls."""
@@ -57,9 +57,9 @@ class GenerationUsage:
     def prompt_tokens(self, choice: int) -> int:
         """Returns the prompt tokens of the generation that a choice belongs to."""
         for generation in self.generations:
-            if choice < len(generation.streams):
+            if choice < generation.choices:
                 return generation.prompt_tokens
-            choice -= len(generation.streams)
+            choice -= generation.choices
         return 0
 
     def cancel(self) -> None:
@@ -257,6 +257,10 @@ class StreamedResponse(ABC):
         if not self.over:
             return events
         return events + (self._encode_end() if self._error is None else self._encode_failure(self._error))
+
+    def silence(self) -> bytes:
+        """See EventSource; a comment, as clients of chunks take each for a piece of a choice."""
+        return COMMENT
 
     def _encode_end(self) -> bytes:
         """Returns the events after those of all choices."""

@@ -38,6 +38,9 @@ class EventEncoder(Protocol):
     def failure(self, error: SluiceError, counts: Counts) -> bytes:
         """Returns the events of a stream that failed."""
 
+    def silence(self) -> bytes:
+        """Returns an event that tells the client of an open turn nothing but that it is still alive."""
+
 
 class _NoPromptTokens:
     """The methods of TokenSink without effect here."""
@@ -96,6 +99,10 @@ class StreamedBlocks(StreamedResponse):
         super().__init__(rename_fields)
         self.sinks = (StreamedTurn(encoder, self),)
         self._encoder = encoder
+
+    def silence(self) -> bytes:
+        """See EventSource; an event, as clients may count events only."""
+        return self._encoder.silence()
 
     def _encode_failure(self, error: SluiceError) -> bytes:
         telemetry.failed(error)

@@ -27,6 +27,7 @@ from services.gateway.apis.openai.translate import completion_requests
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import GenerationRequest, no_effect
+from services.gateway.http.body_budgets import BodyBudgets
 from services.gateway.settings import GatewaySettings
 
 _NAMES = FieldNameMap(CLIENT_NAMES)
@@ -51,7 +52,7 @@ class GenerateEndpoints:
         body = await self._bodies.read(request)
         given = check(GenerateTokensRequest, body, self._settings.budgets)
         name = TokenFormat.id_prefix + secrets.token_hex(12)
-        fields, generations = self._translated(body, name)
+        fields, generations = translated(body, name, self._settings.max_choices, self._settings.budgets)
         reasons = tuple(map(no_effect, fields_without_effect(given)))
         generations = [replace(generation, degraded=reasons) for generation in generations]
         form = TokenFormat(name, int(time.time()), fields.model, fields.include_usage, given.request_id or name)
@@ -60,18 +61,26 @@ class GenerateEndpoints:
         except SluiceError as error:
             raise _NAMES.rename(error) from None
 
-    def _translated(self, body: dict[str, Any], name: str) -> tuple[TokensRequest, list[GenerationRequest]]:
-        shared = {key: value for key, value in body.items() if key in _SHARED}
-        sampling = {key: value for key, value in body["sampling_params"].items() if key in SAMPLING}
-        completion = {**shared, **sampling, "prompt": body["token_ids"], **_AS_IDS}
-        try:
-            fields = check(TokensRequest, completion, self._settings.budgets)
-            generations = completion_requests(fields, name, self._settings.max_choices, self._settings.budgets)
-        except SluiceError as error:
-            raise _NAMES.rename(error) from None
-        if fields.max_tokens is None:  # as many as fit, as vLLM decides here
-            generations = [replace(each, stop=replace(each.stop, max_tokens=None)) for each in generations]
-        return fields, generations
+
+def translated(
+    body: dict[str, Any], name: str, max_choices: int, budgets: BodyBudgets
+) -> tuple[TokensRequest, list[GenerationRequest]]:
+    """Returns the completion that a body stands for, and its generation request.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for invalid or unsupported fields.
+    """
+    shared = {key: value for key, value in body.items() if key in _SHARED}
+    sampling = {key: value for key, value in body["sampling_params"].items() if key in SAMPLING}
+    completion = {**shared, **sampling, "prompt": body["token_ids"], **_AS_IDS}
+    try:
+        fields = check(TokensRequest, completion, budgets)
+        generations = completion_requests(fields, name, max_choices, budgets)
+    except SluiceError as error:
+        raise _NAMES.rename(error) from None
+    if fields.max_tokens is None:  # as many as fit, as vLLM decides here
+        generations = [replace(each, stop=replace(each.stop, max_tokens=None)) for each in generations]
+    return fields, generations
 
 
 _SHARED = frozenset(

@@ -19,6 +19,7 @@ from services.gateway.apis.openai.completion_objects import (
     usage,
 )
 from services.gateway.core.request import Finish
+from services.gateway.core.request_size import LOGPROB_VALUES
 
 
 class ChunkedChoice(StreamedChoice):
@@ -142,6 +143,19 @@ class CollectedChoices(CollectedResponse):
         self.drop_reasoning = drop_reasoning
         self.sinks = [(make or CollectedChoice)(self) for _ in range(number)]
         self._open = number
+        self._logprobs = 0
+
+    def add_logprobs(self, values: int) -> None:
+        """Counts log-probabilities that the response will have; too many of all choices together fail it."""
+        self._logprobs += values
+        try:
+            LOGPROB_VALUES.check(
+                self._logprobs,
+                "The log-probabilities of a response that is not streamed, for each token and its alternatives,",
+                param="logprobs",
+            )
+        except SluiceError as error:
+            self.fail(error)
 
     def choice_ended(self) -> None:
         """Counts an ended choice."""

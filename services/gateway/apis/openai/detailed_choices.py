@@ -118,10 +118,12 @@ class DetailedCollectedChoice(CollectedChoice):
     def shown(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink."""
         self._tokens += tokens
+        self._choices.add_logprobs(_values(tokens))
 
     def shown_prompt(self, tokens: Sequence[TokenText]) -> None:
         """See TokenSink."""
         self._prompt = tokens
+        self._choices.add_logprobs(_values(tokens))
 
     def choice(self, finish: Finish) -> CompletedChoice:
         """Returns the completed choice with the selected details."""
@@ -145,3 +147,8 @@ class DetailedCollectedChoice(CollectedChoice):
         if self._options.prompt_logprobs:
             fields["prompt_logprobs"] = prompt_logprobs(self._prompt, self._naming)
         return fields
+
+
+def _values(tokens: Sequence[TokenText]) -> int:
+    """Returns the number of log-probabilities of tokens and of their alternatives."""
+    return sum(1 + len(token.position.top) for token in tokens if token.position is not None)

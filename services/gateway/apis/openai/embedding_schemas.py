@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from services.common.budgets import Budget
 from services.gateway.apis.common.json_schemas import NON_EMPTY, any_of, closed_object
 from services.gateway.apis.openai.fields import MAX_TOKEN_ID, Label, PromptInput, Strict
 from services.gateway.apis.openai.unsupported_fields import platform_field, reject_unsupported, unsupported_field
 
 MAX_INPUTS = 2_048
+"""Inputs of an embeddings request, or texts of a score or rerank request; more are refused with INVALID_ARGUMENT."""
+MAX_PAIR_CHARACTERS = 16 << 20
+"""Characters of all pairs of a score or rerank request; more are refused, budget `pair_characters`."""
+_PAIRS = Budget("pair_characters", MAX_PAIR_CHARACTERS, "")
 
 
 def _inputs(value: Any) -> Any:
@@ -72,6 +78,12 @@ class ClassifyRequest(PoolingFields):
     activation: Any = unsupported_field("values are probabilities", True)
 
 
+def _check_pairs(text: str, others: Sequence[str], field: str) -> None:
+    """Raises SluiceError(INVALID_ARGUMENT) if a text is too long for as many others, before a pair is made."""
+    characters = len(text) * len(others) + sum(map(len, others))
+    _PAIRS.check(characters, f"The characters of all pairs, each of which repeats {field},", param=field)
+
+
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS - 1, fail_fast=True)]
 
@@ -87,6 +99,8 @@ class ScoreRequest(PoolingFields):
         first, second = self.pairs
         if len(first) not in (1, len(second)):
             raise ValueError("text_1 must have one text, or as many as text_2")
+        if len(first) == 1:
+            _check_pairs(first[0], second, "text_1")
         return self
 
     @property
@@ -123,6 +137,11 @@ class RerankRequest(PoolingFields):
 
     max_tokens_per_doc: Any = unsupported_field("use truncate_prompt_tokens", 0)
     rank_fields: Any = unsupported_field("documents are texts")
+
+    @model_validator(mode="after")
+    def _repeats_the_query(self) -> RerankRequest:
+        _check_pairs(self.query, self.texts, "query")
+        return self
 
     @property
     def texts(self) -> list[str]:

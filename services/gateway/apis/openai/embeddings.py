@@ -31,6 +31,7 @@ from services.gateway.workers.embeddings import NEEDS, EmbedClient, Embeddings, 
 from services.gateway.workers.registry import WorkerEntry
 
 MAX_CONCURRENT_TOKENIZATIONS = 32
+"""Inputs of one request that are tokenized at the same time; the others wait."""
 PoolingInput = str | list[int] | tuple[str, str]
 """A text, token ids, or a pair of texts."""
 _FIELD_NAMES = FieldNameMap({"model": "model"}, default="input")

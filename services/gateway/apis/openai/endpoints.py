@@ -23,16 +23,17 @@ from services.gateway.apis.openai.completion_objects import ChatFormat, Completi
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, DetailOptions
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler, TokenSink
-from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve
+from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve_all
 from services.gateway.apis.openai.route_query import query_response
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
 from services.gateway.apis.openai.translate import chat_request, client_names, completion_requests
 from services.gateway.apis.openai.validation import check
 from services.gateway.clients.token_bytes import TokenPieces
+from services.gateway.core.generation import Generation
 from services.gateway.core.request import GenerationRequest
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.pipeline.models import Pipelines
-from services.gateway.pipeline.pipeline import Generation, Pipeline
+from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.capabilities import modalities
@@ -149,9 +150,8 @@ class OpenAIEndpoints:
         with telemetry.stage("gateway.request", dict(request.headers), model=fields.model, client_request_id=label):
             if needs_tokenizer(fields):
                 entry = self._pipelines.registry.model(fields.model)
-                generations = [
-                    await resolve(generation, fields, entry, self._pipelines.preprocess) for generation in generations
-                ]
+                permit = context.current().permit
+                generations = await resolve_all(generations, fields, entry, self._pipelines.preprocess, permit)
             _enter_hints(fields, pipeline)
             enter_session(self._settings.session_sources, request.headers, fields.session_names)
             if pipeline.only_asks():
@@ -232,12 +232,12 @@ class OpenAIEndpoints:
                     text = await pipeline.prompt_text(request)
                     for sink in sinks:
                         sink.echo(text) if isinstance(sink, LogprobsAssembler) else sink.text(text)
-                generation = await pipeline.start(request, sinks)
+                generation = await pipeline.run(request, sinks)
                 choices.usage.generations.append(generation)
                 if options.any:
                     prompt_ids = generation.prompt_ids
-                    for sink, stream in zip(sinks, generation.streams, strict=True):
-                        sink.begin(stream.tokens, prompt_ids)
+                    for index, sink in enumerate(sinks):
+                        sink.begin(generation.tokens_of(index), prompt_ids)
         except BaseException:
             choices.usage.cancel()
             for assembler in assemblers:

@@ -19,7 +19,7 @@ from services.gateway.apis.openai.fields import (
 )
 from services.gateway.apis.openai.structured_output_fields import GuidedFields
 from services.gateway.apis.openai.unsupported_fields import no_effect_field, unsupported_field
-from services.gateway.core.routing_hints import MOST_RANKS
+from services.gateway.core.routing_hints import MAX_RANKS
 
 
 class SharedFields(Strict):
@@ -69,7 +69,7 @@ class EngineFields(SharedFields, GuidedFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     extra_key: str | None = Field(None, min_length=1, max_length=1024)
-    data_parallel_rank: int | None = Field(None, ge=0, lt=MOST_RANKS, description="with routing direct only")
+    data_parallel_rank: int | None = Field(None, ge=0, lt=MAX_RANKS, description="with routing direct only")
     custom_params: JsonObject = None
     rid: Label | None = None
 

@@ -13,13 +13,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from services.gateway.http.body_budgets import BodyBudgets
 
 MAX_STOP_STRINGS = 1000
+"""Stop strings of a request; more are refused with INVALID_ARGUMENT."""
 MAX_TOKEN_ID = 2**32 - 1
+"""Token id, or number of tokens, in a request; a larger one is refused with INVALID_ARGUMENT."""
 MAX_TOKEN_IDS = 131_072
+"""Token ids of `allowed_token_ids` and `nvext.token_data`; more are refused with INVALID_ARGUMENT."""
 MAX_BAD_WORDS = 64
+"""Texts of `bad_words`; more are refused with INVALID_ARGUMENT."""
 MAX_LOGPROBS = 20
+"""Alternatives of `top_logprobs` and `prompt_logprobs`; more are refused with INVALID_ARGUMENT."""
 MAX_PRIORITY = 1000
-"""Bound of a request's priority in both directions; keeps client priorities apart from those of the workers' probes."""
+"""Priority of a request, in both directions, as workers' probes have others; beyond it INVALID_ARGUMENT."""
 MAX_BIASES = 4_096
+"""Entries of `logit_bias`; more are refused with INVALID_ARGUMENT."""
 
 
 def _model_may_be_left_out(schema: dict[str, Any]) -> None:

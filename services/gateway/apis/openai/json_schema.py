@@ -12,6 +12,7 @@ from typing import Any
 from services.common.errors import SluiceError, invalid
 
 MAX_DEPTH = 64
+"""Levels of a JSON schema; a deeper one is refused with INVALID_ARGUMENT."""
 _SHOWN_NAME = 60
 _SHOWN_PATH = 200
 

@@ -14,6 +14,7 @@ from services.gateway.core.request import EmbedsPrompt
 FIELD = "prompt_embeds"
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 4_096
+"""Bytes of the header of a NumPy file of `prompt_embeds`; a longer one is refused with INVALID_ARGUMENT."""
 
 
 def read_prompt_embeds(encoded: str) -> EmbedsPrompt:

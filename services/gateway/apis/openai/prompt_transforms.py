@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
+from services.common.budgets import Budget
 from services.common.errors import invalid
 from services.common.packing import pack_u32, unpack_u32
+from services.gateway.admission.permit import Permit
 from services.gateway.apis.openai.schemas import CompletionRequest, GenerationFields
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.core.request import EmbedsPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 from services.gateway.workers.registry import WorkerEntry
 
+MAX_WORD_CHARACTERS = 16 << 10
+"""Characters of all bad words of a request, 36 bytes for each token; refused, budget `word_characters`."""
+_WORDS = Budget("word_characters", MAX_WORD_CHARACTERS, "")
 FIM_MARKERS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -27,13 +33,38 @@ def needs_tokenizer(fields: GenerationFields) -> bool:
     return bool(fields.bad_words) or fields.truncate_prompt_tokens is not None or bool(_suffix(fields))
 
 
+async def resolve_all(
+    requests: Sequence[GenerationRequest],
+    fields: GenerationFields,
+    entry: WorkerEntry,
+    preprocess: PreprocessClient,
+    permit: Permit,
+) -> list[GenerationRequest]:
+    """Returns the generations of one request with these features resolved to token ids.
+
+    Raises:
+        SluiceError: as preprocess does, INVALID_ARGUMENT for words beyond their budget, OVERLOADED if the key has fewer
+            tokens left than the words have.
+    """
+    if fields.bad_words:
+        check_words(fields.bad_words)
+        words = await _bad_words(fields.bad_words, entry.model, preprocess)
+        tokens = sum(map(len, words))
+        await permit.charge(tokens)
+        permit.spent(tokens)
+        requests = [replace(request, sampling=replace(request.sampling, bad_words=words)) for request in requests]
+    return [await resolve(request, fields, entry, preprocess) for request in requests]
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Raises SluiceError(INVALID_ARGUMENT) for bad words that are too long together."""
+    _WORDS.check(sum(map(len, words)), "The characters of bad_words", param="bad_words")
+
+
 async def resolve(
     request: GenerationRequest, fields: GenerationFields, entry: WorkerEntry, preprocess: PreprocessClient
 ) -> GenerationRequest:
-    """Returns the request with these features resolved to token ids; raises SluiceError as preprocess does."""
-    if fields.bad_words:
-        words = await _bad_words(fields.bad_words, entry.model, preprocess)
-        request = replace(request, sampling=replace(request.sampling, bad_words=words))
+    """Returns a generation with its prompt resolved to token ids; raises SluiceError as preprocess does."""
     if suffix := _suffix(fields):
         request = replace(request, prompt=await _fill_in_the_middle(request, suffix, preprocess))
     if fields.truncate_prompt_tokens is not None and not isinstance(request.prompt, EmbedsPrompt):
@@ -70,7 +101,7 @@ async def _fill_in_the_middle(request: GenerationRequest, suffix: str, preproces
 
 async def _bad_words(words: list[str], model: str, preprocess: PreprocessClient) -> tuple[tuple[int, ...], ...]:
     """Returns the token ids of each word at the start of a text and, if different, after a space."""
-    forms = [form for word in words for form in (word.lstrip() or word, " " + word.lstrip())]
+    forms = dict.fromkeys(form for word in words for form in (word.lstrip() or word, " " + word.lstrip()))
     ids = await asyncio.gather(*(_ids(form, model, preprocess) for form in forms))
     return tuple(dict.fromkeys(found for found in ids if found))
 

@@ -36,6 +36,7 @@ from services.gateway.apis.openai.unsupported_fields import (
 )
 
 MAX_TOOLS = 1_024
+"""Tools of a chat; more are refused with INVALID_ARGUMENT."""
 
 
 class StreamOptions(Strict):

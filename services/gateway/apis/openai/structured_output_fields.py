@@ -10,6 +10,7 @@ from services.gateway.apis.openai.fields import SchemaObject, Strict
 from services.gateway.apis.openai.unsupported_fields import reject_unsupported, unsupported_field
 
 MAX_CHOICES = 1_000
+"""Texts of which the model is to generate one; more are refused with INVALID_ARGUMENT."""
 
 
 def _schema(value: Any) -> Any:

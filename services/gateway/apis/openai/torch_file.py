@@ -16,8 +16,11 @@ from typing import Any, NamedTuple
 
 MAGIC = b"PK\x03\x04"
 _MAX_ENTRIES = 64
+"""Files in an archive of `prompt_embeds`; an archive with more is refused with INVALID_ARGUMENT."""
 _MAX_PICKLE_BYTES = 4_096
+"""Bytes of the description in an archive of `prompt_embeds`; a longer one is refused with INVALID_ARGUMENT."""
 _MAX_ENTRY_NAME = 128
+"""Characters of the name of the data in an archive of `prompt_embeds`; the rest is ignored."""
 _CHUNK = 1 << 16
 _REBUILD = "torch._utils _rebuild_tensor_v2"
 _NO_HOOKS = "collections OrderedDict"

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import orjson
-
-from services.common.errors import SluiceError, invalid
+from services.common.apis.prompts import (
+    TEMPLATE_HINTS,
+    ChatPrompt,
+    TextPrompt,
+    TokenPrompt,
+    chat_prompt,
+    implied_switches,
+)
+from services.common.budgets import Budget
+from services.common.errors import invalid
 from services.common.media.parts import MediaInput, take_media
 from services.common.packing import pack_u32
 from services.gateway.apis.common.field_names import FieldNameMap
@@ -19,21 +27,17 @@ from services.gateway.apis.openai.structured_output import Constraint, read_cons
 from services.gateway.apis.openai.tool_choice import CALL_PARSER, forced_call
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.core.request import (
-    ChatPrompt,
     GenerationRequest,
     Parsing,
     Prompt,
     SamplingParams,
     StopParams,
     StructuredOutput,
-    TextPrompt,
-    TokenPrompt,
     no_effect,
 )
+from services.gateway.core.request_size import prompt_size, sizes_of
 from services.gateway.http.body_budgets import BodyBudgets
 
-_TEMPLATE_HINTS = ("enable_thinking", "reasoning_effort")
-"""Fields of a chat that are arguments of its template."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""
 
@@ -63,24 +67,19 @@ def chat_request(
     messages = body["messages"]
     if media is None:
         messages, media = take_media(messages, budgets.media)
-    prompt = ChatPrompt(
-        messages_json=orjson.dumps(messages),
-        tools_json=_dump(body.get("tools")),
-        tool_choice_json=_dump(body.get("tool_choice")),
-        template_kwargs_json=_dump(_template_kwargs(fields)),
-        chat_template=fields.chat_template or "",
-        add_generation_prompt=fields.add_generation_prompt,
-        continue_final_message=bool(fields.continue_final_message),
-        documents_json=_dump(body.get("documents")),
-        media=tuple(media),
-    )
+    prompt = chat_prompt(body, messages, media)
     forced = _forced_call(body, fields) if forces_calls else None
     if forced is not None:
         constraint = None  # it is about text, and the answer is a call
     parsing = _parsing(fields, prompt, forced)
     max_tokens = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _request(fields, prompt, request_id, max_tokens, max_choices, logprobs, constraint, parsing, forced)
+    arguments = _template_fields(body)
+    request = _request(
+        fields, prompt, request_id, max_tokens, max_choices, logprobs, constraint, parsing, forced, arguments
+    )
+    check_choices([request], budgets.choice_bytes, client_names(fields, request), "messages")
+    return request
 
 
 def client_names(fields: GenerationFields, request: GenerationRequest) -> FieldNameMap:
@@ -110,7 +109,7 @@ def completion_requests(
         SluiceError: INVALID_ARGUMENT for invalid or unsupported fields.
     """
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise _unsupported("best_of", "it must equal n")
+        raise invalid("best_of is not supported: it must equal n.", param="best_of", code="unsupported_parameter")
     prompts = fields.prompts
     if (fields.n or 1) <= max_choices < len(prompts) * (fields.n or 1):
         raise invalid(
@@ -121,18 +120,49 @@ def completion_requests(
     max_tokens = COMPLETION_TOKENS if fields.max_tokens is None else max(fields.max_tokens, 1)
     constraint = read_constraint(fields, SchemaMeter(budgets))
 
-    def request(prompt: Prompt, index: int) -> GenerationRequest:
-        return _request(fields, prompt, f"{request_id}-{index}", max_tokens, max_choices, fields.logprobs, constraint)
-
+    given: list[Prompt]
     if fields.prompt_embeds is not None:
-        return [request(read_prompt_embeds(fields.prompt_embeds), 0)]
-    return [
-        request(
-            TextPrompt(value, fields.add_special_tokens) if isinstance(value, str) else TokenPrompt(pack_u32(value)),
-            index,
-        )
-        for index, value in enumerate(prompts)
-    ]
+        given = [read_prompt_embeds(fields.prompt_embeds)]
+    else:
+        given = [
+            TextPrompt(value, fields.add_special_tokens) if isinstance(value, str) else TokenPrompt(pack_u32(value))
+            for value in prompts
+        ]
+    first = _request(fields, given[0], f"{request_id}-0", max_tokens, max_choices, fields.logprobs, constraint)
+    # The options are built once, for all prompts.
+    rest = (replace(first, prompt=prompt, request_id=f"{request_id}-{i}") for i, prompt in enumerate(given[1:], 1))
+    requests = [first, *rest]
+    check_choices(requests, budgets.choice_bytes, client_names(fields, first), "prompt", fields.suffix or "")
+    return requests
+
+
+def check_choices(
+    requests: Sequence[GenerationRequest], budget: Budget, names: FieldNameMap, prompt: str, suffix: str = ""
+) -> None:
+    """Raises SluiceError(INVALID_ARGUMENT) if all choices of a body together would be sent too much.
+
+    Args:
+        requests: of the body; their options are the same.
+        names: the client's names of fields.
+        prompt: the field of the prompt.
+        suffix: what each prompt becomes longer by, later.
+    """
+    choices = requests[0].choices
+    if choices * len(requests) == 1:
+        return  # nothing is multiplied
+    sizes = {field: size * len(requests) for field, size in sizes_of(requests[0]).items()}
+    sizes["suffix"] = len(suffix) * len(requests)
+    sizes["prompt"] = sum(prompt_size(request.prompt) for request in requests)
+    if choices * sum(sizes.values()) <= budget.limit:
+        return
+    largest = max(sizes, key=sizes.__getitem__)
+    param = prompt if largest == "prompt" else names.param(largest)
+    count = f"n is {choices}" if len(requests) == 1 else f"n is {choices} and there are {len(requests)} prompts"
+    raise budget.refuse(
+        f"{count}, and each choice is sent {param} and the other options: {choices * sum(sizes.values())} bytes for "
+        f"all choices, more than the limit of {budget.limit}; send fewer choices in one request, or shorten {param}",
+        param=param,
+    )
 
 
 def _request(
@@ -145,6 +175,7 @@ def _request(
     constraint: Constraint | None,
     parsing: Parsing | None = None,
     forced: StructuredOutput | None = None,
+    template_fields: tuple[tuple[str, str], ...] = (),
 ) -> GenerationRequest:
     choices = fields.n or 1
     if choices > max_choices:
@@ -174,7 +205,7 @@ def _request(
         token_texts=logprobs is not None or fields.continuous_usage or bool(fields.return_token_ids),
         needs=(*_of_media(prompt), *_required_capabilities(fields, logprobs, prompt_logprobs, constraint, forced)),
         degraded=tuple(map(no_effect, fields_without_effect(fields))),
-        template_fields=_template_fields(fields) if isinstance(fields, ChatCompletionRequest) else (),
+        template_fields=template_fields,
     )
 
 
@@ -251,7 +282,7 @@ def _parsing(fields: ChatCompletionRequest, prompt: ChatPrompt, forced: Structur
     separate = fields.separate_reasoning is not False
     return Parsing(
         tool_parser=CALL_PARSER if forced is not None else tools,
-        reasoning_parser="auto" if separate and forced is None else "",
+        reasoning_parser="auto" if separate else "",
         tools_json=prompt.tools_json,
         tool_choice_json=prompt.tool_choice_json,
         single_tool_call=fields.parallel_tool_calls is False,
@@ -264,21 +295,11 @@ def _forced_call(body: dict[str, Any], fields: ChatCompletionRequest) -> Structu
     return forced_call(body["tools"], fields.tool_choice) if fields.tools else None
 
 
-def _template_kwargs(fields: ChatCompletionRequest) -> dict[str, Any] | None:
-    hints = {name: value for name in _TEMPLATE_HINTS if (value := getattr(fields, name)) is not None}
-    return {**hints, **(fields.chat_template_kwargs or {})} or None
-
-
-def _template_fields(fields: ChatCompletionRequest) -> tuple[tuple[str, str], ...]:
+def _template_fields(body: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     """Returns the arguments of the chat template and the fields that set them."""
-    kwargs = fields.chat_template_kwargs or {}
-    hints = [(name, name) for name in _TEMPLATE_HINTS if name not in kwargs and getattr(fields, name) is not None]
-    return (*hints, *((name, f"chat_template_kwargs.{name}") for name in kwargs))
-
-
-def _unsupported(field: str, reason: str) -> SluiceError:
-    return invalid(f"{field} is not supported: {reason}.", param=field, code="unsupported_parameter")
-
-
-def _dump(value: Any) -> bytes:
-    return b"" if value is None else orjson.dumps(value)
+    kwargs = body.get("chat_template_kwargs") or {}
+    hints = [(name, name) for name in TEMPLATE_HINTS if name not in kwargs and body.get(name) is not None]
+    # Of other efforts a template that has only the switch shows nothing.
+    switches = implied_switches(body) if body.get("reasoning_effort") == "none" else ()
+    implied = ((name, "reasoning_effort") for name in switches)
+    return (*hints, *implied, *((name, f"chat_template_kwargs.{name}") for name in kwargs))

@@ -15,7 +15,7 @@ from services.gateway.http.body_budgets import BodyBudgets
 M = TypeVar("M", bound=BaseModel)
 
 MAX_NAME = 64
-"""Most characters of a client's field name that an error repeats."""
+"""Characters of a client's field name that an error repeats; the rest is left out."""
 
 
 def explain(first: ErrorDetails) -> SluiceError:

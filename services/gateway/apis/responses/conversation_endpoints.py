@@ -10,13 +10,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.common.apis.responses.items import read_items
 from services.gateway import context
 from services.gateway.apis.common.http import BodyReader, Fallback, json_response
 from services.gateway.apis.openai.openapi import add_route, responses
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.conversations import Conversations, Items, found
 from services.gateway.apis.responses.history import StoredItems
-from services.gateway.apis.responses.items import read_items
 from services.gateway.apis.responses.pagination import page
 from services.gateway.apis.responses.response_schemas import (
     ConversationAnswer,

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
 
+from services.common.apis.responses.items import new_id
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found
 from services.common.tasks import TaskOwner
-from services.gateway.apis.responses.items import new_id
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 16
-"""Most attempts to change a conversation that others change at the same time."""
+"""Attempts to change a conversation that others change at the same time; then UNAVAILABLE, `conversation_busy`."""
+
+MAX_PENDING_TURNS = 256
+"""Turns that wait to be added to conversations; further ones are not added, which is logged."""
+MAX_PENDING_TURNS_PER_OWNER = MAX_PENDING_TURNS // 4
+"""Turns of one tenant that wait to be added; further ones are not added, which is logged."""
 
 PREFIX = "conv_"
 
@@ -32,6 +38,7 @@ class Conversations:
         self._store = store
         self._tasks = TaskOwner()
         self._appending: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._pending: Counter[str] = Counter()  # turns that are being added, by owner
 
     async def create(self, owner: str, metadata: dict[str, str], items: Items) -> dict[str, Any]:
         """Stores a conversation and returns its object."""
@@ -43,7 +50,7 @@ class Conversations:
     async def find(self, owner: str, conversation_id: str) -> tuple[dict[str, Any], Items]:
         """Returns the object and the items; raises SluiceError(NOT_FOUND)."""
         stored = await self._find(owner, conversation_id)
-        return orjson.loads(stored.response), orjson.loads(stored.items)
+        return await self._store.parsed(stored.response), await self._store.parsed(stored.items)
 
     async def update(self, owner: str, conversation_id: str, metadata: dict[str, str]) -> dict[str, Any]:
         """Replaces the metadata and returns the object."""
@@ -78,6 +85,10 @@ class Conversations:
 
         Later calls of this gateway about the conversation wait for it.
         """
+        if self._tasks.alive >= MAX_PENDING_TURNS or self._pending[owner] >= MAX_PENDING_TURNS_PER_OWNER:
+            log.warning("turn not added to its conversation: too many wait", extra={"conversation": conversation_id})
+            return
+        self._pending[owner] += 1
         before = self._appending.get((owner, conversation_id))
         task = self._tasks.spawn(self._append(owner, conversation_id, new, before), "append-conversation")
         self._appending[owner, conversation_id] = task
@@ -98,6 +109,9 @@ class Conversations:
             )
 
     def _forget(self, key: tuple[str, str], task: asyncio.Task[None]) -> None:
+        self._pending[key[0]] -= 1
+        if not self._pending[key[0]]:
+            del self._pending[key[0]]
         if self._appending.get(key) is task:
             del self._appending[key]
 
@@ -124,7 +138,8 @@ class Conversations:
         """Replaces a conversation, again while others replace it at the same time."""
         for _ in range(MAX_ATTEMPTS):
             stored = await self._find(owner, conversation_id, waits)
-            state, items = change(orjson.loads(stored.response), orjson.loads(stored.items))
+            state, items = await self._store.parsed(stored.response), await self._store.parsed(stored.items)
+            state, items = change(state, items)
             if await self._store.swap(owner, conversation_id, stored, _stored(state, items)):
                 return state
         message = f"The conversation {conversation_id[:80]!r} changes too often; retry."

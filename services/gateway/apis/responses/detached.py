@@ -22,8 +22,8 @@ from services.gateway.apis.responses.background import (
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource
 from services.gateway.apis.responses.schemas import ResponsesRequest
+from services.gateway.core.generation import Generation
 from services.gateway.core.request import SamplingParams
-from services.gateway.pipeline.pipeline import Generation
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class DetachedGeneration:
             self._fail(internal("The response ended without a result."))
 
     def _started(self, generation: Generation) -> None:
-        self._resource = self._resource_with(generation.prompt.defaults)
+        self._resource = self._resource_with(generation.defaults)
         self._update(self._resource.in_progress())
 
     def _fail(self, error: SluiceError) -> None:

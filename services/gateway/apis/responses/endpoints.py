@@ -12,6 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common import logs
+from services.common.apis.responses.conversation import Conversation, conversation, with_instruction
+from services.common.apis.responses.items import Input, Item, new_id, read_items
+from services.common.apis.responses.tools import NO_TOOLS, ChatTools, read_tools
 from services.common.errors import SluiceError, invalid, not_found, with_field
 from services.common.observability import telemetry
 from services.gateway import context
@@ -22,12 +25,10 @@ from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.background import BackgroundResponses, is_response
 from services.gateway.apis.responses.connection import LastResponse, last_response, read_event
-from services.gateway.apis.responses.conversation import Conversation, conversation, with_instruction
 from services.gateway.apis.responses.conversations import Conversations
 from services.gateway.apis.responses.detached import DetachedGeneration
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.history import StoredItems
-from services.gateway.apis.responses.items import Input, Item, new_id, read_items
 from services.gateway.apis.responses.pagination import page
 from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted, output_of
 from services.gateway.apis.responses.schemas import (
@@ -38,11 +39,10 @@ from services.gateway.apis.responses.schemas import (
     WarmUpRequest,
 )
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
-from services.gateway.apis.responses.tools import NO_TOOLS, ChatTools, read_tools
 from services.gateway.apis.responses.translate import translate
 from services.gateway.apis.responses.truncation import truncated_to_fit
+from services.gateway.core.generation import Generation
 from services.gateway.core.request import SamplingParams
-from services.gateway.pipeline.pipeline import Generation
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
@@ -138,8 +138,8 @@ class ResponsesEndpoints:
             return await respond(request, fields, translated, options, store)
 
     def _extend(self, fields: ResponsesRequest, owner: str, items: list[Item], response: dict[str, Any]) -> None:
-        """Adds the input and the output of a response that succeeded to its conversation."""
-        if fields.conversation_id and response["status"] in ("completed", "incomplete"):
+        """Adds the input and the output of a response that succeeded to its conversation, unless `store` is false."""
+        if fields.conversation_id and fields.store is not False and response["status"] in ("completed", "incomplete"):
             new = [item.stored for item in items if item.path != "conversation"]
             self._conversations.append(owner, fields.conversation_id, [*new, *response["output"]])
 
@@ -185,7 +185,7 @@ class ResponsesEndpoints:
         after = _starting_after(request, streams)
         if not streams:
             return Response(stored.response, media_type="application/json")
-        if not orjson.loads(stored.response)["background"]:
+        if not (await self._store.parsed(stored.response))["background"]:
             raise invalid(
                 "stream is supported only for background responses; set it to false.",
                 param="stream",
@@ -206,7 +206,7 @@ class ResponsesEndpoints:
     async def input_items(self, request: Request) -> Response:
         """List the input items of a response, including those of earlier responses."""
         stored = await self._stored(request)
-        return json_response(page(orjson.loads(stored.items), request.query_params))
+        return json_response(page(await self._store.parsed(stored.items), request.query_params))
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a background response."""
@@ -322,8 +322,7 @@ class ResponsesEndpoints:
 
 
 def _resource(fields: ResponsesRequest, translated: TranslatedRequest, generation: Generation) -> Resource:
-    defaults = generation.prompt.defaults
-    return Resource(translated.generation.request_id, fields, defaults, fields.previous_response_id)
+    return Resource(translated.generation.request_id, fields, generation.defaults, fields.previous_response_id)
 
 
 def _starting_after(request: Request, streams: bool) -> int:

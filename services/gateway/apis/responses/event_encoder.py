@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from services.common.apis.responses.custom_tools import InputReader
+from services.common.apis.responses.items import item_id
 from services.common.errors import SluiceError
 from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.logprobs import TokenText
-from services.gateway.apis.responses.custom_tools import InputReader
-from services.gateway.apis.responses.items import item_id
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
 from services.gateway.core.request import Finish, FinishReason
 
@@ -110,6 +110,10 @@ class ResponseEventEncoder:
         response = self._resource.failed(self._items, error, counts)
         self._on_end(response)
         return self._event("response.failed", response=response)
+
+    def silence(self) -> bytes:
+        """See EventEncoder."""
+        return self._event("response.in_progress", response=self._resource.in_progress())
 
     def cancelled(self) -> dict[str, Any]:
         """Returns the response object of a generation that was cancelled, with its output so far."""

@@ -13,6 +13,8 @@ from services.gateway.http.inline_sender import abort
 from services.gateway.http.sse import COMMENT, result_unless_gone
 
 _READ_BYTES = 64 << 10
+PER_EVENT = 48
+"""Approximate overhead of an event, bytes."""
 
 
 class EventLog:
@@ -35,11 +37,15 @@ class EventLog:
         for event in data.split(b"\n\n"):
             if event and not event.startswith(b":"):
                 self._events.append(event + b"\n\n")
-                self.size += len(event) + 2
-        while self.size > self._max_bytes:
-            self.size -= len(self._events.popleft())
-            self._first += 1
+                self.size += len(event) + 2 + PER_EVENT
+        self.shrink(self._max_bytes)
         self._wake()
+
+    def shrink(self, size: int) -> None:
+        """Drops the oldest events until the rest takes at most `size` bytes."""
+        while self.size > size and self._events:
+            self.size -= len(self._events.popleft()) + PER_EVENT
+            self._first += 1
 
     def end(self) -> None:
         """Marks the log as complete."""

@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-
+from services.common.apis.responses.items import Item, response_of
 from services.common.errors import SluiceError, invalid, not_found
 from services.gateway.apis.responses.background import is_response, is_running
 from services.gateway.apis.responses.connection import LastResponse
-from services.gateway.apis.responses.items import Item, response_of
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
 
 MAX_REFERENCED = 32
-"""Most stored responses that the references of one request may be read from."""
+"""Stored responses that the items of one request may refer to; more are refused with INVALID_ARGUMENT."""
 
 
 class StoredItems:
@@ -44,7 +42,7 @@ class StoredItems:
                 param="previous_response_id",
                 code="response_in_progress",
             )
-        return [Item(item, "previous_response_id") for item in _all_items(stored)]
+        return [Item(item, "previous_response_id") for item in await self._all_items(stored)]
 
     async def resolved(self, earlier: Sequence[Item], new: Sequence[Item]) -> list[Item]:
         """Returns all items, with those that references name in place of the references.
@@ -72,7 +70,12 @@ class StoredItems:
                 raise invalid(message, param=item.path, code="too_many_references")
             read.add(response_id)
             if (stored := await self._store.find(self._owner, response_id)) is not None:
-                known.update((found["id"], found) for found in _all_items(stored))
+                known.update((found["id"], found) for found in await self._all_items(stored))
+
+    async def _all_items(self, stored: StoredResponse) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = await self._store.parsed(stored.items)
+        items += (await self._store.parsed(stored.response))["output"]
+        return items
 
 
 def previous_response_not_found(response_id: str) -> SluiceError:
@@ -83,11 +86,6 @@ def previous_response_not_found(response_id: str) -> SluiceError:
         param="previous_response_id",
         code="previous_response_not_found",
     )
-
-
-def _all_items(stored: StoredResponse) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = orjson.loads(stored.items) + orjson.loads(stored.response)["output"]
-    return items
 
 
 def _is_reference(item: Item) -> bool:

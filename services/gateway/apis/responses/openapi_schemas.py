@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.common.apis.responses.tools import HOSTED_TOOL
 from services.gateway.apis.common.json_schemas import (
     ANY,
     BOOLEAN_OR_NULL,
@@ -20,12 +21,7 @@ from services.gateway.apis.common.json_schemas import (
 )
 
 MAX_TOOLS = 1024
-
-HOSTED_TOOL = (
-    "^(code_interpreter|computer|computer_use_preview|file_search|image_generation|mcp|programmatic_tool_calling"
-    "|tool_search|web_search|web_search_preview)(_[0-9]{4}_[0-9]{2}_[0-9]{2})?$"
-)
-"""Types of the tools that OpenAI runs itself."""
+"""Tools of a request of the Responses API; more are refused with INVALID_ARGUMENT."""
 
 
 def _item(properties: dict[str, Schema], *required: str) -> Schema:

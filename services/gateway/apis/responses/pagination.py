@@ -9,6 +9,7 @@ from services.common.errors import invalid
 from services.gateway.apis.common.http import read_limit
 
 MAX_LIMIT = 100
+"""Items of one page; a larger `limit` is refused with INVALID_ARGUMENT."""
 
 
 def page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

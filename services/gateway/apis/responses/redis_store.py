@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from importlib.resources import files
 from typing import Any
 
 from services.common.errors import unavailable
-from services.common.redis.scripts import FAILURES, Script, ScriptRunner
+from services.common.redis.failures import FAILURES
+from services.common.redis.scripts import Script, ScriptRunner
 from services.common.redis.target import Credentials, parse
 from services.common.tasks import TaskOwner
-from services.gateway.apis.responses.store import ResponseStore, StoredResponse, too_large_to_store
+from services.gateway.apis.responses.store import ResponseStore, StoredResponse, StoreLimits, too_large_to_store
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_WRITES = 256
-"""Most concurrent writes to Redis; further responses are not stored."""
+"""Responses that are being written to Redis; further ones are not stored, which is logged."""
 MAX_PENDING_WRITES_PER_OWNER = MAX_PENDING_WRITES // 4
-"""Keeps one owner from blocking the writes of others."""
+"""Responses of one tenant that are being written to Redis; further ones are not stored, which is logged."""
+MAX_PENDING_BYTES = 64 << 20
+"""Bytes of all responses that are being written to Redis; further ones are not stored, which is logged."""
 _LENGTH = 8
 
 
 class RedisStore(ResponseStore):
-    """See ResponseStore; limits apply per owner.
+    """See ResponseStore. All keys are in one slot of a cluster, so that each step sees what all owners store.
 
     This gateway finds a response as soon as it is put, other gateways once it is written to Redis.
 
     Args:
         url: see `services.common.redis.target`.
-        max_responses: most responses per owner.
-        max_bytes: most bytes per owner.
+        limits: of each owner, of all together, and of one value.
         ttl_s: seconds until a response expires.
         tasks: owns the pending writes.
         prefix: first part of every key.
@@ -44,8 +47,7 @@ class RedisStore(ResponseStore):
     def __init__(
         self,
         url: str,
-        max_responses: int,
-        max_bytes: int,
+        limits: StoreLimits,
         ttl_s: float,
         tasks: TaskOwner,
         prefix: str = "sluice",
@@ -53,12 +55,13 @@ class RedisStore(ResponseStore):
         credentials: Credentials | None = None,
     ) -> None:
         self._redis = ScriptRunner(parse(url, credentials, "responses-redis-url"), timeout_s)
-        self._limits = (max_responses, max_bytes)
+        self._limits = limits
         self._ttl_ms = int(ttl_s * 1000)
         self._tasks = tasks
         self._prefix = prefix
         self._script = Script(files("services.gateway.apis.responses").joinpath("responses.lua").read_text("utf-8"))
         self._pending: dict[tuple[str, str], StoredResponse] = {}
+        self._writes: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
         """See ResponseStore; logs a warning if the response cannot be stored."""
@@ -66,22 +69,25 @@ class RedisStore(ResponseStore):
             self._pending[owner, response_id] = stored
             return
         by_owner = sum(name == owner for name, _ in self._pending)
-        if len(self._pending) >= MAX_PENDING_WRITES or by_owner >= MAX_PENDING_WRITES_PER_OWNER:
+        size = stored.size + sum(pending.size for pending in self._pending.values())
+        full = len(self._pending) >= MAX_PENDING_WRITES or size > MAX_PENDING_BYTES
+        if full or by_owner >= MAX_PENDING_WRITES_PER_OWNER:
             log.warning("response not stored: too many pending writes to Redis", extra={"response": response_id})
             return
         self._pending[owner, response_id] = stored
-        self._tasks.spawn(self._write(owner, response_id), "store-response")
+        self._writes[owner, response_id] = self._tasks.spawn(self._write(owner, response_id), "store-response")
 
     async def _write(self, owner: str, response_id: str) -> None:
         key, written = (owner, response_id), None
         try:
             while (stored := self._pending.get(key)) is not written and stored is not None:
-                await self._run(owner, "put", response_id, _value(stored), self._ttl_ms, *self._limits, "")
+                await self._run(owner, "put", response_id, *self._stored(stored), "")
                 written = stored
         except FAILURES as error:
             log.warning("response not stored: %s", type(error).__name__, extra={"response": response_id})
         finally:
             self._pending.pop(key, None)
+            self._writes.pop(key, None)
 
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
@@ -95,16 +101,22 @@ class RedisStore(ResponseStore):
 
     async def swap(self, owner: str, response_id: str, expected: StoredResponse | None, stored: StoredResponse) -> bool:
         """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
+        if (writing := self._writes.get((owner, response_id))) is not None:
+            await asyncio.wait({writing})  # of a value that was put before
         digest = "none" if expected is None else hashlib.sha1(_value(expected), usedforsecurity=False).hexdigest()
-        value = _value(stored)
-        if len(value) > self._limits[1] or not self._limits[0]:
-            raise too_large_to_store(self._limits[1])
-        return bool(await self._query(owner, "put", response_id, value, self._ttl_ms, *self._limits, digest))
+        if not self._limits.admit(stored):
+            raise too_large_to_store(self._limits.value_bytes)
+        return bool(await self._query(owner, "put", response_id, *self._stored(stored), digest))
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
         was_pending = self._pending.pop((owner, response_id), None) is not None
         return bool(await self._query(owner, "delete", response_id)) or was_pending
+
+    async def used(self, owner: str) -> tuple[int, int]:
+        """See ResponseStore; raises SluiceError(UNAVAILABLE) while Redis is unreachable."""
+        by_owner, by_all = await self._query(owner, "used")
+        return int(by_owner), by_all
 
     async def close(self) -> None:
         """See ResponseStore."""
@@ -121,8 +133,12 @@ class RedisStore(ResponseStore):
             ) from None
 
     async def _run(self, owner: str, *arguments: Any) -> Any:
-        names = [f"{self._prefix}:responses:{{{owner}}}:{kind}" for kind in ("values", "times", "bytes")]
-        return await self._redis.run(self._script, names, arguments)
+        return await self._redis.run(self._script, [f"{{{self._prefix}:responses}}"], [owner, *arguments])
+
+    def _stored(self, stored: StoredResponse) -> tuple[Any, ...]:
+        limits = self._limits
+        counts = (limits.owner_responses, limits.owner_bytes, limits.responses, limits.total_bytes)
+        return (_value(stored), stored.size if limits.admit(stored) else -1, self._ttl_ms, *counts)
 
 
 def _value(stored: StoredResponse) -> bytes:

@@ -27,7 +27,7 @@ from services.gateway.apis.openai.unsupported_fields import (
 from services.gateway.apis.responses.openapi_schemas import CONVERSATION, INPUT, ITEM, MAX_TOOLS, TOOL_CHOICE, TOOLS
 
 MAX_NEW_ITEMS = 20
-"""Most items that one request may add to a conversation."""
+"""Items that one request may add to a conversation; more are refused with INVALID_ARGUMENT."""
 
 Includable = Literal[
     "file_search_call.results",

@@ -12,11 +12,22 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.tasks import TaskOwner
+from services.common.intake.json_intake import own_json
+from services.common.intake.pace import BodyPace
+from services.gateway.http.socket_turns import MAX_LIFETIME_S, max_sockets
 from services.gateway.settings import GatewaySettings
 
+RESPONSES_PER_MB = 64
+"""Stored responses for each MiB that they may have; smaller ones take up records of their own."""
+MAX_SOCKETS_BYTES = 64 << 20
+"""Bytes of the unstored last responses of all WebSockets, which their next messages may continue; the oldest go."""
+BODIES_PER_VALUE = 2
+"""Size of the largest stored value, in largest bodies."""
+PARSE_WAIT_S = 10.0
 PER_RESPONSE = 512
 """Approximate overhead of a stored response, bytes."""
 
@@ -34,8 +45,42 @@ class StoredResponse:
         return len(self.response) + len(self.items) + PER_RESPONSE
 
 
+class StoreLimits(NamedTuple):
+    """Bounds on what is stored: responses and bytes of each owner and of all together, and bytes of one value.
+
+    A value is read as a whole, so it is bounded like what a request may send.
+    """
+
+    owner_responses: int
+    owner_bytes: int
+    responses: int
+    total_bytes: int
+    value_bytes: int
+
+    @classmethod
+    def of(cls, responses: int, size: int, owner: tuple[int, int] | None = None, value: int | None = None) -> Self:
+        """Returns limits of which none exceeds that of all together; without `owner` and `value` they are equal."""
+        owner_responses, owner_bytes = owner or (responses, size)
+        owner_bytes = min(owner_bytes, size)
+        value = owner_bytes if value is None else min(value, owner_bytes)
+        return cls(min(owner_responses, responses), owner_bytes, responses, size, value)
+
+    def admit(self, stored: StoredResponse) -> bool:
+        """Returns whether a value does not exceed the limits by itself."""
+        return self.owner_responses > 0 and stored.size <= self.value_bytes
+
+
 class ResponseStore(ABC):
     """Interface of the response stores."""
+
+    @cached_property
+    def pace(self) -> BodyPace:
+        """Schedules the parsing of large values; set it to that of other large bodies."""
+        return BodyPace()
+
+    async def parsed(self, text: bytes) -> Any:
+        """Returns the JSON of a response, or of its items; raises SluiceError(UNAVAILABLE) if too many are parsed."""
+        return await own_json(text, self.pace, PARSE_WAIT_S)
 
     @abstractmethod
     def put(self, owner: str, response_id: str, stored: StoredResponse) -> None:
@@ -57,6 +102,10 @@ class ResponseStore(ABC):
     async def delete(self, owner: str, response_id: str) -> bool:
         """Deletes a response and returns whether it was stored."""
 
+    @abstractmethod
+    async def used(self, owner: str) -> tuple[int, int]:
+        """Returns the bytes stored for an owner, and for all together."""
+
     async def close(self) -> None:
         """Closes the store's connections."""
         return
@@ -66,26 +115,13 @@ class MemoryStore(ResponseStore):
     """Stores responses in this process.
 
     Args:
-        max_responses: most responses in total.
-        max_bytes: most bytes in total.
+        limits: of each owner, of all together, and of one value.
         ttl_s: seconds until a response expires.
         clock: returns monotonic seconds.
-        owner_limits: most responses and bytes per owner; None for the total limits.
     """
 
-    def __init__(
-        self,
-        max_responses: int,
-        max_bytes: int,
-        ttl_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        owner_limits: tuple[int, int] | None = None,
-    ) -> None:
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes
-        owner_responses, owner_bytes = owner_limits or (max_responses, max_bytes)
-        self._max_owner_responses = min(owner_responses, max_responses)
-        self._max_owner_bytes = min(owner_bytes, max_bytes)
+    def __init__(self, limits: StoreLimits, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
         self._ttl_s = ttl_s
         self._clock = clock
         self._owners: dict[str, OrderedDict[str, tuple[float, StoredResponse]]] = {}
@@ -100,16 +136,17 @@ class MemoryStore(ResponseStore):
         """See ResponseStore; a response that exceeds the limits by itself is not stored."""
         self._remove(owner, response_id)
         self._expire()
-        if not self._max_owner_responses or stored.size > self._max_owner_bytes:
+        if not self._limits.admit(stored):
             return
         now = self._clock()
         self._owners.setdefault(owner, OrderedDict())[response_id] = (now, stored)
         self._sizes[owner] = self._sizes.get(owner, 0) + stored.size
         self._stored_at[owner, response_id] = now
         self.size += stored.size
-        while len(self._owners[owner]) > self._max_owner_responses or self._sizes[owner] > self._max_owner_bytes:
+        limits = self._limits
+        while len(self._owners[owner]) > limits.owner_responses or self._sizes[owner] > limits.owner_bytes:
             self._remove(owner, next(iter(self._owners[owner])))
-        while len(self._stored_at) > self._max_responses or self.size > self._max_bytes:
+        while len(self._stored_at) > limits.responses or self.size > limits.total_bytes:
             self._evict(owner)
 
     async def find(self, owner: str, response_id: str) -> StoredResponse | None:
@@ -122,8 +159,8 @@ class MemoryStore(ResponseStore):
         """See ResponseStore."""
         if await self.find(owner, response_id) != expected:
             return False
-        if not self._max_owner_responses or stored.size > self._max_owner_bytes:
-            raise too_large_to_store(self._max_owner_bytes)
+        if not self._limits.admit(stored):
+            raise too_large_to_store(self._limits.value_bytes)
         self.put(owner, response_id, stored)
         return True
 
@@ -132,13 +169,18 @@ class MemoryStore(ResponseStore):
         self._expire()
         return self._remove(owner, response_id)
 
+    async def used(self, owner: str) -> tuple[int, int]:
+        """See ResponseStore."""
+        self._expire()
+        return self._sizes.get(owner, 0), self.size
+
     def discard(self, owner: str, response_id: str) -> None:
         """Deletes a response, if it is stored."""
         self._remove(owner, response_id)
 
     def _evict(self, writer: str) -> None:
         """Evicts a response, but not the one that `writer` just stored."""
-        too_many = len(self._stored_at) > self._max_responses
+        too_many = len(self._stored_at) > self._limits.responses
         candidates = [name for name, stored in self._owners.items() if name != writer or len(stored) > 1]
         # On a tie, the writer's own response is evicted.
         owner = max(
@@ -177,22 +219,7 @@ def too_large_to_store(limit: int) -> SluiceError:
 
 def last_responses(settings: GatewaySettings) -> MemoryStore:
     """Returns the bounded store of the last responses of all connections, a quarter of it for each tenant."""
-    count, size = settings.max_connections, settings.websocket_kept_mb << 20
+    count, size = max(1, max_sockets(settings.max_connections)), MAX_SOCKETS_BYTES
     share = 1 if settings.api_keys_file is None else 4
-    limits = (max(1, count // share), size // share)
-    return MemoryStore(count, size, settings.websocket_lifetime_s, owner_limits=limits)
-
-
-def build_store(settings: GatewaySettings, tasks: TaskOwner) -> ResponseStore:
-    """Returns the configured store; raises SluiceError for an invalid Redis URL."""
-    url = settings.responses_redis_url.get_secret_value()
-    total = (settings.responses_kept, settings.responses_kept_mb << 20)
-    per_owner = total
-    if settings.api_keys_file is not None:
-        per_tenant = (settings.responses_kept_per_tenant, settings.responses_kept_per_tenant_mb << 20)
-        per_owner = (min(total[0], per_tenant[0]), min(total[1], per_tenant[1]))
-    if not url:
-        return MemoryStore(*total, settings.responses_kept_s, owner_limits=per_owner)
-    from services.gateway.apis.responses.redis_store import RedisStore  # optional: only needed with a Redis URL
-
-    return RedisStore(url, *per_owner, settings.responses_kept_s, tasks, credentials=settings.redis_credentials)
+    limits = StoreLimits.of(count, size, (max(1, count // share), size // share))
+    return MemoryStore(limits, MAX_LIFETIME_S)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from services.common.apis.responses.conversation import Conversation
+from services.common.apis.responses.prompt import chat_fields
+from services.common.apis.responses.tools import ChatTools
 from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect
-from services.gateway.apis.responses.conversation import Conversation
 from services.gateway.apis.responses.schemas import ContextFields, ResponsesRequest, TextFormat
-from services.gateway.apis.responses.tools import ChatTools
 from services.gateway.core.request import left_out as left_out_reason
 from services.gateway.core.request import no_effect
 from services.gateway.http.body_budgets import BodyBudgets
@@ -60,15 +61,10 @@ def translate(
 
 
 def _chat(fields: ContextFields, conversation: Conversation, tools: ChatTools) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": fields.model, "messages": conversation.messages}
-    if tools.chat:
-        body["tools"] = list(tools.chat)
-    if tools.choice is not None:
-        body["tool_choice"] = tools.choice
+    effort = fields.reasoning.effort if fields.reasoning is not None else None
+    body = {"model": fields.model, **chat_fields(conversation, tools, effort)}
     if fields.text is not None and fields.text.format is not None:
         body["response_format"] = _format(fields.text.format)
-    if fields.reasoning is not None and fields.reasoning.effort is not None:
-        body["reasoning_effort"] = fields.reasoning.effort
     if isinstance(fields, ResponsesRequest):
         body |= _sampling(fields)
     return body

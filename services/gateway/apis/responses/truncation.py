@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from services.common.apis.responses.conversation import Conversation
 from services.common.errors import SluiceError
 from services.gateway.apis.common.media import check_media
 from services.gateway.apis.common.translation import TranslatedRequest
-from services.gateway.apis.responses.conversation import Conversation
 from services.gateway.pipeline.models import Pipelines
 
 

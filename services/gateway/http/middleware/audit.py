@@ -11,7 +11,7 @@ from services.common.observability.audit import AuditEntry, AuditLog, AuditSetti
 from services.common.tasks import TaskOwner
 from services.gateway import context
 
-OPERATIONS = ("/health", "/ready", "/metrics", "/ui", "/docs", "/redoc", "/openapi.json", "/favicon.ico")
+OPERATIONS = ("/health", "/ready", "/metrics", "/ui", "/docs", "/openapi.json", "/favicon.ico")
 
 
 class AuditMiddleware:

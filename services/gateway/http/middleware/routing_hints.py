@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.common.errors import SluiceError, invalid
 from services.common.observability.receipts import ASKED, is_asked
 from services.gateway import context
-from services.gateway.core.routing_hints import MOST_RANKS, NO_HINTS, RoutingHints
+from services.gateway.core.routing_hints import MAX_RANKS, NO_HINTS, RoutingHints
 from services.gateway.http.errors import error_response
 
 # The first header present counts: Sluice, Dynamo, its older form, llm-d or vLLM, Gateway API.
@@ -83,7 +83,7 @@ def _rank(headers: Mapping[str, str], name: str | None) -> int | None:
     if name is None:
         return None
     text = headers[name]
-    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < MOST_RANKS):
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < MAX_RANKS):
         raise invalid(
             f"The header {name} must be a data-parallel rank, a whole number from 0.", param=name, code="invalid_value"
         )

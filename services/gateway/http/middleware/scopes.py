@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.gateway.admission.permit import Permit
 from services.gateway.admission.scopes import Scope
 from services.gateway.http.middleware.routing_hints import ENDPOINT, HEADERS
 from services.gateway.pipeline.config import PipelineConfig
 
-OPEN_PATHS = frozenset(("/", "/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/docs", "/openapi.json"))
 """Paths without authentication: they show no model and no client. `/ready` reports more to valid keys."""
 LIVE_PAGE = re.compile(r"/ui(/[^/]*)?")
 """The page of the live view and its files, also without authentication; its data is below /ui/data."""
@@ -58,6 +58,26 @@ def check_headers(permit: Permit, headers: Iterable[tuple[bytes, bytes]], ignore
             permit.require(Scope.PIN_WORKER, HEADERS[name])
 
 
+class BodyNeeds(NamedTuple):
+    """The models and scopes that a body of any API requires, each with its field."""
+
+    models: tuple[tuple[str, str], ...]
+    scopes: tuple[tuple[Scope, str], ...]
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> BodyNeeds:
+        """Returns what a body requires that is not validated yet."""
+        models = tuple((name, field) for field in ("model", "lora_path") if isinstance(name := body.get(field), str))
+        return cls(models, tuple(of_fields(body)))
+
+    def check(self, permit: Permit) -> None:
+        """Raises SluiceError(PERMISSION_DENIED) for a model, adapter or field that the key may not use."""
+        for name, field in self.models:
+            permit.check_model(name, field)
+        for scope, field in self.scopes:
+            permit.require(scope, field)
+
+
 def check_body(permit: Permit, body: Mapping[str, Any]) -> None:
     """Raises SluiceError(PERMISSION_DENIED) for a field that requires a missing scope, or a model or adapter that the
     key may not use.
@@ -65,12 +85,7 @@ def check_body(permit: Permit, body: Mapping[str, Any]) -> None:
     Args:
         body: body of a request of any API, not validated yet.
     """
-    for field in ("model", "lora_path"):
-        name = body.get(field)
-        if isinstance(name, str):
-            permit.check_model(name, field)
-    for scope, field in of_fields(body):
-        permit.require(scope, field)
+    BodyNeeds.of(body).check(permit)
 
 
 def of_fields(body: Mapping[str, Any]) -> Iterator[tuple[Scope, str]]:

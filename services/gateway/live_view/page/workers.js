@@ -57,7 +57,7 @@ function fill(shown, row) {
   setClass(shown.line, row.health);
   shown.line.title = `${row.model} at ${row.address}`;
   write(shown.about, [row.role, row.engine].filter(Boolean).join(" · "));
-  write(shown.health, row.health);
+  write(shown.health, row.health === "aside" ? `set aside: ${row.why}` : row.health);
   write(shown.load, load(row));
   setShare(shown.cached, row.cached);
   setShare(shown.used, row.used);

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from typing import Any
 
 from services.common.child_rpc.child import Channel, ForkedService, limit_memory, serve, serve_forks
-from services.common.engine_packages import NOT_NEEDED, TESTED_VERSIONS, stand_in_for_absent
 from services.common.errors import first_line
+from services.common.packages.engines import NOT_NEEDED, import_failure, stand_in_for_absent
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines import bare
@@ -24,6 +24,7 @@ from services.postprocess.parsers.isolated.child import Streams
 from services.postprocess.parsers.isolated.wire import Progress, decode, encode
 
 MAX_REASON_CHARS = 300
+"""Characters of the message of an engine's parser in an error; the rest is left out."""
 
 
 def main(arguments: list[str]) -> None:
@@ -52,19 +53,18 @@ class ParserService(ForkedService):
 
     def __init__(self, name: str, progress: Progress, memory_mb: int) -> None:
         self._memory_mb = memory_mb
-        self._error = ""
+        self._error: dict[str, str] = {}
         try:
             self._engine = _engine(name)
         except Exception as failure:
-            traceback.print_exc()
-            self._error = _missing(name, failure)
+            self._error = _unusable(name, failure)
             return
         self._streams = Streams(progress, self._build)
 
     def prepare(self, request: bytes) -> dict[str, Any]:
         """Returns the engine's version and the facts of each pair of parsers; unloads all other models."""
         if self._error:
-            return {"error": self._error}
+            return self._error
         pairs: list[list[str]] = json.loads(request)
         for source in set(self._engine.sources()) - {source for source, *_ in pairs}:
             self._engine.forget(source)
@@ -98,15 +98,13 @@ def _engine(name: str) -> Engine:
     return engine
 
 
-def _missing(name: str, error: Exception) -> str:
+def _unusable(name: str, error: Exception) -> dict[str, str]:
     if isinstance(error, ImportError):
-        missing = (error.name or str(error)).split(".")[0]
-        return (
-            f"The parsers of {name} require the package {missing}; install sluice-llm[{name}] "
-            f"({name}=={TESTED_VERSIONS[name]}), or set --{name}-python to an interpreter that has it."
-        )
+        failure = import_failure(name, f"The parsers of {name}", error)
+        return {"error": failure.message, "code": failure.code}
+    traceback.print_exc()
     reason = f"{type(error).__name__}: {first_line(error, MAX_REASON_CHARS)}"
-    return f"The parsers of {name} cannot be loaded ({reason}); see the log."
+    return {"error": f"The parsers of {name} cannot be loaded ({reason}); see the log.", "code": "engine_version"}
 
 
 def load(engine: Engine, source: str, tool: str, reasoning: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import vllm
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.chat_completion.stream_processor import ChatStreamProcessor
 from vllm.parser import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import get_tokenizer
@@ -26,6 +25,16 @@ from vllm.tool_parsers import ToolParserManager
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.engines.adapter import PROBE, EngineParser, Facts, chat_body
 from services.postprocess.parsers.events import Content, Event, Reasoning
+
+STREAM_PROCESSOR = "vllm.entrypoints.openai.chat_completion.stream_processor"
+"""What vLLM 0.33 has for streams and 0.32 does not."""
+
+try:
+    from vllm.entrypoints.openai.chat_completion.stream_processor import ChatStreamProcessor
+except ModuleNotFoundError as error:
+    if error.name != STREAM_PROCESSOR:
+        raise
+    ChatStreamProcessor = None
 
 HARMONY = ("openai", "openai_gptoss")
 
@@ -86,26 +95,62 @@ class Engine:
         kwargs = dict(context.template_kwargs)
         parser = self._parser(context.source, tool, reasoning, request, kwargs)
         request = parser.adjust_request(request)
+        if ChatStreamProcessor is None:
+            return VllmParser(context, parser, _DeltaParser(parser, request).step)
         processor = ChatStreamProcessor(
             request, parser, enable_auto_tools=True, parser_cls=self._classes[context.source, tool, reasoning]
         )
-        return VllmParser(context, processor)
+        return VllmParser(context, parser, lambda *step: processor.step(*step).delta)
+
+
+class _DeltaParser:
+    """What the server of vLLM 0.32 does with each chunk of a choice, where 0.33 has `ChatStreamProcessor`."""
+
+    def __init__(self, parser: Any, request: Any) -> None:
+        self._parser = parser
+        self._request = request
+        self._any_output = False
+
+    def step(self, text: str, tokens: list[int], finish_reason: str | None, prompt: list[int]) -> Any:
+        """Returns the delta of a chunk; None for none."""
+        if not text and not tokens and not self._any_output:
+            return None
+        self._any_output |= bool(tokens)
+        delta = self._parser.parse_delta(
+            delta_text=text,
+            delta_token_ids=tokens,
+            request=self._request,
+            prompt_token_ids=prompt,
+            finished=finish_reason is not None,
+        )
+        if delta is not None and not self._request.parallel_tool_calls:
+            delta.tool_calls = [call for call in delta.tool_calls or () if call.index == 0]
+        return delta
+
+
+Step = Callable[[str, list[int], str | None, list[int]], Any]
 
 
 class VllmParser(EngineParser):
-    """Parser of one stream that uses vLLM."""
+    """Parser of one stream that uses vLLM.
 
-    def __init__(self, context: ParserContext, processor: Any) -> None:
+    Args:
+        parser: vLLM's, which counts the tokens of reasoning.
+        step: passes text, tokens, the finish reason and the prompt to it; returns vLLM's delta.
+    """
+
+    def __init__(self, context: ParserContext, parser: Any, step: Step) -> None:
         super().__init__(context)
-        self._processor = processor
+        self._parser = parser
+        self._step = step
         self._prompt = list(context.prompt_ids)
         self._ids: list[int] = []
 
     def step(self, text: str, tokens: list[int], last: bool) -> list[Event]:
         self._ids += tokens
-        delta = self._processor.step(text, tokens, "stop" if last else None, self._prompt).delta
+        delta = self._step(text, tokens, "stop" if last else None, self._prompt)
         if last:
-            self.reasoning_tokens = self._processor.parser.count_reasoning_tokens(self._ids)
+            self.reasoning_tokens = self._parser.count_reasoning_tokens(self._ids)
         if delta is None:
             return []
         events: list[Event] = []

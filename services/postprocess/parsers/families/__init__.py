@@ -3,20 +3,35 @@
 from services.postprocess.parsers.families import (
     arrays,
     cohere,
+    deepseek,
     dsml,
     gemma,
+    glm45,
+    granite,
     granite_thinking,
+    harmony,
+    hermes,
     hunyuan,
+    hunyuan_a13b,
+    kimi_k2,
     kimi_k3,
+    llama3_json,
+    minimax_m2,
     minimax_m3,
+    mistral,
+    pythonic,
+    qwen3_coder,
     seed_oss,
     step3,
+    think,
 )
 from services.postprocess.parsers.families.family import Family
 
 __all__ = ["FAMILIES", "Family"]
 
 FAMILIES: tuple[Family, ...] = (
+    harmony.FAMILY,
+    mistral.REASONING,
     dsml.FAMILY,
     gemma.FAMILY,
     kimi_k3.FAMILY,
@@ -28,6 +43,20 @@ FAMILIES: tuple[Family, ...] = (
     arrays.PHI,
     arrays.JAMBA,
     arrays.NEMOTRON,
+    hunyuan_a13b.FAMILY,
     granite_thinking.FAMILY,
+    deepseek.FAMILY,
+    minimax_m2.FAMILY,
+    kimi_k2.FAMILY,
+    qwen3_coder.FAMILY,
+    glm45.FAMILY,
+    granite.FAMILY,
+    hermes.FAMILY,
+    mistral.FAMILY,
+    pythonic.FAMILY,
+    llama3_json.FAMILY,
+    think.DEEPSEEK_R1,
+    think.FAMILY,
+    think.APPENDED,
 )
 """The most specific marks first: `auto` takes the first family whose marks a template has."""

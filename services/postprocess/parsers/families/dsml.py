@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import ClassVar
 
-from services.postprocess.parsers.families.family import Call, Family, as_text
-from services.postprocess.parsers.tag_families import TaggedParser
-from services.postprocess.parsers.tagged import Form, Key
+from services.postprocess.parsers.calls.tagged import Form, Key, TaggedParser
+from services.postprocess.parsers.families.family import Family
 
 _OPEN, _CLOSE = "<｜DSML｜", "</｜DSML｜"
+_SPACED_OPEN, _SPACED_CLOSE = f"{_OPEN} ", f"{_CLOSE} "
+_WRAPPERS = ("function_calls>", "tool_calls>")
 _STRING = '" string="'
 
 
@@ -19,61 +20,45 @@ def _key(text: str) -> Key | None:
     return Key(name, is_text == "true" if found else None)
 
 
-class DsmlParser(TaggedParser):
-    """Parses `<｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">…</｜DSML｜parameter>`."""
+def _form(opening: str, closing: str) -> Form:
+    return Form(
+        ('">',),
+        f'{opening}parameter name="',
+        '">',
+        "",
+        f"{closing}parameter>",
+        f"{closing}invoke>",
+        special=True,
+        wrapper="arguments",
+        read_key=_key,
+    )
 
-    starts = (f'{_OPEN}invoke name="',)
-    ends = (f"{_CLOSE}invoke>",)
-    swallowed = (
-        f"{_OPEN}function_calls>",
-        f"{_CLOSE}function_calls>",
-        f"{_OPEN}tool_calls>",
-        f"{_CLOSE}tool_calls>",
+
+class DsmlParser(TaggedParser):
+    """Parses `<｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="true">…</｜DSML｜parameter>`.
+
+    V4.1 writes a space after the special token, and `calls` for `tool_calls`.
+    """
+
+    starts = (f'{_OPEN}invoke name="', f'{_SPACED_OPEN}invoke name="')
+    ends = (f"{_CLOSE}invoke>", f"{_SPACED_CLOSE}invoke>")
+    swallowed = tuple(
+        lead + name
+        for name, opening, closing in (
+            *((name, _OPEN, _CLOSE) for name in _WRAPPERS),
+            *((name, _SPACED_OPEN, _SPACED_CLOSE) for name in (*_WRAPPERS, "calls>")),
+        )
+        for lead in (opening, closing)
     )
     markers = frozenset((*swallowed, "｜DSML｜"))
-    form = Form(('">',), f'{_OPEN}parameter name="', '">', "", f"{_CLOSE}parameter>", f"{_CLOSE}invoke>", read_key=_key)
-
-
-def _write(calls: Sequence[Call]) -> str:
-    written = []
-    for name, given in calls:
-        values = "".join(
-            f'{_OPEN}parameter name="{key}{_STRING}{str(isinstance(value, str)).lower()}">{as_text(value)}'
-            f"{_CLOSE}parameter>\n"
-            for key, value in given.items()
-        )
-        written.append(f'{_OPEN}invoke name="{name}">\n{values}{_CLOSE}invoke>\n')
-    return f"{_OPEN}function_calls>\n{''.join(written)}{_CLOSE}function_calls>"
+    form = _form(_OPEN, _CLOSE)
+    more_forms: ClassVar[dict[str, Form]] = {starts[1]: _form(_SPACED_OPEN, _SPACED_CLOSE)}
 
 
 FAMILY = Family(
     name="deepseek_v32",
-    markup='<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">…</｜DSML｜parameter>',
     tool=DsmlParser,
     aliases=("deepseek_v4", "deepseek_v41", "deepseekv32", "deepseekv4"),
-    reasoning_name="think",
     hints=("｜DSML｜",),
     special=("｜DSML｜",),
-    examples=(
-        '<think>\nHm 🤔\n</think>Look.\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
-        '<｜DSML｜parameter name="city" string="true">Zürich "🌧️"\n\nx</｜DSML｜parameter>\n'
-        '<｜DSML｜parameter name="days" string="false">[1, 2.5e3]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
-        '<｜DSML｜invoke name="f">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
-        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="city" string="false">null'
-        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
-        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="city">7</｜DSML｜parameter></｜DSML｜invoke> more',
-        '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="city" string="true">cut',
-    ),
-    fragments=(
-        *DsmlParser.swallowed,
-        '<｜DSML｜invoke name="f">',
-        "</｜DSML｜invoke>",
-        '<｜DSML｜parameter name="city" string="true">',
-        '<｜DSML｜parameter name="days" string="false">',
-        "</｜DSML｜parameter>",
-        "</｜DSML｜par",
-        "<think>",
-        "</think>",
-    ),
-    write=_write,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.postprocess.parsers.families.family import Family
-from services.postprocess.parsers.think import ThinkParser
+from services.postprocess.parsers.reasoning.think import ThinkParser
 
 
 class GraniteThinkParser(ThinkParser):
@@ -17,15 +17,7 @@ class GraniteThinkParser(ThinkParser):
 
 FAMILY = Family(
     name="granite_thinking",
-    markup="Here is my thought process: … Here is my response: …",
     reasoning=GraniteThinkParser,
     aliases=("granite",),
     reasoning_hints=("Here is my thought process:",),
-    examples=(
-        "Here is my thought process: Hm 🤔\n\nHere is my response: It rains.",
-        "Here's my thought process:\nHm\nHere's my response:\n\nIt rains.",
-        "Here is my answer.",
-        "Here is my thought process: cut",
-    ),
-    fragments=("Here is my thought process:", "Here's my response:", "Here is my response:", "Here is my "),
 )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 
 from services.postprocess.parsers.base import Chain, ParserContext
-from services.postprocess.parsers.calls import CallParser
-from services.postprocess.parsers.families.family import Call, Family, as_text
-from services.postprocess.parsers.tag_families import TaggedParser
-from services.postprocess.parsers.tagged import Form, Key
-from services.postprocess.parsers.think import ThinkParser
+from services.postprocess.parsers.calls.parser import CallParser
+from services.postprocess.parsers.calls.tagged import Form, Key, TaggedParser
+from services.postprocess.parsers.families.family import Family
+from services.postprocess.parsers.reasoning.think import ThinkParser
 
 _OPEN, _CLOSE, _SEP = "<|open|>", "<|close|>", "<|sep|>"
 _SPECIAL = frozenset((_OPEN, _CLOSE, _SEP))
@@ -35,7 +33,10 @@ def _unescaped(text: str) -> str:
 
 
 class KimiK3Parser(TaggedParser):
-    """Parses `<|open|>call tool="f" index="1"<|sep|><|open|>argument key="x" type="string"<|sep|>…`."""
+    """Parses `<|open|>call tool="f" index="1"<|sep|><|open|>argument key="x" type="string"<|sep|>…`.
+
+    The arguments may also be a JSON object, as the template writes those of earlier calls that are text.
+    """
 
     starts = (f'{_OPEN}call tool="',)
     ends = (f"{_CLOSE}call{_SEP}",)
@@ -49,6 +50,8 @@ class KimiK3Parser(TaggedParser):
         "",
         f"{_CLOSE}argument{_SEP}",
         f"{_CLOSE}call{_SEP}",
+        special=True,
+        objects=True,
         read_name=_name,
         read_key=_key,
     )
@@ -75,48 +78,10 @@ class KimiK3ThinkParser(Chain):
         self.context = context
 
 
-def _write(calls: Sequence[Call]) -> str:
-    written = []
-    for number, (name, given) in enumerate(calls, 1):
-        values = "".join(
-            f'{_OPEN}argument key="{key}" type="{"string" if isinstance(value, str) else "object"}"{_SEP}'
-            f"{as_text(value)}{_CLOSE}argument{_SEP}"
-            for key, value in given.items()
-        )
-        written.append(f'{_OPEN}call tool="{name}" index="{number}"{_SEP}{values}{_CLOSE}call{_SEP}')
-    return f"{_OPEN}tools{_SEP}{''.join(written)}{_CLOSE}tools{_SEP}"
-
-
 FAMILY = Family(
     name="kimi_k3",
-    markup='<|open|>call tool="NAME" index="1"<|sep|><|open|>argument key="KEY" type="string"<|sep|>…',
     tool=KimiK3Parser,
     reasoning=KimiK3ThinkParser,
     hints=(f"{_OPEN}call",),
     reasoning_hints=(f"{_OPEN}think{_SEP}",),
-    examples=(
-        "<|open|>think<|sep|>Hm 🤔<|close|>think<|sep|><|open|>response<|sep|>Look.<|close|>response<|sep|>"
-        '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
-        'type="string"<|sep|>Zürich "🌧️"\n\nx<|close|>argument<|sep|><|open|>argument key="days" type="array"<|sep|>'
-        '[1, 2.5e3]<|close|>argument<|sep|><|close|>call<|sep|><|open|>call tool="f" index="2"<|sep|>'
-        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
-        "<|open|>response<|sep|>It rains.<|close|>response<|sep|>",
-        '<|open|>call tool="f"<|sep|><|open|>argument key="city"<|sep|>7<|close|>argument<|sep|>'
-        "<|close|>call<|sep|> more",
-        '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>cut',
-    ),
-    fragments=(
-        *KimiK3Parser.swallowed,
-        *_RESPONSE,
-        '<|open|>call tool="f" index="1"<|sep|>',
-        "<|close|>call<|sep|>",
-        '<|open|>argument key="city" type="string"<|sep|>',
-        '<|open|>argument key="days" type="integer"<|sep|>',
-        "<|close|>argument<|sep|>",
-        "<|open|>think<|sep|>",
-        "<|close|>think<|sep|>",
-        "<|close|>",
-        "<|sep|>",
-    ),
-    write=_write,
 )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from services.postprocess.parsers.argument_types import ANY, UNDECLARED, ArgumentType, as_json, type_of
+from services.common.rows.sendable_text import sendable
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.calls import Body, CallParser, Named
-from services.postprocess.parsers.families.family import Call, Family, as_text
-from services.postprocess.parsers.json_scan import Malformed
-from services.postprocess.parsers.markers import Markers, TextBuffer
-from services.postprocess.parsers.objects import NAME_AT_MOST, is_name
-from services.postprocess.parsers.think import ThinkParser
+from services.postprocess.parsers.calls.argument_types import ANY, UNDECLARED, ArgumentType, as_json, type_of
+from services.postprocess.parsers.calls.call_names import MAX_NAME, Named
+from services.postprocess.parsers.calls.parser import Body, CallParser
+from services.postprocess.parsers.families.family import Family
+from services.postprocess.parsers.reasoning.think import ThinkParser
+from services.postprocess.parsers.scanning.json_scan import Malformed
+from services.postprocess.parsers.scanning.markers import Markers, TextBuffer
 
 NAMESPACE = "]<]minimax[>["
-DEPTH_AT_MOST = 64
+MAX_DEPTH = 64
+"""Levels of arguments; with more the call is damaged, and becomes text."""
 _END = f"{NAMESPACE}</invoke>"
 _NAME_END, _AT_END = Markers('">'), Markers(_END)
 _TAG = re.compile(re.escape(NAMESPACE) + r"<(/?)([^<>/]+)>")
@@ -40,13 +41,11 @@ class MiniMaxM3Body(Body):
     def push(self, text: str, at: int) -> tuple[int, Named | str | None]:
         if not self._function:
             stop, end = _NAME_END.find(text, at)
-            if stop - at > NAME_AT_MOST:
-                raise Malformed(at + NAME_AT_MOST)
+            if stop - at > MAX_NAME:
+                raise Malformed(at + MAX_NAME)
             if not end:
                 return at, None
             name = text[at:stop]
-            if not is_name(name):
-                raise Malformed(at)
             self._function, self.calling = name, True
             return stop + len(end), Named(name)
         stop, end = _AT_END.find(text, at)
@@ -55,7 +54,7 @@ class MiniMaxM3Body(Body):
             return stop, None
         arguments = self._arguments(stop)
         self.done, self.calling = True, False
-        return stop, json.dumps(arguments, ensure_ascii=False)
+        return stop, sendable(json.dumps(arguments, ensure_ascii=False))
 
     def _arguments(self, at: int) -> Any:
         schema = self._schemas.get(self._function)
@@ -75,7 +74,7 @@ def _elements(text: str, at: int) -> _Children:
         opened = text.startswith(f"{NAMESPACE}<{stack[-1][0]}>", end - len(f"{NAMESPACE}<{stack[-1][0]}>"))
         end = tag.end()
         if not closes:
-            if between.strip() or len(stack) > DEPTH_AT_MOST:
+            if between.strip() or len(stack) > MAX_DEPTH:
                 raise Malformed(at)
             stack.append((name, []))
             continue
@@ -139,53 +138,12 @@ class MiniMaxM3ThinkParser(ThinkParser):
     end = "</mm:think>"
 
 
-def _element(name: str, value: Any) -> str:
-    if isinstance(value, dict) and value:
-        inner = "".join(_element(key, child) for key, child in value.items())
-    elif isinstance(value, list) and value:
-        inner = "".join(_element("item", child) for child in value)
-    else:
-        inner = "" if value in ({}, []) and not isinstance(value, bool | int | float | str) else as_text(value)
-    return f"{NAMESPACE}<{name}>{inner}{NAMESPACE}</{name}>"
-
-
-def _write(calls: Sequence[Call]) -> str:
-    written = []
-    for name, given in calls:
-        values = "\n".join(_element(key, value) for key, value in given.items())
-        written.append(f'{NAMESPACE}<invoke name="{name}">\n{values}\n{_END}\n')
-    return f"{NAMESPACE}<tool_call>\n{''.join(written)}{NAMESPACE}</tool_call>"
-
-
-_CITY = f"{NAMESPACE}<city>Zürich 🌧️\n\nx{NAMESPACE}</city>"
 FAMILY = Family(
     name="minimax_m3",
-    markup='`]<]minimax[>[<invoke name="NAME">]<]minimax[>[<KEY>…]<]minimax[>[</KEY>`',
     tool=MiniMaxM3Parser,
     reasoning=MiniMaxM3ThinkParser,
     aliases=("minimax-m3",),
     hints=(NAMESPACE, "]<]minimax["),
     special=(NAMESPACE,),
     reasoning_hints=("<mm:think>",),
-    examples=(
-        f'<mm:think>Hm 🤔</mm:think>Look.\n{NAMESPACE}<tool_call>\n{NAMESPACE}<invoke name="get_weather">\n{_CITY}\n'
-        f"{_element('days', 3)}\n{_element('deep', {'a': [{'b': 1}, {'b': 2}], 'c': {}})}\n{_END}\n"
-        f'{NAMESPACE}<invoke name="f">\n{_END}\n{NAMESPACE}</tool_call>',
-        f'{NAMESPACE}<invoke name="g">{_element("x", "1")}{_element("x", "2")}{_END} done',
-        f'{NAMESPACE}<invoke name="f">{NAMESPACE}<city>oops{NAMESPACE}</town>{_END} more',
-        f'{NAMESPACE}<tool_call>{NAMESPACE}<invoke name="f">{NAMESPACE}<city>cut',
-    ),
-    fragments=(
-        *MiniMaxM3Parser.swallowed,
-        f'{NAMESPACE}<invoke name="f">',
-        _END,
-        f"{NAMESPACE}<city>",
-        f"{NAMESPACE}</city>",
-        f"{NAMESPACE}<",
-        "]<]mini",
-        "<mm:think>",
-        "</mm:think>",
-    ),
-    write=_write,
-    untyped=True,
 )

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from services.common.child_rpc.child import Channel, limit_memory, serve
+from services.common.rows.sendable_text import sendable
+from services.common.rows.shared_steps import shared_step
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.engines.adapter import EngineParser
@@ -44,6 +46,7 @@ class Streams:
         """Returns the reply to a batch."""
         return encode(self.run(decode(request)))
 
+    @shared_step("postprocess.parse_batch")
     def run(self, operations: list[list[Any]]) -> list[list[Any]]:
         """Runs a batch; returns the results of the feed and end operations."""
         results = []
@@ -79,6 +82,8 @@ class Streams:
             feeding.feed(pieces[:-1] if ends else pieces, tokens)
             if ends:
                 feeding.end(pieces[-1], tokens[-1] if tokens else -1)
+            reasoning = int(feeding.reasoning + (parser.reasoning_tokens if ends else 0))
+            result = [stream, len(pieces), pack_events(merge(feeding.events)), sendable(parser.held), reasoning, False]
         except Exception:
             traceback.print_exc()
             del self._parsers[stream]
@@ -87,8 +92,7 @@ class Streams:
             return [stream, len(pieces), pack_events(merge(events)), "", feeding.reasoning, True]
         if ends:
             del self._parsers[stream]
-        reasoning = feeding.reasoning + (parser.reasoning_tokens if ends else 0)
-        return [stream, len(pieces), pack_events(merge(feeding.events)), parser.held, reasoning, False]
+        return result
 
 
 class _Feeding:
@@ -110,23 +114,23 @@ class _Feeding:
         """Feeds pieces, with their tokens if the parser needs them."""
         parser = self._parser
         for index, piece in enumerate(pieces):
-            self.held = parser.held
+            self.held = sendable(parser.held)
             if isinstance(parser, EngineParser):
                 self.events += checked(parser.feed_token(piece, tokens[index] if tokens else None))
             elif piece:
                 self.events += checked(parser.feed(piece))
             self.taken += 1
-            self.reasoning += parser.reasoning
+            self.reasoning += bool(parser.reasoning)
 
     def end(self, piece: str, token: int) -> None:
         """Ends the stream with its last piece."""
         parser = self._parser
-        self.held = parser.held
+        self.held = sendable(parser.held)
         if isinstance(parser, EngineParser):
             self.events += checked(parser.finish_with(piece, None if token < 0 else token))
             return
         events = parser.feed(piece) if piece else []
-        self.taken, self.held = self.taken + 1, parser.held
+        self.taken, self.held = self.taken + 1, sendable(parser.held)
         self.events += checked([*events, *parser.finish()])
 
 

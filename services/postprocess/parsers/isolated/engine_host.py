@@ -12,8 +12,8 @@ from typing import Any
 
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.process import engine_command
-from services.common.engine_packages import TESTED_VERSIONS, is_tested
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
+from services.common.packages.engines import TESTED_VERSIONS, is_tested
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.engines import ENGINES, bare, nearest
 from services.postprocess.parsers.engines.adapter import Facts
@@ -75,6 +75,7 @@ class EngineHost(ParserHost):
         self._known: dict[ParserPair, Facts | str] = {}
         self._loading: dict[ParserPair, asyncio.Task[SluiceError | None]] = {}
         self._released: set[str] = set()  # sources of removed models
+        self._unusable: SluiceError | None = None  # the package, which does not change while this process runs
 
     def facts(self, pair: ParserPair) -> Facts | None:
         """Returns the facts of a pair of parsers; None before it is loaded.
@@ -175,6 +176,8 @@ class EngineHost(ParserHost):
         self._known[pair] = result["error"] if "error" in result else Facts(**result)
 
     async def _start(self) -> None:
+        if self._unusable is not None:
+            raise self._unusable
         await self._server.start()
         pairs = [pair for pair, found in self._known.items() if isinstance(found, Facts)]
         request = json.dumps([[pair.source, pair.tool, pair.reasoning] for pair in pairs])
@@ -186,7 +189,8 @@ class EngineHost(ParserHost):
         except (EOFError, ValueError, OSError):
             raise unavailable(f"The parsers of {self.name} do not start; see the log above.") from None
         if error := hello.get("error"):
-            raise SluiceError(ErrorKind.FAILED_PRECONDITION, error, code="missing_extra")
+            self._unusable = SluiceError(ErrorKind.FAILED_PRECONDITION, error, code=hello["code"])
+            raise self._unusable
         self._check_version(hello["version"])
         for pair, result in zip(pairs, hello["facts"], strict=True):
             self._set_facts(pair, result)

@@ -14,6 +14,7 @@ from typing import Any
 
 from services.common.child_rpc.process import Child, module_command
 from services.common.errors import SluiceError, invalid, unavailable
+from services.common.rows.shared_steps import shared_step
 from services.common.tasks import TaskOwner
 from services.postprocess.detokenize.stream import Stream
 from services.postprocess.detokenize.vocabulary import ParserNames
@@ -27,13 +28,14 @@ START_TIMEOUT_S = 300.0
 """Importing an engine's package takes 15 s of CPU time, and much longer on a busy machine."""
 
 MAX_FRAME_BYTES = 64 << 20
+"""Bytes of a message of a process of custom parsers; a process that sends a longer one is replaced."""
 
-DEATHS_AT_MOST = 5
+MAX_DEATHS = 5
 """Consecutive deaths that no stream caused, after which all streams continue as plain text."""
 
 RETRY_S = 30.0
 
-TOO_SLOW, DIED = "parser_too_slow", "parser_died"
+TOO_SLOW, DIED, FAILED = "parser_too_slow", "parser_died", "parser_failed"
 
 
 class ParserHost:
@@ -166,16 +168,22 @@ class ParserHost:
                 else:
                     self._deaths = 0
 
+    @shared_step("postprocess.parser_batch")
     def _batch(self) -> tuple[list[list[Any]], dict[int, RemoteStream]]:
         operations: list[list[Any]] = [["close", number] for number in self._closed]
         self._closed.clear()
         streams, self._changed = self._changed, {}
         for number, stream in streams.items():
             if not stream.opened:
+                try:
+                    opening = _opening(stream)
+                    encode(opening)  # what cannot be sent must not fail the operations of the others
+                except (ValueError, TypeError, RecursionError):
+                    log.exception("a stream cannot be sent to its parser", extra={"parser": self.name})
+                    stream.restart(True, FAILED)
+                    continue
                 stream.opened = True
-                names = [stream.names.tool, stream.names.reasoning]
-                replayed = [stream.pieces[: stream.parsed], stream.tokens_of(0, stream.parsed)]
-                operations.append(["open", number, names, pack_context(stream.context), *replayed])
+                operations.append(opening)
             last = stream.ending is not None
             if pieces := stream.pieces[stream.sent : len(stream.pieces) - last]:
                 operations.append(["feed", number, pieces, stream.tokens_of(stream.sent, stream.sent + len(pieces))])
@@ -185,6 +193,7 @@ class ParserHost:
             stream.sent = len(stream.pieces)
         return operations, streams
 
+    @shared_step("postprocess.parser_results")
     async def _run_batch(self, operations: list[list[Any]], streams: dict[int, RemoteStream]) -> str:
         """Runs one batch; returns why the process must be replaced, empty for success."""
         try:
@@ -192,12 +201,25 @@ class ParserHost:
             for number, pieces, events, held, reasoning_tokens, failed in results:
                 stream = streams.get(number)
                 if stream is not None and number in self._streams:
-                    stream.add_result(pieces, unpack_events(events), held, reasoning_tokens, failed)
+                    self._add_result(stream, pieces, events, held, reasoning_tokens, failed)
         except TimeoutError:
             return TOO_SLOW
         except (EOFError, OSError, ValueError, TypeError, KeyError):
             return DIED
         return ""
+
+    def _add_result(
+        self, stream: RemoteStream, pieces: int, events: Any, held: str, reasoning_tokens: int, failed: bool
+    ) -> None:
+        """Adds the result of one stream; one that cannot be read costs the stream its parser."""
+        try:
+            unpacked = unpack_events(events)
+        except (ValueError, TypeError, KeyError):
+            log.exception("the events of a parser cannot be read", extra={"parser": self.name})
+            self._closed.append(stream.number)
+            stream.restart(True, FAILED)
+        else:
+            stream.add_result(pieces, unpacked, held, reasoning_tokens, failed)
 
     async def _call(self, operations: list[list[Any]], time_s: float = 0.0) -> Any:
         """Sends operations and returns their results; raises TimeoutError if one operation exceeds its time limit."""
@@ -239,7 +261,7 @@ class ParserHost:
         await self._clear()
         self._progress.set(0, 0)
         self._deaths = 0 if blamed in self._streams else self._deaths + 1
-        hopeless = self._deaths >= DEATHS_AT_MOST
+        hopeless = self._deaths >= MAX_DEATHS
         if not hopeless:
             try:
                 await self._start_checked()
@@ -256,3 +278,10 @@ class ParserHost:
             if stream.finish is None and len(stream.pieces) > stream.parsed:
                 self.changed(stream)
         self._closed.clear()
+
+
+def _opening(stream: RemoteStream) -> list[Any]:
+    """Returns the operation that opens a stream, with the pieces that a previous process parsed."""
+    names = [stream.names.tool, stream.names.reasoning]
+    replayed = [stream.pieces[: stream.parsed], stream.tokens_of(0, stream.parsed)]
+    return ["open", stream.number, names, pack_context(stream.context), *replayed]

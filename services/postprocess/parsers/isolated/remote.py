@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from services.postprocess.detokenize.stream import Finish, FinishReason, Stream
 from services.postprocess.detokenize.token_texts import TokenRecorder
@@ -11,13 +11,20 @@ from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
 
-if TYPE_CHECKING:
-    from services.postprocess.parsers.isolated.host import ParserHost
-
 REPLAYED_PIECES = 262_144
 """Pieces kept to replay a stream after its process died; a longer stream then becomes plain text."""
 
 NOT_REPLAYED = "parser_lost"
+
+
+class StreamHost(Protocol):
+    """Manages the process of a stream's parser; implemented by `ParserHost`."""
+
+    def changed(self, stream: RemoteStream) -> None:
+        """Schedules a stream that has text to parse."""
+
+    def forget(self, stream: RemoteStream) -> None:
+        """Closes a stream."""
 
 
 class RemoteStream:
@@ -40,7 +47,7 @@ class RemoteStream:
         stream: Stream,
         names: ParserNames,
         context: ParserContext,
-        host: ParserHost,
+        host: StreamHost,
         tokens: bool = False,
     ) -> None:
         self.number = number

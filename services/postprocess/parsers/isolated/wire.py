@@ -8,8 +8,12 @@ import tempfile
 from struct import Struct
 from typing import Any
 
+from services.common.rows.sendable_text import is_sendable, sendable
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Degraded, Event, Reasoning
+
+MAX_CALLS = 1 << 16
+"""Tool calls of one stream of a custom parser; a parser that reports more fails."""
 
 _KINDS: dict[str, type[Content | Reasoning | CallStart | CallArguments | Degraded]] = {
     kind.__name__: kind for kind in (Content, Reasoning, CallStart, CallArguments, Degraded)
@@ -72,14 +76,24 @@ def unpack_events(packed: list[list[Any]]) -> list[Event]:
 
 
 def checked(events: list[Event]) -> list[Event]:
-    """Returns the events; raises TypeError if one is not an event or has fields of the wrong type."""
-    for event in events:
-        if type(event) not in _KINDS.values():
-            raise TypeError(f"{event!r} is not an event")
-        number, *texts = event if isinstance(event, (CallStart, CallArguments)) else (0, *event)
-        if not isinstance(number, int) or not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"{event!r} has fields of the wrong type")
-    return events
+    """Returns the events with sendable texts.
+
+    Raises:
+        TypeError: one is not an event, or has fields of the wrong type or a number out of range.
+    """
+    return [_checked(event) for event in events]
+
+
+def _checked(event: Event) -> Event:
+    if type(event) not in _KINDS.values():
+        raise TypeError(f"{event!r} is not an event")
+    number, *texts = event if isinstance(event, (CallStart, CallArguments)) else (0, *event)
+    if not isinstance(number, int) or not 0 <= number < MAX_CALLS or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"{event!r} has fields of the wrong type or a number out of range")
+    if all(map(is_sendable, texts)):
+        return event
+    fields: list[Any] = [sendable(field) if isinstance(field, str) else field for field in event]
+    return type(event)(*fields)
 
 
 def pack_context(context: ParserContext) -> dict[str, Any]:

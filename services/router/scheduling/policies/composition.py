@@ -47,6 +47,7 @@ class Composition:
 
     Attributes:
         cost: "kv" or "load": what the store compares among candidates that the picker puts into one group.
+        on_failure: "reject" or "ignore"; empty: rejects if it has filters, which would otherwise be left out.
     """
 
     name: str
@@ -54,11 +55,17 @@ class Composition:
     scorers: tuple[StageConfig, ...] = ()
     picker: StageConfig = StageConfig("picker", "max_score")
     cost: str = "kv"
+    on_failure: str = ""
 
     @property
     def stages(self) -> tuple[StageConfig, ...]:
         """All stages in order."""
         return (*self.filters, *self.scorers, self.picker)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether a query fails with the policy; otherwise it is routed by policy `kv`."""
+        return self.on_failure == "reject" or (not self.on_failure and bool(self.filters))
 
     @property
     def built_in(self) -> bool:

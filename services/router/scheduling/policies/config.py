@@ -13,12 +13,18 @@ from services.common.errors import SluiceError, invalid, quoted
 from services.router.scheduling.policies.built_in import BUILT_IN
 from services.router.scheduling.policies.composition import Composition, StageConfig
 
-MOST_BYTES = 1 << 20
-MOST_NODES = 20_000
-MOST_DEPTH = 20
-MOST_POLICIES = 16
-MOST_STAGES = 32
+MAX_BYTES = 1 << 20
+"""Bytes of a policy file; a longer one is refused with INVALID_ARGUMENT."""
+MAX_NODES = 20_000
+"""Values of a policy file, repeated aliases included; a file with more is refused with INVALID_ARGUMENT."""
+MAX_DEPTH = 20
+"""Levels of a policy file; a deeper one is refused with INVALID_ARGUMENT."""
+MAX_POLICIES = 16
+"""Policies of a policy file; a file with more is refused with INVALID_ARGUMENT."""
+MAX_STAGES = 32
+"""Filters, or scorers, of one policy; a file with more is refused with INVALID_ARGUMENT."""
 COSTS = ("kv", "load")
+ON_FAILURE = ("reject", "ignore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +52,11 @@ def read_policies(path: Path) -> PolicyFile:
     """Returns the content of a policy file; raises SluiceError (INVALID_ARGUMENT) for the first mistake."""
     try:
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise invalid(f"{path} cannot be read: {error.strerror}.", param="policies") from error
-    if len(content) > MOST_BYTES:
-        raise invalid(f"{path} has more than {MOST_BYTES} bytes; a policy file is shorter.", param="policies")
+    if len(content) > MAX_BYTES:
+        raise invalid(f"{path} has more than {MAX_BYTES} bytes; a policy file is shorter.", param="policies")
     return _Reader(path).read(content)
 
 
@@ -75,8 +81,8 @@ class _Reader:
         document = None if root is None else self._value(root, "", 0)
         fields = self._fields("", document, ("policies", "default", "models"))
         policies = self._table("policies", fields.get("policies", {}))
-        if len(policies) > MOST_POLICIES:
-            raise self._wrong("policies", f"has {len(policies)} policies; the maximum is {MOST_POLICIES}")
+        if len(policies) > MAX_POLICIES:
+            raise self._wrong("policies", f"has {len(policies)} policies; the maximum is {MAX_POLICIES}")
         compositions = {name: self._composition(name, value) for name, value in policies.items()}
         known = sorted({*compositions, *BUILT_IN} - {"direct"})
         models = self._table("models", fields.get("models", {}))
@@ -92,22 +98,26 @@ class _Reader:
             raise self._wrong(place, "is the name of a built-in policy; choose another")
         if not name.isprintable() or len(name) > 64 or not name:
             raise self._wrong(place, "must be a name of 1 to 64 printable characters")
-        fields = self._fields(place, value, ("filters", "scorers", "picker", "cost"))
+        fields = self._fields(place, value, ("filters", "scorers", "picker", "cost", "on_failure"))
         cost = fields.get("cost", "kv")
         if cost not in COSTS:
             raise self._wrong(f"{place}.cost", f"must be one of {', '.join(COSTS)}, not {quoted(cost)}")
+        on_failure = fields.get("on_failure", "")
+        if "on_failure" in fields and on_failure not in ON_FAILURE:
+            allowed = ", ".join(ON_FAILURE)
+            raise self._wrong(f"{place}.on_failure", f"must be one of {allowed}, not {quoted(on_failure)}")
         scorers = self._stages("scorer", f"{place}.scorers", fields.get("scorers", []))
         if scorers and not any(stage.weight for stage in scorers):
             raise self._wrong(f"{place}.scorers", "must have a weight above 0")
         picker = self._stage("picker", f"{place}.picker", fields.get("picker", "max_score"))
         filters = self._stages("filter", f"{place}.filters", fields.get("filters", []))
-        return Composition(name, filters, scorers, picker, cost)
+        return Composition(name, filters, scorers, picker, cost, on_failure)
 
     def _stages(self, kind: str, place: str, value: Any) -> tuple[StageConfig, ...]:
         if not isinstance(value, list):
             raise self._wrong(place, f"must be a list of {kind}s")
-        if len(value) > MOST_STAGES:
-            raise self._wrong(place, f"has {len(value)} stages; the maximum is {MOST_STAGES}")
+        if len(value) > MAX_STAGES:
+            raise self._wrong(place, f"has {len(value)} stages; the maximum is {MAX_STAGES}")
         return tuple(self._stage(kind, f"{place}[{at}]", each) for at, each in enumerate(value))
 
     def _stage(self, kind: str, place: str, value: Any) -> StageConfig:
@@ -149,8 +159,8 @@ class _Reader:
         """Returns the value of a node and records the lines of all fields in it."""
         self._lines.setdefault(place, node.start_mark.line + 1)
         self._nodes += 1  # counts repeated aliases too, which would otherwise expand without bound
-        if self._nodes > MOST_NODES or depth > MOST_DEPTH:
-            raise self._wrong(place, f"exceeds {MOST_NODES} values or {MOST_DEPTH} levels")
+        if self._nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise self._wrong(place, f"exceeds {MAX_NODES} values or {MAX_DEPTH} levels")
         if isinstance(node, yaml.SequenceNode):
             return [self._value(each, f"{place}[{at}]", depth + 1) for at, each in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):

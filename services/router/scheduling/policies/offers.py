@@ -20,8 +20,8 @@ No sum of reserved loads comes near it, so the store prefers any offer of an ear
 group. Doubles of this size still differ for costs a thousandth of a block apart.
 """
 
-MOST_GROUPS = 256
-"""Groups kept apart; those after it count as one, which keeps the costs exact."""
+MAX_GROUPS = 256
+"""Groups of ranks that a policy can put in an order, with exact costs; those after it count as one."""
 
 
 class RankCandidate(NamedTuple):
@@ -100,7 +100,7 @@ def in_groups(offers: Sequence[Offer], groups: Mapping[WorkerRank, int]) -> list
         groups: number of each rank's group, the most preferred is 0; offers of other ranks are omitted.
     """
     return [
-        offer._replace(added=offer.added + GROUP_STEP * min(groups[offer.slot], MOST_GROUPS))
+        offer._replace(added=offer.added + GROUP_STEP * min(groups[offer.slot], MAX_GROUPS))
         for offer in offers
         if offer.slot in groups
     ]

@@ -12,8 +12,10 @@ from services.router.scheduling.policies.config import NO_POLICIES, PolicyFile
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest
 from services.router.scheduling.policies.isolated.process import PolicyFailed, PolicyProcess
 
-TIMEOUT_S = 0.1
-MEMORY_MB = 512
+MAX_RANKING_S = 0.1
+"""Seconds of a ranking by stages that are not built in, waiting included; then the built-in policy decides."""
+MAX_MEMORY_MB = 512
+"""MiB that the process of stages that are not built in allocates; with more, it is ended."""
 
 
 class ComposedPolicies:
@@ -28,8 +30,8 @@ class ComposedPolicies:
     def __init__(
         self,
         file: PolicyFile = NO_POLICIES,
-        timeout_s: float = TIMEOUT_S,
-        memory_mb: int = MEMORY_MB,
+        timeout_s: float = MAX_RANKING_S,
+        memory_mb: int = MAX_MEMORY_MB,
         on_death: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         self.file = file

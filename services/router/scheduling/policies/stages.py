@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from services.common.packages.extensions import POLICIES, find_extension, installed_names
 from services.router.scheduling.policies import filters, pickers, scorers
 from services.router.scheduling.policies.contract import Filter, Picker, Scorer
-
-ENTRY_POINT_GROUP = "sluice.policies"
 
 
 class BadParameters(ValueError):
@@ -53,9 +51,9 @@ def is_built_in(kind: str, name: str) -> bool:
     return name in BUILT_IN_STAGES[kind]
 
 
-def stage_names(kind: str) -> list[str]:
-    """Returns the built-in names of a kind and the installed entry points, which may be of any kind."""
-    return sorted({*BUILT_IN_STAGES[kind], *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+def stage_names(*kinds: str) -> list[str]:
+    """Returns the built-in names of kinds and the installed entry points, which may be of any kind."""
+    return sorted({*(name for kind in kinds for name in BUILT_IN_STAGES[kind]), *installed_names(POLICIES)})
 
 
 def make_stage(kind: str, name: str, parameters: Mapping[str, Any]) -> Stage:
@@ -68,7 +66,7 @@ def make_stage(kind: str, name: str, parameters: Mapping[str, Any]) -> Stage:
         BadParameters: the message begins with the name of the parameter, if one is at fault.
         ValueError: the name is unknown, or the stage cannot be loaded.
     """
-    stage = BUILT_IN_STAGES[kind].get(name) or _load(kind, name)
+    stage = BUILT_IN_STAGES[kind].get(name) or find_stage(name, kind)
     try:
         inspect.signature(stage).bind(**parameters)
     except TypeError as error:
@@ -87,27 +85,37 @@ def _parameters(stage: type[Stage]) -> list[str]:
     return [each.name for each in found if each.kind is not inspect.Parameter.POSITIONAL_ONLY]
 
 
-def _load(kind: str, name: str) -> type[Stage]:
+def find_stage(name: str, *kinds: str) -> type[Stage]:
+    """Imports and returns a stage that is not built in.
+
+    Args:
+        kinds: what it may be: "filter", "scorer" or "picker".
+
+    Raises:
+        ValueError: the name is unknown, or the stage cannot be loaded.
+    """
     found: Any
     try:
-        found = _find(kind, name)
+        found = _find(name, kinds)
     except ValueError:
         raise
     except Exception as error:
         raise ValueError(f"{name}: loading it raised {type(error).__name__}: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, KINDS[kind])):
-        raise ValueError(f"{name}: it is not a {kind}: derive it from sluice.policies.{KINDS[kind].__name__}")
+    classes: Any = tuple(KINDS[kind] for kind in kinds)
+    if not (isinstance(found, type) and issubclass(found, classes)):
+        bases = " or ".join(KINDS[kind].__name__ for kind in kinds)
+        raise ValueError(f"{name}: it is not a {' or '.join(kinds)}: derive it from sluice.policies.{bases}")
     if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__))
+        missing = ", ".join(sorted(vars(found)["__abstractmethods__"]))
         raise ValueError(f"{name}: it lacks the method {missing}")
     return found
 
 
-def _find(kind: str, name: str) -> Any:
-    points: list[EntryPoint] = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
-    if points:
-        return points[0].load()
+def _find(name: str, kinds: Sequence[str]) -> Any:
+    if extension := find_extension(POLICIES, name):
+        return extension.load()
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise ValueError(f"unknown {kind} {name!r}; use one of {', '.join(stage_names(kind))}, or package.module:Class")
+        names = ", ".join(stage_names(*kinds))
+        raise ValueError(f"unknown {' or '.join(kinds)} {name!r}; use one of {names}, or package.module:Class")
     return getattr(importlib.import_module(module), attribute)

@@ -8,9 +8,12 @@ local DECODE = base .. ':decode'
 local REQUESTS = base .. ':requests'
 local RESERVATIONS = base .. ':reservations'
 local EXPIRIES = base .. ':expiries'
+local ENDED = base .. ':ended'
 local OWNERS = base .. ':owners'
 local QUEUES = base .. ':queues'
 local OP_HEADER = 6
+local ENDED_FOR_MS = 30000 -- as in store/base.py
+local MAX_ENDED = 50000
 local LONGER_MS = 1000 -- as in reservations/table.py
 local CHUNK = 4000 -- Lua's stack limits the number of arguments of a call
 

@@ -74,5 +74,6 @@ local slot = ARGV[first + able[chosen] - 1]
 if request == '' then return {slot, 0, 0} end
 local prefill, decode = struct.unpack('<dd', numbers, 1 + (able[chosen] - 1) * width + 24)
 local expires = now_ms() + ARGV[2]
+redis.call('ZREM', ENDED, request) -- it was freed before and is retried
 book(request, string.match(slot, '^(.*)/'), slot, prefill, decode, expires, tonumber(ARGV[8]), ARGV[9], ARGV[10])
 return {slot, expires, 0}

@@ -13,14 +13,15 @@ from services.worker.engines.http.dialect import Description
 from services.worker.engines.inprocess import card
 from services.worker.settings import WorkerSettings
 
-LEAST_BLOCK = 16
+MIN_BLOCK = 16
+"""Tokens of a block that a worker announces; smaller blocks of an engine are combined."""
 
 
 def with_model(settings: WorkerSettings, described: Description) -> WorkerSettings:
     """Returns the settings with the server's own model, unless --model is set."""
     if "model" in settings.model_fields_set:
         return settings
-    return settings.model_copy(update={"model": f"{described.model}={described.source}"})
+    return card.named_by_server(settings, described.model, described.source)
 
 
 def tokenizer_folder(settings: WorkerSettings) -> Path:
@@ -50,7 +51,7 @@ def block_size(settings: WorkerSettings, engine_size: int) -> int:
     Raises:
         SluiceError: INVALID_ARGUMENT when --block-size is set and incompatible.
     """
-    combined = engine_size * -(-LEAST_BLOCK // engine_size) if engine_size else 0
+    combined = engine_size * -(-MIN_BLOCK // engine_size) if engine_size else 0
     return card.declared_block_size(settings, engine_size) or combined
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +13,20 @@ import orjson
 
 from services.common.errors import ErrorKind, SluiceError, first_line, internal, invalid, overloaded
 from services.common.security.file_watcher import WatchedFiles
+from services.worker.engines.http import answers
 
 if TYPE_CHECKING:
     import httpx
 
 CONNECT_S = 5.0
 CALL_S = 10.0
+"""Maximum seconds of a complete call, however its response arrives."""
 SILENCE_S = 600.0
-"""Maximum seconds between two chunks of a stream; a gateway's deadline is usually shorter."""
-MAX_RESPONSE_BYTES = 16 << 20
-MAX_EVENT_BYTES = 32 << 20
+"""Maximum seconds until a stream begins and between two chunks of it; a gateway's deadline is usually shorter."""
 MAX_KEY_BYTES = 4_096
-MAX_MESSAGE = 500
+"""Bytes of the file with the key of an engine's server; with a longer one the worker does not start."""
 MAX_IDLE_CONNECTIONS = 256
-
-_DONE = b"[DONE]"
+"""Idle connections to an engine's server that are kept; further ones are closed."""
 
 
 class HttpClient:
@@ -54,8 +55,12 @@ class HttpClient:
             timeout=httpx.Timeout(CALL_S, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_IDLE_CONNECTIONS),
             trust_env=False,  # an engine is never behind the proxy of the environment
+            follow_redirects=False,
+            headers={"Accept-Encoding": "identity"},
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # keeps none, however many a server sets
             transport=connections,
         )
+        self._streams = answers.EventStreams()
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -63,7 +68,7 @@ class HttpClient:
 
     async def get_json(self, path: str) -> Any:
         """Returns the decoded body of a GET; raises SluiceError (NOT_FOUND: the server does not have the path)."""
-        return _decoded(await self._call("GET", path))
+        return await answers.parse(await self._call("GET", path))
 
     async def get(self, path: str) -> bytes:
         """Returns the body of a GET; raises SluiceError (NOT_FOUND: the server does not have the path)."""
@@ -75,18 +80,13 @@ class HttpClient:
 
     async def status(self, path: str, body: Mapping[str, Any]) -> int:
         """Returns the HTTP status of a POST; raises SluiceError when the server cannot be reached."""
-        try:
-            response = await self._client.post(path, **self._content(body, {}))
-        except self._httpx.HTTPError as error:
-            raise self._transport_error(error) from error
-        return int(response.status_code)
+        async with self._response("POST", path, body) as response:
+            return int(response.status_code)
 
     async def exists(self, path: str) -> bool:
         """Whether the server has a path, for any method; raises SluiceError when it cannot be reached."""
-        try:
-            return bool((await self._client.get(path, **self._content(None, {}))).status_code != 404)
-        except self._httpx.HTTPError as error:
-            raise self._transport_error(error) from error
+        async with self._response("GET", path) as response:
+            return bool(response.status_code != 404)
 
     async def events(
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
@@ -94,36 +94,54 @@ class HttpClient:
         """Yields the server-sent events of a POST, decoded; closing the iterator closes the connection.
 
         Raises:
-            SluiceError: ENGINE_SHUTDOWN when the server cannot be reached or the connection breaks.
+            SluiceError: ENGINE_SHUTDOWN when the server cannot be reached or the connection breaks; INTERNAL when it
+                sends more than `answers` allows.
         """
         timeout = self._httpx.Timeout(SILENCE_S, connect=CONNECT_S)
         request = self._client.build_request("POST", path, timeout=timeout, **self._content(body, headers))
         try:
-            response = await self._client.send(request, stream=True)
+            async with asyncio.timeout(SILENCE_S):
+                response = await self._client.send(request, stream=True)
             try:
+                answers.check_encoding(response)
                 if response.status_code != 200:
-                    raise error_of_status(response.status_code, await _read_bounded(response))
-                async with aclosing(_payloads(response)) as payloads:
+                    async with asyncio.timeout(CALL_S):
+                        content = await answers.read_error(response)
+                    raise error_of_status(response.status_code, content)
+                async with aclosing(self._streams.payloads(response)) as payloads:
                     async for payload in payloads:
-                        yield _decoded(payload)
+                        yield await answers.parse_object(payload)
             finally:
                 await response.aclose()
+        except TimeoutError as error:
+            raise _silent() from error
         except self._httpx.HTTPError as error:
             raise self._transport_error(error) from error
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
+        async with self._response(method, path, body) as response:
+            if response.status_code != 200:
+                raise error_of_status(response.status_code, await answers.read_error(response))
+            return await answers.read_body(response)
+
+    @asynccontextmanager
+    async def _response(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[httpx.Response]:
+        """Provides a response whose body is not read yet, for CALL_S seconds; closes it."""
         request = self._client.build_request(method, path, **self._content(body, {}))
         try:
-            response = await self._client.send(request, stream=True)
-            try:
-                content = await _read_bounded(response)
-            finally:
-                await response.aclose()
+            async with asyncio.timeout(CALL_S):
+                response = await self._client.send(request, stream=True)
+                try:
+                    answers.check_encoding(response)
+                    yield response
+                finally:
+                    await response.aclose()
+        except TimeoutError as error:
+            raise _silent() from error
         except self._httpx.HTTPError as error:
             raise self._transport_error(error) from error
-        if response.status_code != 200:
-            raise error_of_status(response.status_code, content)
-        return content
 
     def _content(self, body: Mapping[str, Any] | None, headers: Mapping[str, str]) -> dict[str, Any]:
         sent = dict(headers)
@@ -138,18 +156,25 @@ class HttpClient:
 
     def _transport_error(self, error: httpx.HTTPError) -> SluiceError:
         if isinstance(error, self._httpx.TimeoutException) and not isinstance(error, self._httpx.ConnectTimeout):
-            return SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The engine's server does not respond.")
+            return _silent()
         return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine's server cannot be reached; retry on another worker.")
+
+
+class RequestFailedError(SluiceError):
+    """The server failed on a request without saying why."""
+
+    def __init__(self) -> None:
+        super().__init__(ErrorKind.INTERNAL, "The engine's server failed on this request.")
 
 
 def error_of_status(status: int, content: bytes) -> SluiceError:
     """Converts the response of a failed call into a SluiceError."""
-    return error_of(status, _message(content))
+    return error_of(status, answers.message_of(content))
 
 
 def error_of(status: int, message: str) -> SluiceError:
     """Converts an HTTP status and the server's message into a SluiceError."""
-    reason = first_line(message, MAX_MESSAGE) or f"HTTP status {status}"
+    reason = first_line(message, answers.MAX_MESSAGE) or f"HTTP status {status}"
     if status in (400, 422):
         return invalid(f"The engine's server rejected the request: {reason}")
     if status in (401, 403):
@@ -162,60 +187,14 @@ def error_of(status: int, message: str) -> SluiceError:
     if status in (429, 503):
         return overloaded("The engine's server is overloaded; try again later.")
     if status in (408, 504):
-        return SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The engine's server does not respond.")
-    return internal("The engine's server failed on this request.")
+        return _silent()
+    if 300 <= status < 400:
+        return internal("The engine's server redirects the request, which is not followed; set its final address.")
+    return RequestFailedError() if status == 500 else internal("The engine's server failed on this request.")
 
 
-def _message(content: bytes) -> str:
-    """Returns the message of an error in the shapes of vLLM, SGLang and FastAPI."""
-    try:
-        body = orjson.loads(content)
-    except ValueError:
-        return content[:MAX_MESSAGE].decode(errors="replace").strip()
-    for name in ("error", "message", "detail"):
-        found = body.get(name) if isinstance(body, dict) else None
-        if isinstance(found, dict):
-            found = found.get("message")
-        if isinstance(found, str):
-            return found
-        if found:
-            return orjson.dumps(found).decode()
-    return ""
-
-
-async def _read_bounded(response: httpx.Response) -> bytes:
-    content = bytearray()
-    async for part in response.aiter_bytes():
-        content += part
-        if len(content) > MAX_RESPONSE_BYTES:
-            raise internal(f"A response of the engine's server is larger than {MAX_RESPONSE_BYTES >> 20} MiB.")
-    return bytes(content)
-
-
-async def _payloads(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """Yields the data of each server-sent event up to the last, and reads the body to its end.
-
-    The connection can then serve the next request.
-    """
-    rest, done = b"", False
-    async for part in response.aiter_bytes():
-        *events, rest = (rest + part).split(b"\n\n")
-        if len(rest) > MAX_EVENT_BYTES:
-            raise internal(f"An event of the engine's server is larger than {MAX_EVENT_BYTES >> 20} MiB.")
-        for event in events:
-            if not event.startswith(b"data:"):
-                continue  # a keep-alive comment
-            data = event[len(b"data:") :].strip()
-            done = done or data == _DONE
-            if not done:
-                yield data
-
-
-def _decoded(content: bytes) -> Any:
-    try:
-        return orjson.loads(content)
-    except ValueError as error:
-        raise internal("The engine's server sent a response that is not JSON.") from error
+def _silent() -> SluiceError:
+    return SluiceError(ErrorKind.RESPONSE_TIMEOUT, "The engine's server does not respond.")
 
 
 def _watched_key(path: Path) -> WatchedFiles[str]:

@@ -7,10 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind, SluiceError, check_name, internal, shortened
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import GenerateRequest
 from services.worker.engines.http.client import HttpClient
+
+MAX_RANKS = 1_024
+"""Data-parallel ranks, or publishers of KV events, that a server reports; with more the worker does not start."""
+MAX_ADAPTERS = 1_024
+"""Adapters that a server reports; with more the worker does not start."""
+MAX_SOURCE = 1_024
+"""Characters of the model's source that a server reports; with a longer one the worker does not start."""
+MAX_NUMBER = (1 << 31) - 1
+"""Size that a server reports, as messages have 32-bit numbers; with a larger one the worker does not start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,34 @@ class Description:
     adapters: tuple[str, ...] = ()
     publishers: tuple[Publisher, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Checks what the server chose.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT for a name that is too long or not printable; INTERNAL for a size out of
+                range.
+        """
+        check_name(self.model, "The model's name on the engine's server")
+        check_name(self.source, "The model's source on the engine's server", MAX_SOURCE)
+        for adapter in self.adapters:
+            check_name(adapter, "An adapter's name on the engine's server")
+        sizes = {
+            "context length": self.context_length,
+            "block size": self.block_size,
+            "number of blocks": self.total_blocks,
+            "number of sequences": self.max_sequences,
+        }
+        for name, size in sizes.items():
+            if not 0 <= size <= MAX_NUMBER:
+                raise internal(f"The {name} of the engine's server is {shortened(str(size))}, out of range.")
+        for name, count, most in (
+            ("ranks", self.ranks, MAX_RANKS),
+            ("publishers of KV events", len(self.publishers), MAX_RANKS),
+            ("adapters", len(self.adapters), MAX_ADAPTERS),
+        ):
+            if count > most:
+                raise internal(f"The engine's server reports {count} {name}; at most {most} are supported.")
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
@@ -64,9 +101,14 @@ class EventReader(Protocol):
 
     Attributes:
         ended: whether the sink has finished.
+        finishing: whether all tokens have arrived, and only the usage is missing.
     """
 
     ended: bool
+
+    @property
+    def finishing(self) -> bool:
+        """See the class."""
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Processes one event; raises SluiceError for an error that the server reports."""

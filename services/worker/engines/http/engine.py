@@ -7,24 +7,25 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.errors import ENGINE_UNHEALTHY, ErrorKind, SluiceError, invalid
 from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
 from services.worker.contract.generation import Delta, GenerateRequest, StopParams
 from services.worker.engines.http import card, sglang, vllm
-from services.worker.engines.http.client import HttpClient
+from services.worker.engines.http.answers import reading
+from services.worker.engines.http.client import HttpClient, RequestFailedError
 from services.worker.engines.http.dialect import Description, Dialect
 from services.worker.engines.http.events import RemoteEvents, chosen_publishers
 from services.worker.engines.http.options import read_http_options
 from services.worker.engines.inprocess.engine import starting
-from services.worker.engines.shared.grammar_compiler import naming_constraint
+from services.worker.engines.shared.grammar_compiler import naming_constraint, refused_constraint
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,14 @@ log = logging.getLogger(__name__)
 START_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 1.0
 MAX_POLL_FAILURES = 3
-LEAST_VOCABULARY = 256
-"""Number of ids that every vocabulary is assumed to have."""
+"""Polls of an engine's server that may fail in a row; then the engine counts as ended."""
+PROBE_S = 5.0
+"""Maximum seconds of a probe; half of the option silent_s if that is less."""
+HEALTH_CHECKS, HEALTH_CHECK_INTERVAL_S = 10, 0.1
+TRAILING_EVENTS, TRAILING_S = 16, 1.0
+"""What is read after the end of a generation; a connection on which more follows is closed."""
+MIN_VOCABULARY = 256
+"""Ids that every vocabulary of unknown size is assumed to have."""
 
 
 class HttpEngine(LLMEngine):
@@ -50,6 +57,9 @@ class HttpEngine(LLMEngine):
         self._events: RemoteEvents | None = None
         self._loads: Sequence[Load] = [Load()]
         self._engine_block = self._block = 1
+        self._heard_at = time.monotonic()
+        self._stopped = False
+        self._waits: set[asyncio.Timeout] = set()
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -60,11 +70,11 @@ class HttpEngine(LLMEngine):
         self._client = client = HttpClient(self._options.url, self._options.api_key_file)
         await self._wait_healthy(client)
         self._dialect = dialect = await find_dialect(client)
-        described = await dialect.describe(client)
+        described = await self.describe(client, dialect)
         self.on_phase("reading the model's files", None)
         settings = card.with_model(self._settings, described)
         path = await asyncio.to_thread(card.tokenizer_folder, settings)
-        vocabulary = await asyncio.to_thread(card.vocab_size, path) or LEAST_VOCABULARY
+        vocabulary = await asyncio.to_thread(card.vocab_size, path) or MIN_VOCABULARY
         size = card.block_size(settings, described.block_size)
         self._engine_block, self._block = described.block_size or 1, size or 1
         self.on_phase("proving the engine's KV events", None)
@@ -77,9 +87,15 @@ class HttpEngine(LLMEngine):
             has_events=await self._follow_events(described, size, vocabulary),
             address=self._options.address,
         )
+        config = replace(config, named_by_server="model" not in self._settings.model_fields_set)
         self._loads = [Load() for _ in range(config.data_parallel_size)]
         self.tasks.spawn(self._poll(client, dialect), "http-engine-watch")
         return config
+
+    async def describe(self, client: HttpClient, dialect: Dialect) -> Description:
+        """Returns what the server reports about itself; raises SluiceError when that is malformed or insufficient."""
+        with reading("description of itself"):
+            return await dialect.describe(client)
 
     async def _wait_healthy(self, client: HttpClient) -> None:
         deadline = time.monotonic() + self._options.start_s
@@ -127,28 +143,66 @@ class HttpEngine(LLMEngine):
 
     async def generate(self, request: GenerateRequest, context: GenerateContext) -> AsyncGenerator[Delta, None]:
         client, dialect = self._require_client(), self._require_dialect()
+        if self._stopped:
+            raise _stopped()
         # SGLang aborts by prefix of the id, and other workers may use the same server.
         request_id = uuid.uuid4().hex
         call = dialect.call(request, request_id)
         stream = DeltaStream()
         reader = dialect.reader(request, stream)
+        has_begun = False
         try:
             async with aclosing(client.events(call.path, call.body, {**context.trace, **call.headers})) as events:
-                async for event in events:
-                    reader.take(event)
+                while (event := await self._next(events, reader.finishing)) is not None:
+                    with reading("chunk"):
+                        reader.take(event)
                     if reader.ended:
-                        continue  # read to the end, so that the connection can be used again
+                        await _read_to_end(events)
+                        break
+                    if reader.finishing:
+                        continue  # with an end-of-sequence token the caller stops reading: it gets it with the usage
                     for delta in stream.take():
+                        has_begun = True
                         yield delta
             if not reader.ended:
                 reader.close()
             for delta in stream.take():
                 yield delta
         except SluiceError as error:
+            if isinstance(error, RequestFailedError) and request.guided is not None and not has_begun:
+                error = refused_constraint() if await self._is_healthy(client, dialect) else error
             raise naming_constraint(error, request.guided) from error
         finally:
             if not reader.ended:
                 self.tasks.spawn(self._abort_on_server(request_id), f"http-engine-abort-{request_id}")
+
+    async def _next(
+        self, events: AsyncGenerator[Mapping[str, Any], None], only_usage_is_missing: bool
+    ) -> Mapping[str, Any] | None:
+        """Returns the next event as `_next_event`; raises SluiceError once the server counts as stopped."""
+        wait = asyncio.timeout(None)
+        try:
+            async with wait:
+                self._waits.add(wait)
+                event = await _next_event(events, only_usage_is_missing)
+        except TimeoutError:
+            raise _stopped() from None
+        finally:
+            self._waits.discard(wait)
+        if event is not None:
+            self._heard_at = time.monotonic()
+        return event
+
+    async def _is_healthy(self, client: HttpClient, dialect: Dialect) -> bool:
+        """Returns whether the engine still runs; checks repeatedly, as its server stays healthy a moment longer."""
+        for _ in range(HEALTH_CHECKS):
+            try:
+                async with asyncio.timeout(PROBE_S):
+                    await client.get(dialect.ALIVE)
+            except (SluiceError, TimeoutError):
+                return False
+            await asyncio.sleep(HEALTH_CHECK_INTERVAL_S)
+        return True
 
     async def _abort_on_server(self, request_id: str) -> None:
         try:
@@ -196,13 +250,35 @@ class HttpEngine(LLMEngine):
         while failures < MAX_POLL_FAILURES:
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
-                await client.get(dialect.ALIVE)
-                self._update_loads(await dialect.loads(client))
+                async with asyncio.timeout(min(PROBE_S, self._options.silent_s / 2)):
+                    await client.get(dialect.ALIVE)
+                    self._heard_at, self._stopped = time.monotonic(), False
+                    await self.poll_load(client, dialect)
                 failures = 0
+            except TimeoutError:
+                self._check_silence()
             except SluiceError as error:
                 # The canary handles a slow server; here only one that is unreachable or reports a failure counts.
                 failures += error.kind is not ErrorKind.RESPONSE_TIMEOUT
+                self._check_silence()
         raise SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine's server has exited; retry on another worker.")
+
+    def _check_silence(self) -> None:
+        """Fails all generations of a server that has sent nothing for too long, as one that was stopped has."""
+        silent_s = time.monotonic() - self._heard_at
+        if silent_s < self._options.silent_s:
+            return
+        if not self._stopped:
+            extra = {"silent_s": round(silent_s), "generations": len(self._waits)}
+            log.warning("the engine's server neither answers nor generates; its generations fail", extra=extra)
+        self._stopped = True
+        for wait in self._waits:
+            wait.reschedule(0)
+
+    async def poll_load(self, client: HttpClient, dialect: Dialect) -> None:
+        """Updates the load as the server reports it; raises SluiceError when the report is malformed."""
+        with reading("load"):
+            self._update_loads(await dialect.loads(client))
 
     def _update_loads(self, reported: Sequence[Load]) -> None:
         loads = reported if len(reported) == len(self._loads) else [Load()] * len(self._loads)
@@ -215,6 +291,37 @@ class HttpEngine(LLMEngine):
             )
             for rank, load in enumerate(loads)
         ]
+
+
+async def _next_event(
+    events: AsyncGenerator[Mapping[str, Any], None], only_usage_is_missing: bool
+) -> Mapping[str, Any] | None:
+    """Returns the next event; None at the end, or when the usage of a finished generation does not follow in time."""
+    if not only_usage_is_missing:
+        return await anext(events, None)
+    try:
+        async with asyncio.timeout(TRAILING_S):
+            return await anext(events, None)
+    except (TimeoutError, SluiceError) as error:
+        log.info("the engine's server finished a generation without usage", extra={"reason": type(error).__name__})
+        return None
+
+
+def _stopped() -> SluiceError:
+    return SluiceError(
+        ErrorKind.ENGINE_SHUTDOWN,
+        "The engine's server has stopped responding; retry on another worker.",
+        code=ENGINE_UNHEALTHY,
+    )
+
+
+async def _read_to_end(events: AsyncGenerator[Mapping[str, Any], None]) -> None:
+    """Reads what little follows the end of a generation, so that the connection can be used again."""
+    with suppress(TimeoutError, SluiceError):
+        async with asyncio.timeout(TRAILING_S):
+            for _ in range(TRAILING_EVENTS):
+                if await anext(events, None) is None:
+                    return
 
 
 async def find_dialect(client: HttpClient) -> Dialect:

@@ -7,15 +7,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from services.common.errors import quoted
 from services.common.net.addresses import host_port, is_loopback, join
 from services.common.tasks import TaskOwner
 from services.worker.engines.http.dialect import Publisher
-from services.worker.engines.http.options import NO_EVENTS, HttpOptions
+from services.worker.engines.http.options import NO_EVENTS, HttpOptions, endpoint_problem
 from services.worker.engines.inprocess.event_proof import EventProof
 from services.worker.engines.inprocess.events import KvEventFeeds
 from services.worker.kv_events.zmq_feed import endpoint_of_rank
 
-_WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
+_WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
+MIN_PORT = 1_024
+"""Port that a server may name for its events, as lower ones are the system's; a lower one is not connected to."""
 
 Probe: TypeAlias = "Callable[[int, array[int]], Awaitable[None]]"
 """Computes a prompt on one data-parallel rank."""
@@ -94,18 +97,29 @@ def chosen_publishers(
     for publisher in reported:
         endpoint, replay = _reachable(publisher.endpoint, host), _reachable(publisher.replay, host)
         if not endpoint:
-            return (), f"The server's endpoint {publisher.endpoint} cannot be reached; set the option kv_events."
+            return (), (
+                f"The server's endpoint {quoted(publisher.endpoint)} cannot be reached at the server's own host "
+                f"{host} from port {MIN_PORT} on; set the option kv_events."
+            )
+        if publisher.replay and not replay:
+            return (), (
+                f"The server's replay endpoint {quoted(publisher.replay)} cannot be reached at the server's own host "
+                f"{host} from port {MIN_PORT} on; set the options kv_events and kv_replay."
+            )
         reachable.append(Publisher(publisher.rank, endpoint, replay, publisher.topic))
     return reachable, ""
 
 
 def _reachable(endpoint: str, host: str) -> str:
-    """Returns an endpoint as seen from here, given the server's host; empty if it cannot be reached."""
+    """Returns an endpoint that a server reported as seen from here; empty if it is not at the server's own host.
+
+    A server that could name any host and port would make the worker connect to services that only the worker reaches.
+    """
     if endpoint.startswith("ipc://"):
-        return endpoint if is_loopback(host) else ""
-    published, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if not endpoint.startswith("tcp://") or not port.isdecimal() or not int(port):
+        return endpoint if is_loopback(host) and endpoint_problem(endpoint) == "" else ""
+    parsed = host_port(endpoint.removeprefix("tcp://")) if endpoint.startswith("tcp://") else None
+    if parsed is None or parsed[1] < MIN_PORT:
         return ""
-    if published in _WILDCARDS:
-        return f"tcp://{join(host, int(port))}"
-    return endpoint
+    published, port = parsed
+    own = published.lower() == host.lower() or (is_loopback(published) and is_loopback(host))
+    return f"tcp://{join(host, port)}" if own or published in _WILDCARDS else ""

@@ -7,9 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.worker.contract.engine import Load
+from services.worker.engines.http.dialect import MAX_NUMBER
 
 _CONFIG = "vllm:cache_config_info"
 _RUNNING, _WAITING, _USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+
+MAX_SAMPLES = 4_096
+"""Samples of one gauge of an engine's server, one for each rank; further ones are ignored."""
 
 Samples = Mapping[str, list[tuple[Mapping[str, str], float]]]
 """Labels and values by name."""
@@ -30,12 +34,19 @@ def read_loads(content: bytes, total_blocks: int) -> Sequence[Load]:
     running, waiting, usage = (by_rank(gauges[name], "engine") for name in (_RUNNING, _WAITING, _USAGE))
     return [
         Load(
-            running_requests=int(running[rank]),
-            waiting_requests=int(waiting.get(rank, 0)),
-            used_blocks=round(usage.get(rank, 0.0) * total_blocks),
+            running_requests=whole(running[rank]),
+            waiting_requests=whole(waiting.get(rank, 0)),
+            used_blocks=whole(usage.get(rank, 0.0) * total_blocks),
         )
         for rank in sorted(running)
     ]
+
+
+def whole(value: object) -> int:
+    """Returns a reported number as a whole one in the range of 32-bit messages; 0 for anything else."""
+    if not isinstance(value, int | float) or not value > 0:  # also false for NaN
+        return 0
+    return round(min(value, MAX_NUMBER))
 
 
 def read_gauges(content: bytes, names: Iterable[str]) -> Samples:
@@ -46,7 +57,7 @@ def read_gauges(content: bytes, names: Iterable[str]) -> Samples:
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {name: [] for name in names}
     for line in content.decode(errors="replace").splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if name not in found:
+        if name not in found or len(found[name]) >= MAX_SAMPLES:
             continue
         try:
             for family in text_string_to_metric_families(line + "\n"):

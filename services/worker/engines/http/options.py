@@ -24,6 +24,7 @@ class HttpOptions:
         kv_replay: ZMQ endpoint from which rank 0's missed events are requested; empty: as the server reports it.
         api_key_file: file with the API key that the server requires; read again when it changes.
         start_s: timeout in seconds for the server to become healthy.
+        silent_s: seconds without a token and without an answer to the probe after which a server counts as stopped.
     """
 
     url: str = ""
@@ -31,6 +32,7 @@ class HttpOptions:
     kv_replay: str = ""
     api_key_file: str = ""
     start_s: float = 600.0
+    silent_s: float = 8.0
 
     @property
     def address(self) -> str:
@@ -52,6 +54,8 @@ def read_http_options(settings: WorkerSettings) -> HttpOptions:
         raise _invalid("The option kv_replay of the http engine needs the option kv_events.")
     if options.start_s <= 0:
         raise _invalid("The option start_s of the http engine must be a positive number of seconds.")
+    if options.silent_s <= 0:
+        raise _invalid("The option silent_s of the http engine must be a positive number of seconds.")
     if settings.engine_flags:
         raise _invalid("The http engine starts no server, so it accepts no flags after --.")
     if settings.role != "aggregated":

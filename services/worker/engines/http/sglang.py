@@ -10,7 +10,15 @@ from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import GenerateRequest
 from services.worker.engines.http.client import HttpClient, error_of
-from services.worker.engines.http.dialect import Description, Dialect, GenerateCall, Publisher, incomplete
+from services.worker.engines.http.dialect import (
+    MAX_RANKS,
+    Description,
+    Dialect,
+    GenerateCall,
+    Publisher,
+    incomplete,
+)
+from services.worker.engines.http.metrics import whole
 from services.worker.engines.sglang.card import CAPABILITIES as IN_PROCESS
 from services.worker.engines.sglang.request_state import RequestState
 from services.worker.engines.sglang.sampling import Facts, engine_request
@@ -97,10 +105,10 @@ class SglangDialect(Dialect):
             raise
         return [
             Load(
-                running_requests=int(load.get("num_running_reqs") or 0),
-                waiting_requests=int(load.get("num_waiting_reqs") or 0),
-                used_blocks=int(load.get("num_used_tokens") or 0) // max(self._page, 1),
-                prefill_tokens=int(load.get("num_waiting_uncached_tokens") or 0),
+                running_requests=whole(load.get("num_running_reqs")),
+                waiting_requests=whole(load.get("num_waiting_reqs")),
+                used_blocks=whole(load.get("num_used_tokens")) // max(self._page, 1),
+                prefill_tokens=whole(load.get("num_waiting_uncached_tokens")),
             )
             for load in sorted(reported, key=lambda load: int(load.get("dp_rank") or 0))
         ]
@@ -123,7 +131,12 @@ class SglangDialect(Dialect):
 
 
 class SglangReader(RequestState):
-    """Reads the chunks of one generation, and the errors in its stream."""
+    """Reads the chunks of one generation, and the errors in its stream; the usage comes with the last tokens."""
+
+    @property
+    def finishing(self) -> bool:
+        """Never, as nothing follows the last tokens."""
+        return False
 
     def take(self, chunk: Mapping[str, Any]) -> None:
         """Processes one chunk."""
@@ -171,7 +184,7 @@ def publishers(described: Mapping[str, Any] | None) -> tuple[Publisher, ...]:
             "" if replay is None else f"tcp://{host}:{int(replay) + rank}",
             str(described.get("topic") or ""),
         )
-        for rank in range(int(described.get("dp_size") or 1))
+        for rank in range(min(int(described.get("dp_size") or 1), MAX_RANKS))
     )
 
 

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from services.common.errors import ErrorKind, SluiceError, internal
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
-from services.worker.engines.http.client import HttpClient, error_of
+from services.worker.engines.http.answers import parse_object
+from services.worker.engines.http.client import HttpClient, RequestFailedError, error_of
 from services.worker.engines.http.dialect import Description, Dialect, GenerateCall, Publisher, incomplete
 from services.worker.engines.http.metrics import read_cache_configs, read_loads
 from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB, InflightState
@@ -24,6 +23,7 @@ log = logging.getLogger(__name__)
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 RESET_CACHE = "/reset_prefix_cache"
 MAX_LOGPROBS = 20
+"""Log-probabilities of a token that vLLM's server is asked for; a request for more gets these."""
 CAPABILITIES = (
     GUIDED
     | (SAMPLING - {Capability.BAD_WORDS, Capability.THINKING_TOKEN_BUDGET})
@@ -53,7 +53,7 @@ class VllmDialect(Dialect):
         self._model = ""
         self._generates = False
         self._total_blocks = 0
-        self._reports_cached = True
+        self._reports_cached: bool | None = None  # None: no usage had them yet
 
     async def describe(self, client: HttpClient) -> Description:
         version = await client.get_json("/version")
@@ -82,7 +82,7 @@ class VllmDialect(Dialect):
             ranks=ranks,
             capabilities=await self._capabilities(client, ranks, bool(adapters), config),
             adapters=adapters,
-            publishers=tuple(_publishers(await _optional(client, "/kv_event_sources"))),
+            publishers=tuple(_publishers(await parse_object(await _optional(client, "/kv_event_sources") or b"{}"))),
         )
 
     async def _capabilities(
@@ -125,13 +125,13 @@ class VllmDialect(Dialect):
         return GenerateCall(GENERATE, {**body, "token_ids": prompt, "sampling_params": arguments}, headers)
 
     def reader(self, request: GenerateRequest, sink: Sink) -> VllmReader:
-        return VllmReader(request, sink, self._note_unknown_usage)
+        return VllmReader(request, sink, self._cached_of)
 
     async def loads(self, client: HttpClient) -> Sequence[Load]:
         return read_loads(await _optional(client, "/metrics"), self._total_blocks)
 
     async def clear_cache(self, client: HttpClient) -> None:
-        answer = orjson.loads(await client.post(RESET_CACHE))
+        answer = await parse_object(await client.post(RESET_CACHE))
         if not answer.get("success"):
             raise SluiceError(
                 ErrorKind.FAILED_PRECONDITION,
@@ -139,22 +139,34 @@ class VllmDialect(Dialect):
                 code="cache_in_use",
             )
 
-    def _note_unknown_usage(self) -> None:
-        if self._reports_cached:
+    def _cached_of(self, usage: Mapping[str, Any]) -> int | None:
+        """Returns the cached tokens of a usage; None if the server does not report them.
+
+        A server that reports them leaves them out where there are none.
+        """
+        details = usage.get("prompt_tokens_details")
+        if details is not None:
+            self._reports_cached = True
+            return int(details.get("cached_tokens") or 0)
+        if self._reports_cached is None:
             self._reports_cached = False
             log.warning(
                 "vLLM's server does not report cached tokens, so usage shows none; start it with "
                 "--enable-prompt-tokens-details"
             )
+        return 0 if self._reports_cached else None
 
 
 class VllmReader(InflightState):
     """Reads the chunks of one generation; the number of cached tokens arrives last, with the usage."""
 
-    def __init__(self, request: GenerateRequest, sink: Sink, on_unknown_usage: Callable[[], None]) -> None:
+    def __init__(
+        self, request: GenerateRequest, sink: Sink, cached_of: Callable[[Mapping[str, Any]], int | None]
+    ) -> None:
         super().__init__(len(request.token_ids), sink, request.guided)
         self._top = request.logprobs
-        self._on_unknown_usage = on_unknown_usage
+        self._cached_of = cached_of
+        self._has_begun = False
         self._last_token_id: int | None = None
         self._finish: tuple[FinishReason, int | None] | None = None
 
@@ -170,6 +182,20 @@ class VllmReader(InflightState):
         if not event["choices"] and (usage := event.get("usage")) is not None:
             self._take_usage(usage)
 
+    @property
+    def finishing(self) -> bool:
+        """Whether all tokens have arrived, and only the usage is missing."""
+        return self._finish is not None and not self.ended
+
+    @property
+    def begun(self) -> bool:
+        """Whether the sink has begun."""
+        return self._has_begun
+
+    @property
+    def _reported_cached(self) -> int | None:
+        return self._cached_tokens
+
     def close(self) -> None:
         """Ends a generation whose server sent no usage; raises SluiceError when it has not finished."""
         if self._finish is None:
@@ -180,9 +206,9 @@ class VllmReader(InflightState):
     def _take_choice(self, choice: Mapping[str, Any]) -> None:
         token_ids: Sequence[int] = choice.get("token_ids") or ()
         if token_ids:
-            if self._cached_tokens is None:
-                self._cached_tokens = 0
-                self._sink.begin(0)
+            if not self._has_begun:
+                self._has_begun = True
+                self._sink.begin(None)
             self._completion_tokens += len(token_ids)
             self._last_token_id = token_ids[-1]
             logprobs = choice.get("logprobs")
@@ -197,14 +223,11 @@ class VllmReader(InflightState):
             return FinishReason.STOP, stopped_by if isinstance(stopped_by, int) else self._last_token_id
         if reason == "abort":  # not by this worker, which closes the connection
             raise incomplete()
-        raise internal("The engine's server failed on this request.")
+        raise RequestFailedError()
 
     def _take_usage(self, usage: Mapping[str, Any]) -> None:
-        details = usage.get("prompt_tokens_details")
-        if details is None:
-            self._on_unknown_usage()
-        else:
-            self._cached_tokens = min(int(details.get("cached_tokens") or 0), self.prompt_tokens)
+        cached = self._cached_of(usage)
+        self._cached_tokens = None if cached is None else min(cached, self.prompt_tokens)
         if self._finish is not None:
             self.close()
 
@@ -255,9 +278,9 @@ async def _optional(client: HttpClient, path: str) -> bytes:
         raise
 
 
-def _publishers(content: bytes) -> Iterator[Publisher]:
+def _publishers(sources: Mapping[str, Any]) -> Iterator[Publisher]:
     """Yields the publishers that subscribers can connect to; vLLM binds wildcard and ipc endpoints only."""
-    for rank, config in sorted(orjson.loads(content or b"{}").items(), key=lambda item: int(item[0])):
+    for rank, config in sorted(sources.items(), key=lambda item: int(item[0])):
         endpoint = str(config.get("endpoint") or "")
         if config.get("publisher") == "zmq" and endpoint:
             yield Publisher(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common import models
-from services.common.errors import invalid
+from services.common.errors import invalid, quoted
 from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import Role
@@ -67,6 +67,22 @@ def declared_block_size(settings: WorkerSettings, engine_size: int) -> int:
             param="block_size",
         )
     return declared
+
+
+def named_by_server(settings: WorkerSettings, name: str, source: str) -> WorkerSettings:
+    """Returns the settings with the model that the engine's server names.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT for a name or source in which `--model` would read more than that: after an ``@``
+            it names code to be loaded.
+    """
+    if not name or not source or "=" in name or "@" in source:
+        raise invalid(
+            f"The engine's server names its model {quoted(name)} and its source {quoted(source)}, which cannot be used "
+            "as they are; set --model NAME=SOURCE.",
+            param="model",
+        )
+    return settings.model_copy(update={"model": f"{name}={source}"})
 
 
 def engine_config(settings: WorkerSettings, path: Path, engine: str, **measured: Any) -> EngineConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
@@ -10,9 +11,13 @@ from contextlib import aclosing
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import Embedded, GenerateContext, LLMEngine
-from services.worker.contract.generation import Delta, GenerateRequest
+from services.worker.contract.generation import Delta, GenerateRequest, StopParams
+
+log = logging.getLogger(__name__)
 
 MAX_CONCURRENT_EMBEDDINGS = 64
+"""Inputs of one call that an engine embeds at the same time; the others wait."""
+WARM_UP_S = 300.0
 
 
 class InProcessEngine(LLMEngine):
@@ -27,6 +32,28 @@ class InProcessEngine(LLMEngine):
                     yield delta
         finally:
             self.abort(context)
+
+    async def warm_up_logprobs(self) -> None:
+        """Computes log-probabilities once, before requests are accepted; a failure is only logged.
+
+        Engines that compile code for them when they are first asked for take up to a minute for it, in which no
+        request gets a token and the canary takes the engine for hung.
+        """
+        request = GenerateRequest(
+            "sluice-warm-up", "", array("I", [1]), stop=StopParams(max_tokens=1, ignore_eos=True), logprobs=1
+        )
+        problem = ""
+        try:
+            async with asyncio.timeout(WARM_UP_S):
+                async with aclosing(self.generate(request, GenerateContext(request.request_id))) as deltas:
+                    async for delta in deltas:
+                        problem = delta.error.message if delta.error is not None else ""
+        except TimeoutError:
+            problem = f"it took more than {WARM_UP_S:g} s"
+        except SluiceError as error:
+            problem = error.message
+        if problem:
+            log.warning("the engine computed no log-probabilities to warm up: %s", problem)
 
 
 async def embed_each(inputs: Sequence[array[int]], embed: Callable[[int], Awaitable[bytes]]) -> Embedded:

@@ -35,6 +35,11 @@ class InflightState:
         """Whether the sink has begun."""
         return self._cached_tokens is not None
 
+    @property
+    def _reported_cached(self) -> int | None:
+        """What the usage says of cached tokens."""
+        return self._cached_tokens or 0
+
     def end(
         self,
         reason: FinishReason,
@@ -46,6 +51,6 @@ class InflightState:
         """Finishes the sink unless it has finished."""
         if not self.ended:
             self.ended = True
-            usage = Usage(self.prompt_tokens, self._completion_tokens, self._cached_tokens or 0)
+            usage = Usage(self.prompt_tokens, self._completion_tokens, self._reported_cached)
             cause = None if error is None else naming_constraint(error, self._guided)
             self._sink.finish(reason, usage, stop_token_id=stop_token_id, error=cause, handoff=handoff)

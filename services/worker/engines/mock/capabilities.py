@@ -17,7 +17,6 @@ CAPABILITIES = (
         Capability.LOGPROBS,
         Capability.PROMPT_LOGPROBS,
         Capability.GUIDED_JSON,
-        Capability.GUIDED_REGEX,
         Capability.GUIDED_CHOICE,
         Capability.RESUME,
         Capability.RESUME_GUIDED,
@@ -34,7 +33,6 @@ CAPABILITIES = (
         Capability.LOCAL_PREFILL,
         Capability.SLEEP,
         Capability.CLEAR_CACHE,
-        Capability.PROFILE,
         Capability.INJECT_FAULT,
     }
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid
@@ -15,17 +14,13 @@ from services.worker.contract.generation import FinishReason, GenerateRequest, R
 from services.worker.engines.inprocess.engine import InProcessEngine, starting
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.capabilities import ACCEPTED, CAPABILITIES, capabilities_of
-from services.worker.engines.mock.embeddings import classify, embed
 from services.worker.engines.mock.faults import Faults, injected
-from services.worker.engines.mock.guided.answers import GuidedAnswers
-from services.worker.engines.mock.guided.effort import Effort
 from services.worker.engines.mock.loading import Loaded, load, timing
-from services.worker.engines.mock.media import Describer
 from services.worker.engines.mock.operations import Operations
-from services.worker.engines.mock.rank import Rank
+from services.worker.engines.mock.outputs import classify, embed
+from services.worker.engines.mock.rank import Rank, Statistics
 from services.worker.engines.mock.scheduler import MockScheduler
 from services.worker.engines.mock.sequence import Sequence as Running
-from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.transfer import accept, transfer_of
 from services.worker.engines.shared.download import download
@@ -33,6 +28,12 @@ from services.worker.settings import WorkerSettings
 
 DEFAULT_CONTEXT_LENGTH = 131_072
 VERSION = "3"
+EMBEDDING_WIDTH = 256
+"""Dimensions of an embedding."""
+KV_TOKEN_BYTES = 131_072
+"""Bytes of KV cache per token."""
+TRANSFER_GBPS = 100.0
+"""Rate of KV-cache transfers to a decode worker, gigabits per second."""
 
 
 class MockEngine(InProcessEngine):
@@ -50,7 +51,10 @@ class MockEngine(InProcessEngine):
         self._role = Role[settings.role.upper()]
         self._timing = timing(settings)
         self._operations = Operations(
-            tuple(settings.adapters), Faults().with_all(settings.fault), lambda: self._wake_ranks()
+            tuple(settings.adapters),
+            Faults().with_all(settings.fault),
+            self._wake_ranks,
+            self._clear_ranks,
         )
         self._sources = [KvEventSource(rank) for rank in range(settings.data_parallel_size)]
         self._ranks: list[Rank] = []
@@ -58,16 +62,6 @@ class MockEngine(InProcessEngine):
         self._loaded: Loaded | None = None
         self._context_length = self._vocab_size = 0
         self._statistics = Statistics()
-        self._guided = GuidedAnswers(
-            self._answer,
-            self._enqueue,
-            self.tasks,
-            settings.grammar_timeout_s,
-            settings.grammar_threads,
-            settings.max_waiting,
-        )
-
-        self._describer = Describer(self._begin, self.tasks, settings.grammar_threads, settings.max_waiting)
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -124,60 +118,49 @@ class MockEngine(InProcessEngine):
                 param="prompt",
             )
         sequence = Running(request, limit, self._arrivals, sink)
-        if request.media:
-            self._describer.begin(sequence)
-        else:
-            self._begin(sequence)
+        if request.guided is not None:  # refused now if it cannot be followed
+            sequence.prepare(self._answer(request, limit))
+        self._rank_for(request).submit(sequence, self._start_transfer(sequence))
         self._arrivals += 1
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True
-        self._describer.abort(context.request_id)
-        self._guided.abort(context.request_id)
         for rank in self._ranks:
             rank.abort(context.request_id)
 
     async def drain(self) -> None:
-        await self._describer.drain()
-        await self._guided.drain()
         for rank in self._ranks:
             await rank.idle.wait()
 
     async def cleanup(self) -> None:
-        self._describer.close()
-        self._guided.close()
         await self.tasks.close()
         for rank in self._ranks:
             rank.abort_all()
 
     def load(self) -> Sequence[Load]:
-        # The first rank also counts the requests that are not assigned to a rank yet.
-        loads = [rank.load() for rank in self._ranks]
-        unassigned = len(self._describer) + len(self._guided)
-        if loads:
-            loads[0] = replace(loads[0], waiting_requests=loads[0].waiting_requests + unassigned)
-        return loads or [Load()] * len(self._sources)
+        return [rank.load() for rank in self._ranks] or [Load()] * len(self._sources)
 
     def kv_event_sources(self) -> Sequence[KvEventSource]:
         return () if self._role is Role.DECODE else tuple(self._sources)
 
     async def clear_cache(self) -> None:
-        for rank in self._require_ranks():
+        self._require_started()
+        self._clear_ranks()
+
+    def _clear_ranks(self) -> None:
+        for rank in self._ranks:
             rank.clear_cache()
 
     async def embed(self, inputs: Sequence[array[int]], dimensions: int, lora: str = "") -> Embedded:
         self._require_awake()
-        return await asyncio.to_thread(embed, inputs, self._settings.embedding_width, dimensions, lora)
+        return await asyncio.to_thread(embed, inputs, EMBEDDING_WIDTH, dimensions, lora)
 
     async def classify(self, inputs: Sequence[array[int]], second_text_at: Sequence[int], lora: str = "") -> Embedded:
         self._require_awake()
         return await asyncio.to_thread(classify, inputs, second_text_at, len(self._settings.labels), lora)
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
-        results = self._operations.run(action, arguments)
-        if self._operations.asleep:
-            await self.clear_cache()
-        return results
+        return self._operations.run(action, arguments)
 
     def metrics_text(self) -> str:
         return self._statistics.text()
@@ -195,62 +178,44 @@ class MockEngine(InProcessEngine):
         )
         return Rank(scheduler, source, self._operations, self._statistics, self._vocab_size, self._hand_over)
 
-    def _begin(self, sequence: Running, opening: str = "") -> None:
-        """Queues a sequence, once its output is known if that takes long; `opening` describes its media items."""
-        request = sequence.request
-        if request.guided is not None:
-            self._guided.begin(sequence)
-            return
-        if opening:
-            sequence.prepare(self._answer(request, sequence.limit, opening=opening))
-        self._enqueue(sequence)
-
-    def _enqueue(self, sequence: Running) -> None:
-        """Submits a sequence to its rank; raises SluiceError(OVERLOADED) when the queue is full."""
-        assert self._loaded is not None
-        self._rank_for(sequence.request).submit(sequence, self._start_transfer(sequence, self._loaded))
-
     def _rank_for(self, request: GenerateRequest) -> Rank:
         """Returns the requested rank, else the one with the fewest requests."""
         if request.data_parallel_rank is not None:
             return self._ranks[request.data_parallel_rank]
         return min(self._ranks, key=Rank.request_count)
 
-    def _require_ranks(self) -> list[Rank]:
+    def _require_started(self) -> None:
         if not self._ranks:
             raise starting()
-        return self._ranks
 
-    def _require_awake(self) -> Loaded:
-        self._require_ranks()
-        assert self._loaded is not None
+    def _require_awake(self) -> None:
+        self._require_started()
         if self._operations.asleep:
             raise SluiceError(
                 ErrorKind.UNAVAILABLE, "The engine is asleep; wake it with the action wake.", code="asleep"
             )
         if self._operations.faults.refuse:
             raise injected("requests are rejected", ErrorKind.ENGINE_SHUTDOWN)
-        return self._loaded
 
-    def _answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None, opening: str = "") -> Answer:
+    def _answer(self, request: GenerateRequest, limit: int) -> Answer:
         assert self._loaded is not None
-        answer = self._loaded.text_generator.answer(request, limit, effort, opening)
+        answer = self._loaded.text_generator.answer(request, limit)
         if self._role is Role.PREFILL and len(answer.token_ids) > 1:
             return Answer(answer.token_ids[:1], FinishReason.HANDOFF)
         return answer
 
     def _hand_over(self, sequence: Running) -> bytes:
-        return transfer_of(sequence, self._settings.block_size, self._settings.kv_token_bytes).pack()
+        return transfer_of(sequence, self._settings.block_size, KV_TOKEN_BYTES).pack()
 
-    def _start_transfer(self, sequence: Running, loaded: Loaded) -> float:
+    def _start_transfer(self, sequence: Running) -> float:
         """Prepares a sequence prefilled by another worker; returns the duration of its cache transfer in seconds."""
         request = sequence.request
         if request.disaggregation is None or request.disaggregation.role is not Role.DECODE:
             return 0.0
-        answer = sequence.answer or loaded.text_generator.answer(request, sequence.limit)
+        answer = sequence.answer or self._answer(request, sequence.limit)
         transfer = accept(request.disaggregation.handoff, request, answer, self._settings.block_size)
         sequence.continue_prefilled(answer)
-        return transfer.cache_bytes * 8e-9 / self._settings.transfer_gbps / self._settings.speedup
+        return transfer.cache_bytes * 8e-9 / TRANSFER_GBPS / self._settings.speedup
 
     def _wake_ranks(self) -> None:
         for rank in self._ranks:

@@ -2,10 +2,8 @@
 
 crash=STEPS        exits like kill -9 after a number of engine steps; 0 or no value: at the next step
 hang               stops stepping; requests wait
-slow=FACTOR        multiplies the duration of every step
-drop_events        publishes no KV events
-double_events      publishes every KV event twice
 error_after=TOKENS fails every request after a number of tokens
+poison=ID          exits like kill -9 when it runs a request whose prompt begins with this token id
 refuse             rejects requests as if the engine had exited
 none               removes all faults
 """
@@ -13,13 +11,13 @@ none               removes all faults
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import ErrorKind, SluiceError, invalid
 
 CRASH_CODE = 137
-_NAMES = ("crash", "hang", "slow", "drop_events", "double_events", "error_after", "refuse")
+_NAMES = ("crash", "hang", "error_after", "poison", "refuse")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +26,9 @@ class Faults:
 
     crash_in: int | None = None
     hang: bool = False
-    slow: float = 1.0
-    events: int = 1  # how often each event is published
     error_after: int = 0
     refuse: bool = False
+    poison: int | None = None
     die: Callable[[int], object] = field(default=os._exit, compare=False)
 
     def with_fault(self, text: str) -> Faults:
@@ -41,19 +38,15 @@ class Faults:
             case "none":
                 return Faults(die=self.die)
             case "crash":
-                return replace(self, crash_in=int(_number(name, value or "0", minimum=0)))
+                return replace(self, crash_in=_number(name, value or "0", minimum=0))
             case "hang":
                 return replace(self, hang=True)
+            case "poison":
+                return replace(self, poison=_number(name, value, minimum=0))
             case "refuse":
                 return replace(self, refuse=True)
-            case "slow":
-                return replace(self, slow=_number(name, value, minimum=0))
-            case "drop_events":
-                return replace(self, events=0)
-            case "double_events":
-                return replace(self, events=2)
             case "error_after":
-                return replace(self, error_after=int(_number(name, value, minimum=1)))
+                return replace(self, error_after=_number(name, value, minimum=1))
         raise invalid(f"Fault {name!r} is unknown; choose from {', '.join((*_NAMES, 'none'))}.", param="fault")
 
     def with_all(self, texts: Iterable[str]) -> Faults:
@@ -62,6 +55,10 @@ class Faults:
         for text in texts:
             faults = faults.with_fault(text)
         return faults
+
+    def after_arrival(self, token_ids: Sequence[int]) -> Faults:
+        """Returns the faults after the arrival of a prompt: the next step crashes if it begins with `poison`."""
+        return replace(self, crash_in=0) if self.poison is not None and token_ids[0] == self.poison else self
 
     def after_step(self) -> Faults:
         """Counts a step towards a crash; does not return when it crashes."""
@@ -72,18 +69,9 @@ class Faults:
         return replace(self, crash_in=self.crash_in - 1)
 
     def __str__(self) -> str:
-        values = {
-            "crash": self.crash_in,
-            "slow": self.slow if self.slow != 1 else None,
-            "error_after": self.error_after or None,
-        }
-        flags = {
-            "hang": self.hang,
-            "refuse": self.refuse,
-            "drop_events": self.events == 0,
-            "double_events": self.events == 2,
-        }
-        names = [f"{name}={value:g}" for name, value in values.items() if value is not None]
+        values = {"crash": self.crash_in, "error_after": self.error_after or None, "poison": self.poison}
+        flags = {"hang": self.hang, "refuse": self.refuse}
+        names = [f"{name}={value}" for name, value in values.items() if value is not None]
         return ",".join([*names, *(name for name, is_set in flags.items() if is_set)]) or "none"
 
 
@@ -92,11 +80,7 @@ def injected(what: str, kind: ErrorKind = ErrorKind.INTERNAL) -> SluiceError:
     return SluiceError(kind, f"A fault was injected: {what}.", code="injected_fault", retryable=True)
 
 
-def _number(name: str, text: str, minimum: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not minimum <= value < 1e9:
-        raise invalid(f"Fault {name} requires a number of at least {minimum:g}, as in {name}=5.", param="fault")
-    return value
+def _number(name: str, text: str, minimum: int) -> int:
+    if not (text.isdecimal() and minimum <= int(text[:10]) < 10**9):
+        raise invalid(f"Fault {name} requires a number of at least {minimum}, as in {name}=5.", param="fault")
+    return int(text)

@@ -1,10 +1,7 @@
-"""Control actions of the mock engine: adapters, sleep, faults and profiles."""
+"""Control actions of the mock engine: adapters, sleep and faults."""
 
 from __future__ import annotations
 
-import cProfile
-import pstats
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,6 +16,7 @@ class Operations:
         adapters: Adapters loaded at the start.
         faults: Faults active from the start.
         on_change: Called after `asleep` or `faults` changes.
+        forget: Clears the caches of all ranks.
 
     Attributes:
         adapters: Folders of the loaded adapters by name.
@@ -26,12 +24,15 @@ class Operations:
         faults: The active faults.
     """
 
-    def __init__(self, adapters: tuple[str, ...], faults: Faults, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, adapters: tuple[str, ...], faults: Faults, on_change: Callable[[], None], forget: Callable[[], None]
+    ) -> None:
         self.adapters = dict.fromkeys(adapters, "")
+        self._known_adapters = set(adapters)
+        self._forget = forget
         self.faults = faults
         self.asleep = False
         self._on_change = on_change
-        self._profile: cProfile.Profile | None = None
 
     def run(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         """Runs one action; raises SluiceError for an unknown action, invalid arguments or an invalid state."""
@@ -41,8 +42,6 @@ class Operations:
             "load_lora": self._load_lora,
             "unload_lora": self._unload_lora,
             "inject_fault": self._inject_fault,
-            "start_profile": self._start_profile,
-            "stop_profile": self._stop_profile,
         }
         if action not in actions:
             raise invalid(f"The mock engine does not support the action {action}.", param="action")
@@ -53,6 +52,7 @@ class Operations:
         if level not in ("1", "2"):
             raise invalid(f"Invalid sleep level {level!r}; use 1 or 2.", param="level")
         self.asleep = True
+        self._forget()
         self._on_change()
         return {"level": level}
 
@@ -68,6 +68,9 @@ class Operations:
         if path and not Path(path).is_dir():
             raise not_found(f"The folder {path} of LoRA adapter {name!r} does not exist.", param="path")
         self.adapters[name] = path
+        if name in self._known_adapters:  # what is in the folder now may be another adapter
+            self._forget()
+        self._known_adapters.add(name)
         return {"name": name}
 
     def _unload_lora(self, arguments: Mapping[str, str]) -> dict[str, str]:
@@ -84,30 +87,6 @@ class Operations:
         self.faults = self.faults.with_all(texts)
         self._on_change()
         return {"fault": str(self.faults)}
-
-    def _start_profile(self, arguments: Mapping[str, str]) -> dict[str, str]:
-        if self._profile is not None:
-            raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION, "A profile is already running; stop it first.", param="action"
-            )
-        self._profile = cProfile.Profile()
-        try:
-            self._profile.enable()
-        except ValueError as error:
-            self._profile = None
-            raise SluiceError(
-                ErrorKind.FAILED_PRECONDITION, "Another profiler is active; stop it first.", param="action"
-            ) from error
-        return {}
-
-    def _stop_profile(self, arguments: Mapping[str, str]) -> dict[str, str]:
-        profile, self._profile = self._profile, None
-        if profile is None:
-            raise SluiceError(ErrorKind.FAILED_PRECONDITION, "No profile is running; start one first.", param="action")
-        profile.disable()
-        with tempfile.NamedTemporaryFile(prefix="sluice-mock-", suffix=".pstats", delete=False) as file:
-            pstats.Stats(profile).dump_stats(file.name)
-        return {"path": file.name}
 
 
 def _adapter_name(arguments: Mapping[str, str]) -> str:

@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
-from services.common.errors import SluiceError
+from services.common.errors import SluiceError, internal
+from services.common.rows.shared_steps import shared_step
 from services.worker.contract.cache_events import KvEvent, KvEventSource
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import FinishReason, Usage
 from services.worker.engines.mock.faults import injected
 from services.worker.engines.mock.operations import Operations
-from services.worker.engines.mock.probabilities import logprobs_at, prompt_logprobs
+from services.worker.engines.mock.outputs import logprobs_at, prompt_logprobs
 from services.worker.engines.mock.scheduler import MockScheduler, MockStep
 from services.worker.engines.mock.sequence import Sequence
-from services.worker.engines.mock.statistics import Statistics
 from services.worker.engines.mock.timing import StepPacer
+
+log = logging.getLogger(__name__)
+
+
+class Statistics:
+    """Counts the steps of all ranks, for metrics; may be read from another thread."""
+
+    def __init__(self) -> None:
+        self._steps = self._prefill_tokens = self._output_tokens = self._preemptions = 0
+        self._cache_use = 0.0
+
+    def count(self, step: MockStep, cache_use: float) -> None:
+        """Counts one completed step."""
+        self._steps += 1
+        self._prefill_tokens += step.prefill_tokens
+        self._output_tokens += len(step.rows)
+        self._preemptions += step.preempted
+        self._cache_use = cache_use
+
+    def text(self) -> str:
+        """Returns all metrics in the Prometheus text format."""
+        metrics = (
+            ("mock_engine_steps", "counter", self._steps, "engine steps"),
+            ("mock_engine_prefill_tokens", "counter", self._prefill_tokens, "prompt tokens computed"),
+            ("mock_engine_output_tokens", "counter", self._output_tokens, "tokens generated"),
+            ("mock_engine_preemptions", "counter", self._preemptions, "sequences preempted"),
+            ("mock_engine_cache_use", "gauge", self._cache_use, "share of KV-cache blocks in use"),
+        )
+        return "".join(
+            f"# HELP {name} {what}\n# TYPE {name} {kind}\n{name}{'_total' if kind == 'counter' else ''} {value}\n"
+            for name, kind, value, what in metrics
+        )
 
 
 class Rank:
@@ -76,6 +109,8 @@ class Rank:
         else:
             self._scheduler.submit(sequence)
         self._running[request_id] = sequence
+        operations = self._operations
+        operations.faults = operations.faults.after_arrival(sequence.request.token_ids)
         self.idle.clear()
         self._work.set()
 
@@ -108,7 +143,7 @@ class Rank:
             operations.faults = operations.faults.after_step()
             self._step = step = scheduler.step(pacer.now)
             self._unpublished += step.events
-            await pacer.spend(step.duration_s * operations.faults.slow)
+            await pacer.spend(step.duration_s)
             self._step = MockStep()
             self._statistics.count(step, scheduler.pool.used / scheduler.pool.total)
             self._emit(step)
@@ -120,28 +155,46 @@ class Rank:
         except SluiceError as error:
             self._end_early(sequence, FinishReason.ERROR, error)
             return
+        except Exception as error:
+            self._fail(sequence, error)
+            return
         self._work.set()
 
+    @shared_step("mock.emit")
     def _emit(self, step: MockStep) -> None:
+        """Pushes the tokens of a step; what one sequence raises ends only that sequence."""
         self._publish()
+        for sequence, error in step.failed:
+            self._fail(sequence, error)
         for sequence, token_id in step.rows:
             sink = sequence.sink
             if sink is None:
                 continue  # aborted during the step
-            if sequence.generated_tokens == 1:
-                self._begin(sequence, sink)
-            if sequence.request.logprobs is None:
-                sink.push((token_id,))
-            else:
-                self._push_with_logprobs(sequence, sink, token_id, sequence.request.logprobs)
+            try:
+                if sequence.generated_tokens == 1:
+                    self._begin(sequence, sink)
+                if sequence.request.logprobs is None:
+                    sink.push((token_id,))
+                else:
+                    self._push_with_logprobs(sequence, sink, token_id, sequence.request.logprobs)
+            except Exception as error:
+                self._fail(sequence, error)
         if self._operations.faults.error_after:
             self._inject_errors(step)
         for sequence in step.ended:
             if sequence.sink is not None and sequence.answer is not None:
-                del self._running[sequence.request.request_id]
-                answer = sequence.answer
-                self._finish(sequence, answer.reason, sequence.usage(), answer.stop_token_id)
+                try:
+                    answer = sequence.answer
+                    self._finish(sequence, answer.reason, sequence.usage(), answer.stop_token_id)
+                    del self._running[sequence.request.request_id]
+                except Exception as error:
+                    self._fail(sequence, error)
         self._update_idle()
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        log.error("a sequence failed", extra={"request": sequence.request.request_id}, exc_info=error)
+        failed = error if isinstance(error, SluiceError) else internal("The engine failed on this request.")
+        self._end_early(sequence, FinishReason.ERROR, failed)
 
     def _begin(self, sequence: Sequence, sink: Sink) -> None:
         count = sequence.request.prompt_logprobs
@@ -151,7 +204,7 @@ class Rank:
             sink.begin(sequence.cached_tokens, prompt_logprobs(sequence.request.token_ids, count, self._vocab_size))
 
     def _push_with_logprobs(self, sequence: Sequence, sink: Sink, token_id: int, count: int) -> None:
-        sink.push((token_id,), (logprobs_at(token_id, sequence.token_count - 1, count, self._vocab_size),))
+        sink.push((token_id,), (logprobs_at(token_id, count, self._vocab_size),))
 
     def _inject_errors(self, step: MockStep) -> None:
         limit = self._operations.faults.error_after
@@ -162,8 +215,7 @@ class Rank:
     def _publish(self) -> None:
         events, self._unpublished = self._unpublished, []
         if events:
-            for _ in range(self._operations.faults.events):
-                self._source.publish(events)
+            self._source.publish(events)
 
     def _end_early(self, sequence: Sequence, reason: FinishReason, error: SluiceError | None = None) -> None:
         request_id = sequence.request.request_id
@@ -186,9 +238,9 @@ class Rank:
         stop_token_id: int | None = None,
         error: SluiceError | None = None,
     ) -> None:
+        handoff = self._handoff(sequence) if reason is FinishReason.HANDOFF else b""
         sink, sequence.sink = sequence.sink, None
         if sink is not None:
-            handoff = self._handoff(sequence) if reason is FinishReason.HANDOFF else b""
             sink.finish(reason, usage, stop_token_id=stop_token_id, error=error, handoff=handoff)
 
     def _update_idle(self) -> None:

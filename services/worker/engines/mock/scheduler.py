@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from services.common.errors import overloaded
+from services.common.rows.shared_steps import shared_step
 from services.worker.contract.cache_events import KvEvent
 from services.worker.contract.engine import Load
 from services.worker.engines.mock.blocks import BlockPool
@@ -27,6 +28,7 @@ class MockStep:
         events: Cache events, in order.
         prefill_tokens: Number of prompt tokens computed.
         encoder_tokens: Work of encoding media items, in prompt tokens.
+        failed: Sequences that raised, with the exception; they have no blocks any more.
         preempted: Number of sequences that were preempted.
     """
 
@@ -37,6 +39,7 @@ class MockStep:
     prefill_tokens: int = 0
     encoder_tokens: int = 0
     preempted: int = 0
+    failed: list[tuple[Sequence, Exception]] = field(default_factory=list)
 
 
 class MockScheduler:
@@ -98,6 +101,7 @@ class MockScheduler:
             self._decoding.remove(sequence)
         self._end(sequence)
 
+    @shared_step("mock.step")
     def step(self, now: float) -> MockStep:
         """Runs one step that starts at `now` (seconds of any clock); the result applies to its end."""
         step = MockStep()
@@ -120,13 +124,16 @@ class MockScheduler:
         """Generates a token for every decoding sequence; the engine's hot path."""
         rows = step.rows
         for sequence in tuple(self._decoding):
-            if sequence.quiet_steps:
-                sequence.quiet_steps -= 1
-            elif not self._advance(sequence, step):
-                continue
-            token_count = sequence.token_count
-            rows.append((sequence, sequence.tokens[token_count]))
-            sequence.token_count = token_count + 1
+            try:
+                if sequence.quiet_steps:
+                    sequence.quiet_steps -= 1
+                elif not self._advance(sequence, step):
+                    continue
+                token_count = sequence.token_count
+                rows.append((sequence, sequence.tokens[token_count]))
+                sequence.token_count = token_count + 1
+            except Exception as error:
+                self._fail(sequence, step, error)
         if step.ended:
             self._decoding = [sequence for sequence in self._decoding if sequence.state is SequenceState.DECODING]
 
@@ -164,21 +171,28 @@ class MockScheduler:
             if budget == 0:
                 break
             if sequence.state is SequenceState.PREFILLING:
-                budget -= self._compute_chunk(sequence, budget, step)
+                budget -= self._compute(sequence, budget, step)
         return budget
 
     def _admit(self, step: MockStep, budget: int, now: float) -> None:
         """Admits waiting sequences, strictly in order, while slots, tokens and blocks are available."""
         slots = self._free_slots()
-        while self._waiting and budget and slots and self._reserve_blocks(self._waiting[0], now):
-            sequence = self._waiting.pop(0)
+        while self._waiting and budget and slots:
+            sequence = self._waiting[0]
+            try:
+                if not self._reserve_blocks(sequence, now):
+                    return
+            except Exception as error:
+                self._fail(sequence, step, error)
+                continue
+            del self._waiting[0]
             slots -= 1
             if sequence.is_prefilled:
                 self._start_prefilled(sequence)
                 continue
             sequence.state = SequenceState.PREFILLING
             self._prefilling.append(sequence)
-            budget -= self._compute_chunk(sequence, budget, step)
+            budget -= self._compute(sequence, budget, step)
 
     def _start_prefilled(self, sequence: Sequence) -> None:
         """Starts decoding a sequence whose cache was transferred into its blocks."""
@@ -206,6 +220,14 @@ class MockScheduler:
             sequence.scheduled_at = now
             sequence.cached_tokens = sequence.computed_tokens
         return True
+
+    def _compute(self, sequence: Sequence, budget: int, step: MockStep) -> int:
+        """As `_compute_chunk`; an exception ends only this sequence."""
+        try:
+            return self._compute_chunk(sequence, budget, step)
+        except Exception as error:
+            self._fail(sequence, step, error)
+            return 0
 
     def _compute_chunk(self, sequence: Sequence, budget: int, step: MockStep) -> int:
         """Computes up to `budget` tokens of a prompt and returns their number; the last chunk generates a token."""
@@ -243,6 +265,14 @@ class MockScheduler:
         sequence.state = SequenceState.WAITING
         insort(self._waiting, sequence)
         step.preempted += 1
+
+    def _fail(self, sequence: Sequence, step: MockStep, error: Exception) -> None:
+        """Ends a sequence that raised, in whatever state it is."""
+        for queue in (self._waiting, self._prefilling, self._decoding):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._end(sequence)
+        step.failed.append((sequence, error))
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.state is not SequenceState.ENDED:

@@ -1,4 +1,4 @@
-"""Generates the mock engine's output: repeats the user's words, then adds readable sentences up to a length.
+"""Generates the mock engine's output: names media items, repeats the user's words, then adds sentences up to a length.
 
 A prompt with `<<<script: TEXT>>>` produces exactly TEXT, that of the last one, so that tests and demonstrations can
 produce tool calls and reasoning of any model. Special tokens in TEXT become special tokens of the output. A structured
@@ -11,16 +11,15 @@ from __future__ import annotations
 import re
 from array import array
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from xxhash import xxh3_64_intdigest
 
 from services.common.packing import pack_u32
-from services.worker.contract.generation import FinishReason, GenerateRequest, StopParams
-from services.worker.engines.mock.guided.effort import Effort
-from services.worker.engines.mock.guided.sampler import guided_text
+from services.worker.contract.generation import FinishReason, GenerateRequest, MediaItem, StopParams
+from services.worker.engines.mock.guided import guided_text
 from services.worker.engines.mock.vocabulary import MockVocabulary
 
 SHORTEST, LONGEST = 30, 200
@@ -73,12 +72,8 @@ class TextGenerator:
         self._sentences = _sentences(vocabulary)
         self._script_starts = _script_starts(vocabulary)
 
-    def answer(self, request: GenerateRequest, limit: int, effort: Effort | None = None, opening: str = "") -> Answer:
+    def answer(self, request: GenerateRequest, limit: int) -> Answer:
         """Returns an output of 1 to `limit` tokens, including a stop or end-of-sequence id.
-
-        Args:
-            effort: Budget for structured output; call it off the event loop in that case.
-            opening: Text with which the output begins, unless a script or a constraint determines it.
 
         Raises:
             SluiceError: INVALID_ARGUMENT for a constraint that the mock engine does not support.
@@ -89,12 +84,12 @@ class TextGenerator:
         random = self._random(request, prompt)
         length = max(random.randint(SHORTEST, LONGEST), resumed + stop.min_tokens)
         endless = stop.ignore_eos and request.guided is None
-        forced = None if endless else self._forced(request, prompt, random, effort)
+        forced = None if endless else self._forced(request, prompt, random)
         if forced is not None:
             length = len(forced)
         elif endless:
             length = resumed + limit
-        story = self._story(prompt, random, min(length, resumed + limit), opening) if forced is None else forced
+        story = self._story(prompt, request.media, random, min(length, resumed + limit)) if forced is None else forced
         eos = () if endless else (stop.eos_token_ids or self._vocabulary.eos_ids)[:1]
         ended = not endless and len(story) >= length
         if ended:
@@ -108,20 +103,18 @@ class TextGenerator:
             seed = int(choice[1])
         return Random(_seed(prompt, seed))
 
-    def _forced(
-        self, request: GenerateRequest, prompt: array[int], random: Random, effort: Effort | None
-    ) -> array[int] | None:
+    def _forced(self, request: GenerateRequest, prompt: array[int], random: Random) -> array[int] | None:
         """Returns the output required by the constraint, else by the prompt's last script; None without either."""
         if request.guided is not None:
-            return array("I", self._vocabulary.encode(guided_text(request.guided, random, effort)))
+            return array("I", self._vocabulary.encode(guided_text(request.guided, random)))
         scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-SCRIPT_TOKENS:]))
         if not scripts and not self._script_starts.isdisjoint(prompt[-PROMPT_TOKENS:]):
             scripts = SCRIPT.findall(self._vocabulary.decode(prompt[-PROMPT_TOKENS:]))
         return array("I", self._vocabulary.encode_marked(_script(*scripts[-1]))) if scripts else None
 
-    def _story(self, prompt: array[int], random: Random, length: int, opening: str) -> array[int]:
-        """Returns the opening and complete sentences with at least `length` tokens in total."""
-        story = array("I", self._vocabulary.encode(f"{opening}. ") if opening else ())
+    def _story(self, prompt: array[int], media: Sequence[MediaItem], random: Random, length: int) -> array[int]:
+        """Returns the media items, the echo and complete sentences, with at least `length` tokens in total."""
+        story = array("I", self._vocabulary.encode("; ".join(map(_named, media)) + ". ") if media else ())
         story += self._echo(prompt)
         while len(story) < length:
             for sentence in random.choices(self._sentences, k=8):
@@ -160,6 +153,11 @@ def _pieces_from_end(prompt: array[int], special_ids: frozenset[int]) -> Iterato
             end = index
     if first < end:
         yield prompt[first:end]
+
+
+def _named(item: MediaItem) -> str:
+    """Returns such as "image 1024 bytes 0123abcd": kind, size, and the beginning of the content hash."""
+    return f"{item.span.kind.capability} {len(item.file.data)} bytes {item.file.hash[:4].hex()}"
 
 
 def _without_role(text: str) -> str:

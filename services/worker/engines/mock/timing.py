@@ -13,10 +13,10 @@ from typing import Any
 
 from services.common.errors import invalid
 
-# Resolution of the event loop's timers; shorter waits accumulate.
 MIN_SLEEP_S = 0.001
-# How far simulated time may lag behind on a busy machine; a longer delay is not made up for.
+"""Seconds of the shortest sleep, the resolution of the event loop's timers: shorter waits accumulate."""
 MAX_LAG_S = 0.05
+"""Seconds that simulated time may lag behind on a busy machine: a longer delay is not made up for."""
 
 
 class StepTiming(ABC):

@@ -61,7 +61,7 @@ class _Mistral(MockVocabulary):
 
     @property
     def special_names(self) -> dict[str, int]:
-        """See Vocabulary."""
+        """See MockVocabulary."""
         return {self._tokenizer.id_to_piece(token_id): token_id for token_id in self.special_ids}
 
     def _encode(self, text: str) -> list[int]:
@@ -84,7 +84,7 @@ class _HuggingFace(MockVocabulary):
 
     @property
     def special_names(self) -> dict[str, int]:
-        """See Vocabulary."""
+        """See MockVocabulary."""
         return {
             token.content: token_id
             for token_id, token in self._tokenizer.get_added_tokens_decoder().items()

@@ -8,13 +8,14 @@ from typing import Any
 import orjson
 
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
+from services.common.intake.json_intake import foreign_json
 from services.postprocess.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.generation import FinishReason, GenerateRequest, Usage
+from services.worker.contract.text_delta import TextUpdate
 from services.worker.engines.http.client import error_of
 from services.worker.engines.http.dialect import incomplete
-from services.worker.generation.text_delta import TextUpdate
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CAPABILITIES = frozenset(
@@ -33,6 +34,7 @@ CAPABILITIES = frozenset(
 )
 """The common part of the servers; fields of a single server can be passed as engine options."""
 MAX_CALLS = 1_024
+"""Tool calls of a stream of an OpenAI server; with more its request fails with INTERNAL."""
 FORWARDED = ("messages", "tools", "tool_choice", "chat_template_kwargs")
 _SAMPLING = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "seed")
 _REASONS = {
@@ -73,7 +75,7 @@ def path_and_body(request: GenerateRequest, model: str) -> tuple[str, dict[str, 
 
 
 def _chat(document: bytes) -> dict[str, Any]:
-    chat = orjson.loads(document)
+    chat = foreign_json(document, "messages_json")
     for name in ("chat_template", "documents", "continue_final_message"):
         if chat.get(name):
             raise invalid(f"This engine renders prompts by itself; remove {name}.", param=name)
@@ -119,8 +121,13 @@ class ChunkReader:
         if self._reason is None:
             raise incomplete()
         self._begin()
-        self._stream.finish(self._reason, self._usage or Usage(0, self._pieces, 0))
+        self._stream.finish(self._reason, self._usage or Usage(0, self._pieces, None))
         self.ended = True
+
+    @property
+    def finishing(self) -> bool:
+        """Whether the finish reason has arrived."""
+        return self._reason is not None
 
     def _take(self, chunk: Mapping[str, Any]) -> None:
         if error := chunk.get("error"):
@@ -139,13 +146,14 @@ class ChunkReader:
                 self._reason = _REASONS[reason]
         if usage := chunk.get("usage"):
             details = usage.get("prompt_tokens_details") or {}
-            counts = usage.get("prompt_tokens"), usage.get("completion_tokens"), details.get("cached_tokens")
-            self._usage = Usage(*(max(int(count or 0), 0) for count in counts))
+            prompt, completion = (max(int(usage.get(name) or 0), 0) for name in ("prompt_tokens", "completion_tokens"))
+            cached = details.get("cached_tokens")
+            self._usage = Usage(prompt, completion, None if cached is None else max(int(cached), 0))
 
     def _begin(self) -> None:
         if not self._began:
             self._began = True
-            self._stream.begin(0)
+            self._stream.begin(None)
 
     def _events(self, delta: Mapping[str, Any]) -> list[Event]:
         events: list[Event] = []

@@ -9,13 +9,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Self
 
-from services.common.errors import ErrorKind, SluiceError, invalid, quoted
+from services.common.errors import ErrorKind, SluiceError, check_name, invalid, quoted, shortened
 from services.common.models import ModelSpec
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import EngineConfig, GenerateContext, LLMEngine, Load
 from services.worker.contract.generation import Delta, GenerateRequest
+from services.worker.engines.http.answers import reading
 from services.worker.engines.http.client import HttpClient
+from services.worker.engines.http.dialect import MAX_NUMBER
 from services.worker.engines.inprocess.engine import starting
 from services.worker.engines.openai.body import CAPABILITIES, ChunkReader, path_and_body
 from services.worker.engines.openai.options import read_openai_options
@@ -24,9 +26,14 @@ from services.worker.settings import WorkerSettings
 log = logging.getLogger(__name__)
 
 MODELS = "/v1/models"
+MAX_MODELS = 1_024
+"""Models that an OpenAI server lists; with more the worker does not start."""
+TRAILING_EVENTS = 16
+"""Events read after the finish reason, among them the usage."""
 START_INTERVAL_S = 0.5
 POLL_INTERVAL_S = 2.0
 MAX_POLL_FAILURES = 3
+"""Polls of an OpenAI server that may fail in a row; then the engine counts as ended."""
 
 
 class OpenAiEngine(LLMEngine):
@@ -51,6 +58,7 @@ class OpenAiEngine(LLMEngine):
         wanted = self._settings.spec if "model" in self._settings.model_fields_set else None
         card = _chosen(await self._list_models(client), wanted)
         self._model = str(card["id"])
+        check_name(self._model, "The model's name on the server")
         limit = card.get("max_model_len")
         self.tasks.spawn(self._watch(client), "openai-engine-watch")
         return EngineConfig(
@@ -58,7 +66,7 @@ class OpenAiEngine(LLMEngine):
             source="",
             processor="",
             fingerprint="",
-            context_length=limit if isinstance(limit, int) and limit > 0 else 0,
+            context_length=limit if isinstance(limit, int) and 0 < limit <= MAX_NUMBER else 0,
             vocab_size=0,
             block_size=0,
             total_blocks=0,
@@ -67,7 +75,8 @@ class OpenAiEngine(LLMEngine):
             eos_token_ids=(),
             capabilities=frozenset(CAPABILITIES),
             engine="openai",
-            engine_version=str(card.get("owned_by") or ""),
+            engine_version=shortened(str(card.get("owned_by") or "")),
+            named_by_server=wanted is None,
             http_address=self._options.address,
         )
 
@@ -75,7 +84,8 @@ class OpenAiEngine(LLMEngine):
         deadline = time.monotonic() + self._options.start_s
         while True:
             try:
-                return _models(await client.get_json(MODELS))
+                with reading("list of models"):
+                    return _models(await client.get_json(MODELS))
             except SluiceError as error:
                 if time.monotonic() > deadline:
                     raise SluiceError(
@@ -92,10 +102,14 @@ class OpenAiEngine(LLMEngine):
         stream = DeltaStream()
         reader = ChunkReader(stream)
         async with aclosing(self._client.events(path, body, context.trace)) as events:
+            trailing = 0
             async for event in events:
                 reader.take(event)
                 for delta in stream.take():
                     yield delta
+                trailing += reader.finishing
+                if trailing > TRAILING_EVENTS:
+                    break  # the server does not end its stream
         reader.close()
         for delta in stream.take():
             yield delta
@@ -125,6 +139,8 @@ class OpenAiEngine(LLMEngine):
 
 def _models(listed: Any) -> list[dict[str, Any]]:
     data = listed.get("data") if isinstance(listed, dict) else None
+    if isinstance(data, list) and len(data) > MAX_MODELS:
+        raise invalid(f"The server at the option url lists {len(data)} models; at most {MAX_MODELS} are supported.")
     if not isinstance(data, list) or not all(isinstance(one, dict) and one.get("id") for one in data):
         raise invalid("The server at the option url does not list models at /v1/models.", param="engine_args")
     return data

@@ -136,7 +136,8 @@ class SglangEngine(InProcessEngine):
             async with aclosing(self._runtime.manager.generate_request(engine_input)) as chunks:
                 async for chunk in chunks:
                     state.take(chunk)
-            state.end(FinishReason.ERROR, error=_incomplete())
+            message = "SGLang ended the generation without a finish reason."
+            state.end(FinishReason.ERROR, error=SluiceError(ErrorKind.STREAM_INCOMPLETE, message))
         except SluiceError as error:
             state.end(FinishReason.ERROR, error=error)
         except ValueError as error:
@@ -192,7 +193,3 @@ def _request_state(
     if config.role.name == "PREFILL":
         return RequestState(request, rid, sink, handoff=bootstrap.pack())
     return RequestState(request, rid, sink, skip=bootstrap.sent_tokens)
-
-
-def _incomplete() -> SluiceError:
-    return SluiceError(ErrorKind.STREAM_INCOMPLETE, "SGLang ended the generation without a finish reason.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import SluiceError, invalid
+from services.common.intake.json_intake import foreign_json
 from services.worker.contract.generation import Disaggregation, GenerateRequest, Role
 
 ROOM_BITS = 63
@@ -40,10 +41,10 @@ class BootstrapInfo:
 def unpack(handoff: bytes) -> BootstrapInfo:
     """Parses the bytes of `BootstrapInfo.pack`; raises SluiceError(INVALID_ARGUMENT) for anything else."""
     try:
-        fields = json.loads(handoff)
+        fields = foreign_json(handoff, "handoff")
         host, port, room = str(fields["host"]), int(fields["port"]), int(fields["room"])
         sent_tokens = int(fields.get("told", 1))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (SluiceError, ValueError, TypeError, KeyError) as error:
         raise _malformed("it was not created by an sglang worker") from error
     if not (host and 0 < port < 1 << 16 and 0 <= room < 1 << ROOM_BITS and sent_tokens >= 0):
         raise _malformed("its address is out of range")

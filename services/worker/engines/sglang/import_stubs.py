@@ -14,7 +14,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from services.common.engine_packages import stand_in_for_absent
+from services.common.packages.engines import stand_in_for_absent
 
 MEDIA_PACKAGES = ("torchvision", "torchaudio")
 KERNEL_PACKAGE = "sgl_kernel"

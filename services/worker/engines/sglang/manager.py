@@ -28,8 +28,8 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
 
-from services.common.engine_packages import SGLANG
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.packages.engines import SGLANG
 from services.common.tasks import TaskOwner
 from services.worker.engines.inprocess import private_surface
 from services.worker.engines.sglang import processes

@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from services.common import models
-from services.common.engine_packages import SGLANG
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.packages.engines import SGLANG
 from services.common.tasks import TaskOwner
 from services.worker.contract.engine import EngineConfig, Load
 from services.worker.engines.sglang import card

@@ -32,6 +32,7 @@ REQUEST_OPTIONS = frozenset(
 """Fields of SGLang's GenerateReqInput allowed in engine_options."""
 
 _MAX_SEED = (1 << 63) - 1
+"""Seed of SGLang, as it has 64 signed bits; of a larger one the lower 63 bits are used."""
 
 
 @dataclass(frozen=True, slots=True)

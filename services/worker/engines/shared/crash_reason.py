@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 MAX_REASON_CHARS = 500
+"""Characters of the reason for which an engine's process ended; the rest is left out."""
 
 
 class CrashReason(logging.Filter):

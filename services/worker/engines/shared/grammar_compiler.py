@@ -15,6 +15,11 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
+MAX_GRAMMAR_S = 10.0
+"""Seconds that a request waits for its grammar to be compiled or validated; then it is refused."""
+THREADS = 2
+"""Grammars compiled or validated at a time."""
+
 
 class GrammarCompiler:
     """Thread pool of one engine for schemas, patterns and grammars from requests.
@@ -27,7 +32,7 @@ class GrammarCompiler:
         threads: grammars compiled concurrently.
     """
 
-    def __init__(self, limit_s: float, threads: int) -> None:
+    def __init__(self, limit_s: float = MAX_GRAMMAR_S, threads: int = THREADS) -> None:
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
 
@@ -53,6 +58,14 @@ class GrammarCompiler:
     def close(self) -> None:
         """Cancels queued work without waiting for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def refused_constraint() -> SluiceError:
+    """Returns the error for an engine that failed before the first token of constrained output, and still runs.
+
+    Engines compile a constraint when they schedule its request, and say nothing else of one that they refuse.
+    """
+    return invalid("The engine cannot compile the constraint on the output; change the schema or grammar.")
 
 
 def naming_constraint(error: SluiceError, guided: StructuredOutput | None) -> SluiceError:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from services.worker.contract.generation import PositionLogprobs
 from services.worker.engines.transformers.sampler import TokenSampler
 
-if TYPE_CHECKING:
-    from services.worker.engines.transformers.vision import Pictures
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """The encoded pictures of a prompt.
+
+    Attributes:
+        features: [tokens, hidden], in the order of `places`.
+        places: Indices of the tokens that the features replace.
+        grid: Patches of each picture [pictures, 3] as (time, height, width); None for models that need none.
+    """
+
+    features: torch.Tensor
+    places: torch.Tensor
+    grid: torch.Tensor | None
 
 
 class BatchRequest:
@@ -41,15 +56,15 @@ class Failures:
     """Replaces the library's output router; collects failures only, because tokens are delivered per step."""
 
     def __init__(self) -> None:
-        self.failed: list[tuple[str, str]] = []
+        self.failed: list[tuple[str, Exception]] = []
 
     def deliver(self, output: Any) -> None:
         if output.error:
-            self.failed.append((output.request_id, str(output.error)))
+            self.failed.append((output.request_id, RuntimeError(str(output.error))))
 
     def deliver_batch(self, outputs: Sequence[Any]) -> None:
         for output in outputs:
             self.deliver(output)
 
     def fail_and_deliver(self, state: Any, error: Exception) -> None:
-        self.failed.append((state.request_id, str(error)))
+        self.failed.append((state.request_id, error))

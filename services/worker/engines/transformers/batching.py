@@ -7,9 +7,11 @@ Works with transformers 5.20; `tests/engines` checks the surface used here again
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +20,16 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from services.common.errors import SluiceError
 from services.worker.engines.transformers.batch_request import BatchRequest, Failures
 from services.worker.engines.transformers.block_hasher import BlockHasher, forget_hashes, record_changes
 from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import choose
 from services.worker.engines.transformers.sizing import Plan
 from services.worker.engines.transformers.step import CacheChanges, Gauges, Listener, Step, StepRow
+from services.worker.engines.transformers.step_errors import is_device_lost, row_failed, step_failed
+
+log = logging.getLogger(__name__)
 
 SMOOTHING = 0.1
 
@@ -67,6 +73,7 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         self._block_hasher = BlockHasher()
         self._failures = Failures()
         self._step_started_at = 0.0
+        self._scheduled: list[Any] = []  # the library's requests of the current step
 
     @property
     def shares_prefixes(self) -> bool:
@@ -152,12 +159,14 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
 
         def prepare_next_batch() -> bool:
             self._step_started_at = time.perf_counter()
+            self._scheduled = []
             ready: bool = prepare()
             if ready:
+                self._scheduled = list(processor.inputs_and_outputs.requests_in_batch)
                 self._adapters.select(
                     [
                         (self._adapter_of(scheduled.state.request_id), scheduled.query_length)
-                        for scheduled in processor.inputs_and_outputs.requests_in_batch
+                        for scheduled in self._scheduled
                     ]
                 )
             else:
@@ -166,9 +175,10 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
             return ready
 
         def update_batch() -> None:
-            scheduled = list(processor.inputs_and_outputs.requests_in_batch)
             update()
-            rows = [row for item in scheduled if item.has_new_token and (row := self._row(item.state)) is not None]
+            rows = [
+                row for item in self._scheduled if item.has_new_token and (row := self._row(item.state)) is not None
+            ]
             self._update_gauges(stepped=True)
             self._publish(rows)
 
@@ -177,7 +187,7 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
             if batch_request is None:
                 return 0
             self._block_hasher.seed = batch_request.seed
-            cached_tokens: int = search(request_id, prompt_ids)
+            cached_tokens = batch_request.sampler.attempt(partial(search, request_id, prompt_ids), 0)
             if not batch_request.begun:
                 batch_request.cached_tokens = cached_tokens
             return cached_tokens
@@ -186,7 +196,7 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
             # A dropped request has no seed any more, so its blocks cannot be hashed.
             if (batch_request := self.batch_requests.get(state.request_id)) is not None:
                 self._block_hasher.seed = batch_request.seed
-                mark(state, complete_blocks)
+                batch_request.sampler.attempt(partial(mark, state, complete_blocks), None)
 
         def by_priority() -> list[Any]:
             return sorted(candidates(), key=self._priority_of)
@@ -231,6 +241,9 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
         if batch_request is None:
             self.cancel_request(key)  # the first cancellation may have preceded the request
             return None
+        if batch_request.sampler.error is not None:
+            self._fail_row(key, batch_request.sampler.error)
+            return None
         cached_tokens = None if batch_request.begun else batch_request.cached_tokens
         batch_request.begun = True
         ended = state.status >= RequestStatus.FINISHED
@@ -243,6 +256,42 @@ class Batcher(ContinuousBatchingManager):  # type: ignore[misc]
             ended,
             constraint.error if constraint is not None else "",
         )
+
+    def _fail_row(self, key: str, error: Exception) -> None:
+        """Ends one request; its blocks are freed before the next step."""
+        log.error("a request failed in a step", extra={"key": key}, exc_info=error)
+        self._failures.failed.append((key, row_failed(error)))
+        self.drop(key)
+
+    def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
+        """As the library's; a step that raises ends its requests, and the thread only if the device is lost."""
+        try:
+            return bool(super()._generation_loop_body(batch_processor, bootstrapping))
+        except Exception as error:
+            if is_device_lost(error) or not (self._scheduled or batch_processor.has_pending_requests()):
+                raise
+            log.exception("a step failed", extra={"requests": len(self._scheduled)})
+            failure = step_failed(error)
+        # After the handler, whose traceback holds the tensors of the step.
+        self._fail_step(batch_processor, failure)
+        return True
+
+    def _fail_step(self, processor: Any, error: SluiceError) -> None:
+        """Ends the requests of the current step, or all requests if it failed while they were being selected."""
+        if self._scheduled:
+            for item in self._scheduled:
+                self._failures.failed.append((item.state.request_id, error))
+                processor.scheduler.finish_request(item.state.request_id)
+        else:
+            processor.fail_all_requests(error)
+        self._scheduled = []
+        processor.scheduler.block_new_requests = False
+        for key, _ in self._failures.failed:
+            self.batch_requests.pop(key, None)
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._update_gauges(stepped=False)
+        self._publish()
 
     def _publish(self, rows: Sequence[StepRow] = ()) -> None:
         failed, self._failures.failed = self._failures.failed, []

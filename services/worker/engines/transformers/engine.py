@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,24 +13,28 @@ from typing import Any, ClassVar, Self
 
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found, overloaded
 from services.common.hashing import seed_for
+from services.common.rows.shared_steps import shared_step
 from services.worker.contract.cache_events import KvEventSource
-from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.inprocess.engine import InProcessEngine, starting
 from services.worker.engines.shared.download import download
 from services.worker.engines.shared.grammar_compiler import GrammarCompiler
-from services.worker.engines.transformers import guidance, options
+from services.worker.engines.transformers import options
 from services.worker.engines.transformers.picture_queue import PictureQueue
 from services.worker.engines.transformers.request_state import RequestState
 from services.worker.engines.transformers.sampling import plan_of
-from services.worker.engines.transformers.starting import Started, start_engine
-from services.worker.engines.transformers.step import Listener, Step
+from services.worker.engines.transformers.starting import CAPABILITIES, Started, start_engine
+from services.worker.engines.transformers.step import Listener, Step, StepRow
+from services.worker.engines.transformers.step_errors import row_failed
 from services.worker.settings import WorkerSettings
 
+log = logging.getLogger(__name__)
+
 STOP_TIMEOUT_S = 3.0
-MOST_ENCODED = 4
-"""Maximum number of requests whose pictures are encoded before they run."""
+MAX_ENCODED = 4
+"""Requests whose pictures are encoded before they run; further ones wait."""
 
 
 class TransformersEngine(InProcessEngine):
@@ -38,23 +43,7 @@ class TransformersEngine(InProcessEngine):
     A `StepRunner`'s thread schedules and computes; this class runs on the event loop and is notified once per step.
     """
 
-    CAPABILITIES: ClassVar[frozenset[Capability]] = (
-        (SAMPLING - {Capability.THINKING_TOKEN_BUDGET, Capability.ENGINE_OPTIONS})
-        | guidance.KINDS
-        | {
-            Capability.TOKEN_IDS,
-            Capability.LOGPROBS,
-            Capability.PROMPT_LOGPROBS,
-            Capability.PRIORITY,
-            Capability.CACHE_SALT,
-            Capability.LORA,
-            Capability.LORA_LOADING,
-            Capability.EMBEDDINGS,
-            Capability.KV_EVENTS,
-            Capability.CLEAR_CACHE,
-            Capability.IMAGE,
-        }
-    )
+    CAPABILITIES: ClassVar[frozenset[Capability]] = CAPABILITIES
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__()
@@ -70,8 +59,8 @@ class TransformersEngine(InProcessEngine):
         self._stopping = False
         # Forward passes outside the steps compete with them for the device, so they run one at a time.
         self._extra_pass = asyncio.Lock()
-        self._pictures = PictureQueue(MOST_ENCODED)
-        self._grammars = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
+        self._pictures = PictureQueue(MAX_ENCODED)
+        self._grammars = GrammarCompiler()
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
@@ -119,7 +108,11 @@ class TransformersEngine(InProcessEngine):
         self._states_by_key[state.key] = self._states_by_request[request.request_id] = state
         self._idle.clear()
         if request.guided is None and request.prompt_logprobs is None and not request.media:
-            self._add(started, state, None)
+            try:
+                self._add(started, state, None)
+            except Exception:
+                self._forget(state)
+                raise
         else:
             self.tasks.spawn(self._prepare(started, state), f"prepare-{state.key}")
 
@@ -238,44 +231,63 @@ class TransformersEngine(InProcessEngine):
             if request.prompt_logprobs is not None:
                 async with self._extra_pass:
                     state.prompt_logprobs = await asyncio.to_thread(started.score, request)
-        except SluiceError as error:
-            self._end(state, FinishReason.ERROR, error=error)
-            return
-        if state.key in self._states_by_key:
-            self._add(started, state, constraint, pictures)
-        else:
-            self._pictures.release(state.key)
+            if state.key in self._states_by_key:
+                self._add(started, state, constraint, pictures)
+            else:
+                self._pictures.release(state.key)
+        except Exception as error:
+            if not isinstance(error, SluiceError):
+                log.exception("preparing a request failed", extra={"request": request.request_id})
+            self._end(state, FinishReason.ERROR, error=row_failed(error))
 
+    @shared_step("transformers.rows")
     def _take(self, step: Step) -> None:
-        """Forwards the output of one step."""
+        """Forwards the output of one step; what one row raises ends only its request."""
         if step.events:
             self._source.publish(step.events)
         for row in step.rows:
             state = self._states_by_key.get(row.key)
             if state is None:
                 continue  # aborted during the step
-            if row.cached_tokens is not None:
-                state.begin(row.cached_tokens)
-                self._pictures.release(row.key)
-            state.push(row.token_id, row.logprobs)
-            if row.error:
+            try:
+                self._take_row(state, row)
+            except Exception as error:
+                log.exception("a row of a step failed", extra={"request": state.request.request_id})
                 self._ready().runner.drop(row.key)
-                self._end(state, FinishReason.ERROR, error=_grammar_violated(row.error))
-            elif row.ended:
-                self._ready().runner.release(row.key)
-                self._end(state, state.reason)
-        for key, _ in step.failed:
+                self._end(state, FinishReason.ERROR, error=row_failed(error))
+        for key, failure in step.failed:
             if (state := self._states_by_key.get(key)) is not None:
-                self._end(state, FinishReason.ERROR, error=_stopped())
+                cause = failure if isinstance(failure, SluiceError) else _stopped()
+                self._end(state, FinishReason.ERROR, error=cause)
+
+    def _take_row(self, state: RequestState, row: StepRow) -> None:
+        if row.cached_tokens is not None:
+            state.begin(row.cached_tokens)
+            self._pictures.release(row.key)
+        state.push(row.token_id, row.logprobs)
+        if row.error:
+            self._ready().runner.drop(row.key)
+            message = (
+                f"Generation cannot continue under the grammar in response_format: {row.error}; simplify the grammar."
+            )
+            self._end(state, FinishReason.ERROR, error=invalid(message, param="response_format"))
+        elif row.ended:
+            self._ready().runner.release(row.key)
+            self._end(state, state.reason)
 
     def _end(self, state: RequestState, reason: FinishReason, error: SluiceError | None = None) -> None:
+        if self._forget(state):
+            state.finish(reason, error)
+
+    def _forget(self, state: RequestState) -> bool:
+        """Removes a request; returns False if it was removed before."""
         if self._states_by_key.pop(state.key, None) is None:
-            return
+            return False
         del self._states_by_request[state.request.request_id]
         self._pictures.release(state.key)
-        state.finish(reason, error)
         if not self._states_by_key:
             self._idle.set()
+        return True
 
     def _on_thread_exit(self) -> None:
         if self._started is not None and not self._stopping:
@@ -285,13 +297,6 @@ class TransformersEngine(InProcessEngine):
 
 def _stopped() -> SluiceError:
     return SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine of this worker has stopped; retry on another worker.")
-
-
-def _grammar_violated(reason: str) -> SluiceError:
-    return invalid(
-        f"Generation cannot continue under the grammar in response_format: {reason}; simplify the grammar.",
-        param="response_format",
-    )
 
 
 def _cannot(message: str) -> SluiceError:

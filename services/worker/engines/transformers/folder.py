@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
+
+log = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT_LENGTH = 4096
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -76,7 +79,7 @@ def read_folder(source: str) -> ModelFolder:
         path=path,
         config=text,
         dtype=dtype if dtype in DTYPE_BYTES else "float32",
-        eos_token_ids=_ids(generation.get("eos_token_id")) or _ids(text.get("eos_token_id")),
+        eos_token_ids=_eos_ids(path, generation, text),
         context_length=int(text.get("max_position_embeddings") or DEFAULT_CONTEXT_LENGTH),
         vocab_size=int(text["vocab_size"]),
         pooling=pooling,
@@ -106,6 +109,18 @@ def _locate(source: str) -> Path:
             f"Model {source} is not a folder and cannot be downloaded from the hub ({type(error).__name__}).",
             param="model",
         ) from error
+
+
+def _eos_ids(path: Path, generation: Mapping[str, Any], text: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the declared end-of-sequence ids; those outside the vocabulary have no logits and are ignored."""
+    declared = _ids(generation.get("eos_token_id")) or _ids(text.get("eos_token_id"))
+    known = tuple(token_id for token_id in declared if token_id < text["vocab_size"])
+    if len(known) < len(declared):
+        log.warning(
+            "the model's files list end-of-sequence ids outside its vocabulary, which are ignored",
+            extra={"folder": str(path), "ids": sorted({*declared} - {*known}), "vocabulary": text["vocab_size"]},
+        )
+    return known
 
 
 def _ids(declared: Any) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from services.worker.engines.shared.media_prompts import unexpanded
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MOST_PIXELS = 1 << 26
-"""Maximum number of pixels of a picture; preprocess accepts 40 million by default."""
+MAX_PIXELS = 1 << 26
+"""Pixels of a picture, of which preprocess accepts fewer by default; a larger one is refused with INVALID_ARGUMENT."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 """Readers of Pillow that files can reach: those that preprocess accepts."""
 
@@ -40,7 +40,7 @@ def check_placeholders(request: GenerateRequest, placeholder: int) -> None:
             )
 
 
-def open_picture(file: MediaFile, most_pixels: int = MOST_PIXELS) -> Image:
+def open_picture(file: MediaFile, most_pixels: int = MAX_PIXELS) -> Image:
     """Returns the first frame of a picture, rotated as its metadata declares, as RGB; slow.
 
     Raises:

@@ -5,8 +5,9 @@ Runs in the batching thread. Requests without sampling options cost only one arg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from torch import Tensor
 from services.worker.contract.generation import PositionLogprobs, TokenLogprob
 from services.worker.engines.transformers.guidance import Constraint
 from services.worker.engines.transformers.sampling import History, SamplingPlan
+from services.worker.engines.transformers.step_errors import is_device_lost
 
 NEGATIVE_INFINITY = float("-inf")
+
+T = TypeVar("T")
 
 
 class TokenSampler:
@@ -26,12 +30,16 @@ class TokenSampler:
         history: The request's tokens.
         constraint: The constraint on its output, if any.
         device: Device of the logits.
+
+    Attributes:
+        error: What the request raised in a step; its row is ignored from then on.
     """
 
     def __init__(self, plan: SamplingPlan, history: History, constraint: Constraint | None, device: Any) -> None:
         self.plan = plan
         self.history = history
         self.constraint = constraint
+        self.error: Exception | None = None
         self.generator: torch.Generator | None = None
         if plan.seed is not None and not plan.greedy:
             self.generator = torch.Generator(device=device)
@@ -42,6 +50,16 @@ class TokenSampler:
     def edits(self) -> bool:
         """Whether the request's logits change before sampling."""
         return self.plan.edits_logits or self.constraint is not None
+
+    def attempt(self, work: Callable[[], T], otherwise: T) -> T:
+        """Runs a part of this request's step; an exception is kept in `error` and ends only this request."""
+        try:
+            return work()
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            self.error = self.error or error
+            return otherwise
 
     def record(self, token_id: int) -> None:
         """Records a sampled token."""
@@ -84,21 +102,23 @@ def choose(
 
     Returns:
         The ids as a tensor and as a list, and the requested log-probabilities, computed before any sampling options.
+        The row of a request that raised has any id; its sampler has the error.
     """
     alternatives = [sampler.plan.logprobs for sampler in samplers]
     raw = torch.log_softmax(logits, dim=-1) if any(count is not None for count in alternatives) else None
     for row, sampler in zip(logits, samplers, strict=True):
         if sampler.edits:
-            sampler.edit(row)
+            sampler.attempt(partial(sampler.edit, row), None)
     tokens = logits.argmax(dim=-1)
-    random = [index for index, sampler in enumerate(samplers) if not sampler.plan.greedy]
+    random = [index for index, sampler in enumerate(samplers) if not sampler.plan.greedy and sampler.error is None]
     if random:
         rows = torch.tensor(random, device=logits.device)
-        tokens[rows] = _draw(logits[rows], [samplers[index] for index in random])
+        tokens[rows] = _drawn(logits[rows], [samplers[index] for index in random])
     ids: list[int] = tokens.tolist()
     for token_id, sampler in zip(ids, samplers, strict=True):
-        sampler.record(token_id)
-    return tokens, ids, None if raw is None else _logprobs(raw, ids, alternatives)
+        if sampler.error is None:
+            sampler.attempt(partial(sampler.record, token_id), None)
+    return tokens, ids, None if raw is None else _logprobs(raw, ids, samplers)
 
 
 def position_logprobs(row: Tensor, token_id: int, alternatives: int) -> PositionLogprobs:
@@ -113,11 +133,25 @@ def position_logprobs(row: Tensor, token_id: int, alternatives: int) -> Position
     return PositionLogprobs(TokenLogprob(token_id, float(chosen), rank), top)
 
 
-def _logprobs(raw: Tensor, ids: Sequence[int], alternatives: Sequence[int | None]) -> list[PositionLogprobs | None]:
+def _logprobs(raw: Tensor, ids: Sequence[int], samplers: Sequence[TokenSampler]) -> list[PositionLogprobs | None]:
     return [
-        None if count is None else position_logprobs(raw[index], ids[index], count)
-        for index, count in enumerate(alternatives)
+        None
+        if (count := sampler.plan.logprobs) is None or sampler.error is not None
+        else sampler.attempt(partial(position_logprobs, raw[index], ids[index], count), None)
+        for index, sampler in enumerate(samplers)
     ]
+
+
+def _drawn(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
+    """Samples a token per row, row by row where that fails for all together."""
+    try:
+        return _draw(logits, samplers)
+    except Exception as error:
+        if is_device_lost(error):
+            raise
+    none = torch.zeros(1, dtype=torch.long, device=logits.device)
+    rows = zip(logits.split(1), samplers, strict=True)
+    return torch.cat([sampler.attempt(partial(_draw, row, [sampler]), none) for row, sampler in rows])
 
 
 def _draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
@@ -129,7 +163,7 @@ def _draw(logits: Tensor, samplers: Sequence[TokenSampler]) -> Tensor:
     noise = torch.empty_like(logits).exponential_()
     for index, sampler in enumerate(samplers):
         if sampler.generator is not None:
-            noise[index].exponential_(generator=sampler.generator)
+            sampler.attempt(partial(noise[index].exponential_, generator=sampler.generator), None)
     return torch.softmax(logits, dim=-1).div_(noise.clamp_min_(1e-30)).argmax(dim=-1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from services.worker.contract.generation import GenerateRequest
 
 MIN_TEMPERATURE = 1e-5
-"""Lower temperatures sample greedily, because dividing by them would lose precision."""
+"""Temperature that is divided by without losing precision; a lower one selects the most likely token."""
 
 
 @dataclass(frozen=True, slots=True)

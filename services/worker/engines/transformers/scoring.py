@@ -13,7 +13,7 @@ from services.worker.engines.transformers.lora import Adapters
 from services.worker.engines.transformers.sampler import position_logprobs
 
 MAX_LOGITS = 1 << 28
-"""Maximum number of logits (positions times vocabulary) of one pass: 1 GiB in float32."""
+"""Logits (positions times vocabulary) of one pass, 1 GiB; `prompt_logprobs` of more: INVALID_ARGUMENT."""
 
 
 def score_prompt(

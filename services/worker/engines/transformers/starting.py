@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.contract.capabilities import Capability
+from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import GenerateRequest, PositionLogprobs, Role
 from services.worker.engines.inprocess.card import labels_of
@@ -22,14 +22,32 @@ from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from services.worker.engines.transformers.batch_request import Pictures
     from services.worker.engines.transformers.guidance import Constraint, Grammars
     from services.worker.engines.transformers.lora import Adapters
-    from services.worker.engines.transformers.vision import Pictures, VisionModel
+    from services.worker.engines.transformers.vision import VisionModel
 
 DEFAULT_BLOCKS = 2_048
 DEFAULT_BATCH = 512
 DEFAULT_SEQUENCES = 256
 DEFAULT_VISION_SEQUENCES = 16
+CAPABILITIES: frozenset[Capability] = (
+    (SAMPLING - {Capability.THINKING_TOKEN_BUDGET, Capability.ENGINE_OPTIONS})
+    | guidance.KINDS
+    | {
+        Capability.TOKEN_IDS,
+        Capability.LOGPROBS,
+        Capability.PROMPT_LOGPROBS,
+        Capability.PRIORITY,
+        Capability.CACHE_SALT,
+        Capability.LORA,
+        Capability.LORA_LOADING,
+        Capability.EMBEDDINGS,
+        Capability.KV_EVENTS,
+        Capability.CLEAR_CACHE,
+        Capability.IMAGE,
+    }
+)
 _TEXT_ONLY = frozenset(
     {
         Capability.EMBEDDINGS,
@@ -103,8 +121,6 @@ class Started:
 
     def load_adapter(self, name: str, path: str) -> None:
         """Loads an adapter between two steps, which is slow; raises SluiceError(INVALID_ARGUMENT) if incompatible."""
-        if name in self.adapters.names:
-            self.unload_adapter(name)
         with self.runner.pause():
             self.adapters.load(name, Path(path))
 
@@ -196,9 +212,7 @@ def _config(
     has_embeddings: bool,
     version: str,
 ) -> EngineConfig:
-    from services.worker.engines.transformers.engine import TransformersEngine
-
-    capabilities = set(TransformersEngine.CAPABILITIES)
+    capabilities = set(CAPABILITIES)
     if not has_grammars:
         capabilities -= guidance.KINDS
     if not has_embeddings:

@@ -28,7 +28,7 @@ class Step:
 
     rows: list[StepRow] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)
+    failed: list[tuple[str, Exception]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.events or self.failed)

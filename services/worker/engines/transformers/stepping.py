@@ -10,9 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from services.common.rows.shared_steps import shared_step
 from services.worker.contract.generation import PositionLogprobs
 from services.worker.engines.transformers.sizing import Plan
 from services.worker.engines.transformers.step import Gauges, Listener, Step, StepRow
+from services.worker.engines.transformers.step_errors import (
+    is_device_lost,
+    is_out_of_memory,
+    row_failed,
+    step_failed,
+)
 
 if TYPE_CHECKING:
     from services.worker.engines.transformers.batch_request import BatchRequest
@@ -78,6 +85,7 @@ class Stepper:
         self._closed = False
         self._between_rounds = threading.Lock()
         self._rows: list[StepRow] = []
+        self._failed: list[tuple[str, Exception]] = []
         self._published_at = 0.0
         self._step_ms = 0.0
         self._thread = threading.Thread(target=self._run, name="transformers-steps", daemon=True)
@@ -142,6 +150,7 @@ class Stepper:
             self._fail_rest()
             self._listener.on_end()
 
+    @shared_step("transformers.turns")
     def _round(self) -> bool:
         """Computes one token of every running request; returns False when the thread shall end."""
         turns = self._next_round()
@@ -191,34 +200,51 @@ class Stepper:
             return
         if not turn.cached:
             self._publish()  # a whole prompt takes longer than a token
-        token_id, logprobs = turn.sequence.next()
-        turn.cached = True
         sampler = turn.batch_request.sampler
-        error = sampler.constraint.error if sampler.constraint is not None else ""
+        try:
+            token_id, logprobs = turn.sequence.next()
+            if sampler.error is not None:
+                raise sampler.error
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            self._fail(turn, error)
+            return
+        turn.cached = True
+        violation = sampler.constraint.error if sampler.constraint is not None else ""
         ended = turn.generated + 1 >= turn.limit or token_id in sampler.plan.stop_ids
         with self._changed:
             turn.generated += 1
             turn.length += 1
             if self._running.get(turn.key) is not turn:
                 return
-            if ended or error:
+            if ended or violation:
                 del self._running[turn.key]
         first = turn.generated == 1
-        self._rows.append(StepRow(turn.key, token_id, 0 if first else None, logprobs, ended, error))
+        self._rows.append(StepRow(turn.key, token_id, 0 if first else None, logprobs, ended, violation))
         if time.perf_counter() - self._published_at > PUBLISH_S:
             self._publish()
 
+    def _fail(self, turn: _Turn, error: Exception) -> None:
+        """Ends a request that raised: each one is computed by itself, so it concerns no other."""
+        log.error("a request failed in a step", extra={"key": turn.key}, exc_info=error)
+        with self._changed:
+            self._running.pop(turn.key, None)
+        turn.sequence.forget()
+        self._failed.append((turn.key, step_failed(error) if is_out_of_memory(error) else row_failed(error)))
+
     def _publish(self) -> None:
         rows, self._rows = self._rows, []
-        if rows:
-            self._listener.on_step(Step(rows))
+        failed, self._failed = self._failed, []
+        if rows or failed:
+            self._listener.on_step(Step(rows, failed=failed))
         self._published_at = time.perf_counter()
 
     def _fail_rest(self) -> None:
         with self._changed:
             self._closed = True
-            reason = str(self.fatal_error or "the engine has stopped")
-            failed = [(key, reason) for key in (*self._running, *self._waiting)]
+            reason = RuntimeError(str(self.fatal_error or "the engine has stopped"))
+            failed = [*self._failed, *((key, reason) for key in (*self._running, *self._waiting))]
             self._running.clear()
             self._waiting.clear()
             self._update_gauges()

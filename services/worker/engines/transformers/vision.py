@@ -8,36 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import AutoImageProcessor, DynamicCache
 
-from services.common.errors import SluiceError, internal, invalid
+from services.common.errors import internal, invalid
 from services.worker.contract.generation import GenerateRequest, MediaItem, PositionLogprobs
-from services.worker.engines.transformers.batch_request import BatchRequest
+from services.worker.engines.transformers.batch_request import BatchRequest, Pictures
 from services.worker.engines.transformers.folder import ModelFolder
 from services.worker.engines.transformers.pictures import check_placeholders, open_picture
 from services.worker.engines.transformers.sampler import choose
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Pictures:
-    """The encoded pictures of a prompt.
-
-    Attributes:
-        features: [tokens, hidden], in the order of `places`.
-        places: Indices of the tokens that the features replace.
-        grid: Patches of each picture [pictures, 3] as (time, height, width); None for models that need none.
-    """
-
-    features: torch.Tensor
-    places: torch.Tensor
-    grid: torch.Tensor | None
 
 
 class VisionModel:
@@ -203,11 +187,7 @@ def _check_lengths(media: Sequence[MediaItem], lengths: Sequence[int]) -> None:
         raise internal(f"The model encodes {len(media)} pictures as {len(lengths)}; it is not one of the kinds served.")
     for index, (item, length) in enumerate(zip(media, lengths, strict=True)):
         if item.span.length != length:
-            raise _disagreement(index, item.span.length, length)
-
-
-def _disagreement(index: int, placeholders: int, features: int) -> SluiceError:
-    return internal(
-        f"media[{index}] has {placeholders} placeholder tokens, but the model makes {features} of this picture; use "
-        "the same model files in preprocess and worker."
-    )
+            raise internal(
+                f"media[{index}] has {item.span.length} placeholder tokens, but the model makes {length} of this "
+                "picture; use the same model files in preprocess and worker."
+            )

@@ -7,15 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.errors import invalid, not_found
+from services.worker.kv_events.wire import LOAD_MARK
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter; numbers are never reused, because vLLM uses them as cache keys."""
+    """One adapter; numbers are never reused, because vLLM uses them as cache keys.
+
+    Attributes:
+        engine_name: its name at vLLM, which identifies cached blocks by it. Of a name that was loaded before it is
+            another one each time, so that blocks of earlier loads are never used, whatever is in the folder now.
+    """
 
     name: str
     number: int
     path: str
+    engine_name: str
 
 
 class Adapters:
@@ -23,7 +30,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._loaded: dict[str, Adapter] = {}
-        self._last_paths: dict[str, str] = {}
+        self._known: set[str] = set()
         self._numbers = 0
 
     @property
@@ -52,14 +59,13 @@ class Adapters:
         if not Path(path).is_dir():
             raise invalid(f"LoRA adapter {name!r}: {path} is not a folder.", param="path", code="adapter_unusable")
         self._numbers += 1
-        return Adapter(name, self._numbers, path)
+        engine_name = f"{name}{LOAD_MARK}{self._numbers}" if name in self._known else name
+        self._known.add(name)
+        return Adapter(name, self._numbers, path, engine_name)
 
-    def add(self, adapter: Adapter) -> bool:
-        """Adds an adapter; returns whether its name had another folder before, so that cached prefixes are invalid."""
+    def add(self, adapter: Adapter) -> None:
+        """Adds an adapter that vLLM has loaded."""
         self._loaded[adapter.name] = adapter
-        previous = self._last_paths.setdefault(adapter.name, adapter.path)
-        self._last_paths[adapter.name] = adapter.path
-        return previous != adapter.path
 
     def remove(self, name: str) -> None:
         """Removes an adapter, if loaded."""

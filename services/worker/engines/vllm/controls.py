@@ -71,13 +71,12 @@ class Controls:
         """Loads an adapter from a folder that the engine process can read."""
         adapter = self._adapters.prepare(arguments)
         try:
-            loaded = await self._llm.add_lora(library.lora_request(adapter.name, adapter.number, adapter.path))
+            loaded = await self._llm.add_lora(library.lora_request(adapter.engine_name, adapter.number, adapter.path))
         except Exception as error:
             raise _unusable(adapter.name, str(library.error_of(error))) from error
         if not loaded:
             raise _unusable(adapter.name, "vLLM rejected it")
-        if self._adapters.add(adapter):
-            await self.clear_cache()
+        self._adapters.add(adapter)
         return {}
 
     async def _unload_lora(self, arguments: Mapping[str, str]) -> dict[str, str]:

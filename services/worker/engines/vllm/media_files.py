@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 DECODED_BYTES = "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES"
 """Environment variable by which vLLM 0.33 and newer bound the decoded items of a prompt; here all but images."""
-MOST_DECODED_BYTES = 715_827_880
-"""Its default; 0 removes the bound."""
+MAX_DECODED_BYTES = 715_827_880
+"""Bytes of a prompt's decoded audio and videos, unless DECODED_BYTES is set; more are refused with INVALID_ARGUMENT."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class DecodedBudget:
     @classmethod
     def full(cls) -> Self:
         """A budget of which nothing is taken."""
-        most = int(os.environ.get(DECODED_BYTES) or MOST_DECODED_BYTES) or sys.maxsize
+        most = int(os.environ.get(DECODED_BYTES) or MAX_DECODED_BYTES) or sys.maxsize
         return cls(most, most)
 
     def take(self, size: int) -> None:
@@ -59,8 +59,8 @@ Load = Callable[[bytes, DecodedBudget], Any]
 _AUDIO_PACKAGES = {"auto": ("av", "soundfile"), "pyav": ("av",)}
 _VIDEO_PACKAGES = {"opencv": ("cv2",)}
 """Packages of vLLM's backends; others are named as their package."""
-MOST_FRAMES = 1 << 18
-"""Most frames of a video that vLLM's loader counts through, also those that are declared, but not there."""
+MAX_FRAMES = 1 << 18
+"""Frames that a video declares; a video with more is refused with INVALID_ARGUMENT."""
 _FRAME_WIDTH, _FRAME_HEIGHT = 3, 4
 """Properties of OpenCV's captures."""
 
@@ -170,8 +170,8 @@ def _bounded(loader: Any, budget: DecodedBudget) -> Any:
         def read_frames(cls, cap: Any, frame_idx: Sequence[int], *args: Any, **kwargs: Any) -> Any:
             width, height = cap.get(_FRAME_WIDTH), cap.get(_FRAME_HEIGHT)
             budget.check(3 * width * height * len(set(frame_idx)))
-            if max(frame_idx, default=0) >= MOST_FRAMES:
-                raise invalid(f"A video declares more than {MOST_FRAMES:,} frames; send a shorter one.", param="media")
+            if max(frame_idx, default=0) >= MAX_FRAMES:
+                raise invalid(f"A video declares more than {MAX_FRAMES:,} frames; send a shorter one.", param="media")
             return super().read_frames(cap, frame_idx, *args, **kwargs)
 
     return Bounded()

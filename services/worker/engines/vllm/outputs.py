@@ -15,6 +15,7 @@ from services.worker.contract.generation import (
     TokenLogprob,
 )
 from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB, InflightState
+from services.worker.engines.shared.grammar_compiler import refused_constraint
 from services.worker.engines.vllm.handoff import Handoff
 
 
@@ -87,6 +88,8 @@ class RequestState(InflightState):
         if completion.finish_reason in ("stop", "repetition"):
             stopped_by = completion.stop_reason
             return FinishReason.STOP, stopped_by if isinstance(stopped_by, int) else self._last_token_id, None
+        if self._guided is not None and not self._completion_tokens:
+            return FinishReason.ERROR, None, refused_constraint()
         return FinishReason.ERROR, None, SluiceError(ErrorKind.INTERNAL, "The engine failed on this request.")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from services.common import models
 from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
+from services.worker.engines.http.dialect import Description
 from services.worker.engines.inprocess import card
 from services.worker.engines.inprocess.card import VLLM_AND_SGLANG
 from services.worker.engines.inprocess.sampling import Facts
@@ -30,7 +31,25 @@ def with_model(settings: WorkerSettings, model: Any) -> WorkerSettings:
     source = model.tokenizer_path or model.model_path
     if "model" in settings.model_fields_set or not source:
         return settings
-    return settings.model_copy(update={"model": f"{model.served_model_name or models.default_name(source)}={source}"})
+    return card.named_by_server(settings, model.served_model_name or models.default_name(source), source)
+
+
+def check_answers(model: Any, server: Any) -> None:
+    """Checks what the server chose; raises SluiceError for names that are not printable and numbers out of range.
+
+    Args:
+        model: Response of GetModelInfo.
+        server: Response of GetServerInfo.
+    """
+    Description(
+        version="",
+        model=model.served_model_name,
+        source=model.tokenizer_path or model.model_path,
+        context_length=int(model.max_context_length),
+        block_size=int(server.block_size),
+        max_sequences=int(server.max_num_seqs),
+        ranks=max(int(server.data_parallel_size), 1),
+    )
 
 
 def capabilities(

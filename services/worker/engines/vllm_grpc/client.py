@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from services.common.errors import ErrorKind, SluiceError
-from services.common.rpc.channels import open_channel
+from services.common.rpc.channels import FOREIGN_KEEPALIVE_MS, open_channel
 from services.worker.engines.vllm_grpc import wire
 
 CALL_TIMEOUT_S = 10.0
@@ -46,7 +46,8 @@ class Client:
             ) from error
         self._pb: Any = vllm_engine_pb2
         self._common: Any = common_pb2
-        self.channel = open_channel(address)
+        # Only vLLM since 0.32 permits more; health checks notice a server that hangs.
+        self.channel = open_channel(address, keepalive_ms=FOREIGN_KEEPALIVE_MS)
         self._stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(self.channel)
 
     async def close(self) -> None:
@@ -103,9 +104,9 @@ class Client:
         """Returns the call that streams KV events from a sequence number; 0: from the oldest available, or from now."""
         return self._stub.SubscribeKvEvents(self._common.SubscribeKvEventsRequest(start_sequence_number=start))
 
-    def tokenizer(self) -> Any:
+    def tokenizer(self, timeout_s: float) -> Any:
         """Returns the call that streams the tokenizer's files as a zip archive."""
-        return self._stub.GetTokenizer(self._common.GetTokenizerRequest())
+        return self._stub.GetTokenizer(self._common.GetTokenizerRequest(), timeout=timeout_s)
 
     async def _call(self, method: Any, request: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         try:

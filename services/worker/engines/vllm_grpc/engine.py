@@ -27,7 +27,7 @@ from services.worker.engines.inprocess.engine import embed_each, embeddings_only
 from services.worker.engines.inprocess.event_proof import EventProof
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.shared import crash_reason
-from services.worker.engines.shared.grammar_compiler import naming_constraint
+from services.worker.engines.shared.grammar_compiler import naming_constraint, refused_constraint
 from services.worker.engines.shared.media_prompts import placeholder_of
 from services.worker.engines.vllm.handoff import read_handoff
 from services.worker.engines.vllm.options import kv_events_config
@@ -47,6 +47,7 @@ SUBSCRIBE_TIMEOUT_S = 10.0
 EMBED_TIMEOUT_S = 120.0
 IMAGE_PROBE_TIMEOUT_S = 60.0
 MAX_POLL_FAILURES = 2
+"""Polls in a row that may find vLLM's server unreachable; then the engine counts as ended."""
 EXIT_CHECKS, EXIT_CHECK_INTERVAL_S = 10, 0.1
 
 
@@ -79,7 +80,9 @@ class VllmGrpcEngine(LLMEngine):
         self._client = client = Client(address)
         await self._wait_healthy(client)
         model, server, loads = await client.model_info(), await client.server_info(), await client.loads()
+        card.check_answers(model, server)
         self._check_role(server)
+        named_by_server = bool(self._options.address) and "model" not in self._settings.model_fields_set
         if self._options.address:
             self._settings = card.with_model(self._settings, model)
         size = self._block_size(server)
@@ -95,6 +98,7 @@ class VllmGrpcEngine(LLMEngine):
         self._config = await asyncio.to_thread(
             card.engine_config, self._settings, path, source, size, model, server, loads, **flags
         )
+        self._config = replace(self._config, named_by_server=named_by_server)
         self._loads = [Load() for _ in range(self._config.data_parallel_size)]
         self.tasks.spawn(self._poll(client), "vllm-grpc-watch")
         return self._config
@@ -257,8 +261,11 @@ class VllmGrpcEngine(LLMEngine):
         try:
             async for response in call:
                 if (delta := reader.take(response)) is not None:
-                    if delta.finish_reason is FinishReason.ERROR and await _has_exited(client):
-                        raise _exited()
+                    if delta.finish_reason is FinishReason.ERROR:
+                        if await _has_exited(client):
+                            raise _exited()
+                        if reader.may_refuse_constraint:
+                            raise naming_constraint(refused_constraint(), request.guided)
                     yield delta
                 if reader.ended:
                     return
@@ -269,6 +276,8 @@ class VllmGrpcEngine(LLMEngine):
             cause = error_of(error)
             if cause.kind is ErrorKind.INTERNAL and await _has_exited(client):
                 cause = _exited()
+            elif cause.kind is ErrorKind.INTERNAL and reader.may_refuse_constraint:
+                cause = refused_constraint()
             raise naming_constraint(cause, request.guided) from error
         finally:
             if not reader.ended:

@@ -15,7 +15,9 @@ from services.worker.kv_events.source import EngineCacheSource
 
 log = logging.getLogger(__name__)
 
-FIRST_RETRY_S, MAX_RETRY_S = 0.1, 3.0
+FIRST_RETRY_S = 0.1
+MAX_RETRY_S = 3.0
+"""Seconds between two attempts to read the KV events of vLLM's server."""
 
 
 class GrpcFeed:

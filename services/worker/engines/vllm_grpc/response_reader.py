@@ -79,6 +79,13 @@ class ResponseReader:
         )
 
     @property
+    def may_refuse_constraint(self) -> bool:
+        """Whether a failure may be the constraint's: there is one, no token has come, and no prefill worker had it."""
+        part = self._request.disaggregation
+        is_decode = part is not None and part.role is Role.DECODE
+        return self._request.guided is not None and not self._begun and not is_decode
+
+    @property
     def _is_prefill(self) -> bool:
         disaggregation = self._request.disaggregation
         return disaggregation is not None and disaggregation.role is Role.PREFILL

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import zipfile
+import zlib
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,10 @@ from services.common.errors import internal
 from services.worker.engines.vllm_grpc.client import Client, error_of
 
 MAX_BYTES = 256 << 20
+"""Bytes of the tokenizer of vLLM's server; with a larger one the worker does not start."""
+MAX_FILES = 256
+"""Files of the tokenizer of vLLM's server; with more the worker does not start."""
+FETCH_S = 300.0
 
 
 async def fetch(client: Client) -> bytes:
@@ -24,7 +29,7 @@ async def fetch(client: Client) -> bytes:
     """
     data, declared = bytearray(), ""
     try:
-        async for chunk in client.tokenizer():
+        async for chunk in client.tokenizer(FETCH_S):
             data += chunk.data
             declared = chunk.sha256 or declared
             if len(data) > MAX_BYTES:
@@ -43,12 +48,14 @@ def unpack(data: bytes, folder: Path) -> Path:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+            if len(entries) > MAX_FILES:
+                raise internal(f"vLLM's tokenizer has more than {MAX_FILES} files.")
             if sum(entry.file_size for entry in entries) > MAX_BYTES:
                 raise internal(f"vLLM's tokenizer is larger than {MAX_BYTES >> 20} MiB.")
             for entry in entries:
                 (folder / Path(entry.filename).name).write_bytes(archive.read(entry))
-    except zipfile.BadZipFile as error:
-        raise internal("The tokenizer from vLLM's server is not a zip archive.") from error
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+        raise internal("The tokenizer from vLLM's server is not a readable zip archive.") from error
     return folder
 
 

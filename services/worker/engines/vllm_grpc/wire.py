@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.intake.json_intake import foreign_json
 from services.worker.contract.cache_events import CacheTier
 from services.worker.contract.engine import Load
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
@@ -29,6 +30,7 @@ from services.worker.kv_events.events import (
 from services.worker.kv_events.wire import read_extra_keys
 
 MAX_LOGPROBS = 20
+"""Log-probabilities of a token that vLLM's server is asked for; a request for more gets these."""
 _SEED_LIMIT = 1 << 31
 _CONSTRAINTS = {
     "json": "json_schema",
@@ -145,7 +147,7 @@ def read_transfer(message: Any) -> dict[str, Any]:
     """Returns the KV connector's parameters of a GenerateComplete; empty if there are none."""
     if not message.HasField("kv_transfer_params_json"):
         return {}
-    transfer = json.loads(message.kv_transfer_params_json)
+    transfer = foreign_json(message.kv_transfer_params_json.encode(), "kv_transfer_params_json")
     return transfer if isinstance(transfer, dict) else {}
 
 

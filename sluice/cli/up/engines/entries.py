@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.common.errors import LONGEST_NAME, quoted
+from services.common.errors import MAX_NAME_LENGTH, quoted
 from services.common.models import ModelSpec
 from services.common.net.addresses import is_reachable
 from services.worker.engines.http.options import NO_EVENTS, endpoint_problem, url_problem
 
 MAX_ENGINES = 990
+"""Engines in the file of `sluice follow`; a file with more is refused."""
 MAX_BLOCK = 1024
+"""Tokens of a block in the file of `sluice follow`; a file with a larger one is refused."""
 OPENAI = "openai"
 GRPC = "grpc://"
 """Scheme of the URL of a `vllm serve --grpc`."""
@@ -83,7 +85,7 @@ class EngineRegistry(Protocol):
 
 
 def _name_problem(name: str) -> str:
-    if _NAME.fullmatch(name) and len(name) <= LONGEST_NAME:
+    if _NAME.fullmatch(name) and len(name) <= MAX_NAME_LENGTH:
         return ""
     return f"is {quoted(name)}; use letters, digits, dots, dashes and underscores"
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from services.common.errors import LONGEST_NAME, quoted
+from services.common.errors import MAX_NAME_LENGTH, quoted
 from sluice.cli.up.engines.entries import BadRegistry
 
 Node: TypeAlias = Any
 """A node of PyYAML, whose types lack `id`."""
 
 MAX_FILE_BYTES = 1 << 20
+"""Bytes of the file of `sluice follow`; a larger one is refused."""
 
 
 class YamlFile:
@@ -58,7 +59,7 @@ class YamlFile:
         for key, value in node.value:
             name = str(key.value)
             if name not in rules:
-                raise self.mistake(key, name[:LONGEST_NAME], f"is unknown; use {', '.join(rules)}")
+                raise self.mistake(key, name[:MAX_NAME_LENGTH], f"is unknown; use {', '.join(rules)}")
             if name in values:
                 raise self.mistake(key, name, "is set twice")
             values[name] = self._value(name, value, rules[name], name in numbers)

@@ -11,7 +11,8 @@ from sluice.cli.up.engines.entries import PROBLEMS, between
 
 SCHEMES = ("http", "https", "grpc")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-LONGEST_SELECTOR = 1024
+MAX_SELECTOR_LENGTH = 1024
+"""Characters of a label selector in the file of `sluice follow`; a file with a longer one is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def _label_problem(name: str) -> str:
 
 
 def _text_problem(text: str) -> str:
-    return "" if 0 < len(text) <= LONGEST_SELECTOR else f"must have 1 to {LONGEST_SELECTOR} characters"
+    return "" if 0 < len(text) <= MAX_SELECTOR_LENGTH else f"must have 1 to {MAX_SELECTOR_LENGTH} characters"
 
 
 def _scheme_problem(scheme: str) -> str:

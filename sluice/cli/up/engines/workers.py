@@ -14,7 +14,9 @@ from sluice.cli.up.progress import View
 
 CHECK_EVERY_S = 1.0
 KILL_AFTER_S = 6.0
-FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 30.0
+"""Seconds until a worker of `sluice follow` that ended is started again."""
 STEADY_S = 60.0
 """Seconds after which a worker counts as running steadily, so that its next restart is immediate again."""
 

@@ -1,4 +1,7 @@
-"""Stands in for vllm: prompts that show who made them, and a parser in capitals that misbehaves on demand."""
+"""Stands in for vllm: prompts that show who made them, and a parser in capitals that misbehaves on demand.
+
+FAKE_VLLM_VERSION selects which modules there are: 0.32 has no stream processor, 0.30 neither that nor composed parsers.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,24 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__version__ = "0.33.0"
+__version__ = os.environ.get("FAKE_VLLM_VERSION", "0.33.0")
 
 
 class _Request(SimpleNamespace):
     @classmethod
     def model_validate(cls, body: dict[str, Any]) -> _Request:
-        return cls(tools=body.get("tools", []), messages=body.get("messages", []), skip_special_tokens=True)
+        return cls(
+            tools=body.get("tools", []),
+            messages=body.get("messages", []),
+            skip_special_tokens=True,
+            parallel_tool_calls=body.get("parallel_tool_calls", True),
+        )
 
 
 class _Parser:
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        pass
+        self._seen = ""
+        self._hoard: list[bytearray] = []
 
     def adjust_request(self, request: _Request) -> _Request:
         return request
@@ -29,15 +38,16 @@ class _Parser:
     def count_reasoning_tokens(self, ids: list[int]) -> int:
         return 0
 
-
-class _Processor:
-    def __init__(self, request: _Request, parser: _Parser, **named: Any) -> None:
-        self.parser = parser
-        self._seen = ""
-        self._hoard: list[bytearray] = []
-
-    def step(self, text: str, ids: list[int], reason: str | None, prompt: list[int]) -> Any:
-        self._seen += text
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: _Request,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> Any:
+        self._seen += delta_text
         if "RAISE" in self._seen:
             raise RuntimeError("as asked")
         while "LOOP" in self._seen:
@@ -46,8 +56,26 @@ class _Processor:
             self._hoard.append(bytearray(1 << 20))
         if "DIE" in self._seen:
             os._exit(3)
-        delta = SimpleNamespace(reasoning="", content=text.upper(), tool_calls=[])
-        return SimpleNamespace(delta=delta if text else None)
+        if not delta_text:
+            return None
+        calls = [_call(index) for index in range(2)] if "CALL" in delta_text else []
+        return SimpleNamespace(reasoning="", content=delta_text.upper(), tool_calls=calls)
+
+
+def _call(index: int) -> Any:
+    return SimpleNamespace(index=index, id="", function=SimpleNamespace(name=f"f{index}", arguments="{}"))
+
+
+class _Processor:
+    def __init__(self, request: _Request, parser: _Parser, **named: Any) -> None:
+        self.parser = parser
+        self._request = request
+
+    def step(self, text: str, ids: list[int], reason: str | None, prompt: list[int]) -> Any:
+        delta = self.parser.parse_delta(text, ids, self._request, prompt, finished=reason is not None)
+        if delta is not None and not self._request.parallel_tool_calls:
+            delta.tool_calls = delta.tool_calls[:1]
+        return SimpleNamespace(delta=delta)
 
 
 class _Manager:
@@ -82,7 +110,8 @@ _module("vllm.entrypoints")
 _module("vllm.entrypoints.openai")
 _module(_CHAT)
 _module(f"{_CHAT}.protocol", ChatCompletionRequest=_Request)
-_module(f"{_CHAT}.stream_processor", ChatStreamProcessor=_Processor)
+if __version__ >= "0.33":
+    _module(f"{_CHAT}.stream_processor", ChatStreamProcessor=_Processor)
 _module(
     "vllm.config",
     ModelConfig=_prompts("model_config"),
@@ -91,8 +120,9 @@ _module(
 )
 _module("vllm.renderers", renderer_from_config=_prompts("renderer_from_config"))
 _module("vllm.renderers.online_renderer", OnlineRenderer=_prompts("OnlineRenderer"))
-_module("vllm.renderers.params", TokenizeParams=SimpleNamespace)
-_module("vllm.parser", ParserManager=_Manager)
+_module("vllm.renderers.params", **({"TokenizeParams": SimpleNamespace} if __version__ >= "0.32" else {}))
+if __version__ >= "0.32":
+    _module("vllm.parser", ParserManager=_Manager)
 _module("vllm.reasoning", ReasoningParserManager=_Manager)
 _module("vllm.tool_parsers", ToolParserManager=_Manager)
 _module("vllm.tokenizers", get_tokenizer=lambda *arguments, **named: object())

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from services.common import budgets
+from services.common.budgets import Budget
 from services.common.discovery import tokenizer_delivery, tokenizer_store
-from services.common.discovery.tokenizer_delivery import DiscoveredModel, RetainedModel, TokenizerDelivery
+from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
+from services.common.discovery.tokenizer_delivery import TokenizerDelivery
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import ServedModel, WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
@@ -19,6 +22,8 @@ from services.common.models import fingerprint
 from tests.support.oracles.errors import raises_error
 from tests.support.waiting import until
 
+TOKENIZER_MB = 2
+"""Estimated memory of a tokenizer without files."""
 OLD, NEW = "0" * 64, "1" * 64
 
 
@@ -76,9 +81,11 @@ class Loaded:
         return tuple(self.models)
 
 
-def delivery_of(watch: WorkerWatch, loaded: Loaded, models: int, grace_s: float = 300.0) -> TokenizerDelivery:
+def delivery_of(
+    watch: WorkerWatch, loaded: Loaded, models: int, grace_s: float = 300.0, memory_mb: int = 1_024
+) -> TokenizerDelivery:
     store: Any = StoredResponse()
-    staying = RetainedModel(models, grace_s)
+    staying = RetainedModel(models, grace_s, Budget("tokenizer_memory", memory_mb << 20, "--max-discovered-mb"))
     return TokenizerDelivery("test", watch, store, (), loaded.take, None, loaded.end, staying, loaded.by_use)
 
 
@@ -117,14 +124,68 @@ async def test_request_for_one_model_too_many_replaces_the_least_recently_used_o
         for model in "abc":
             watch._served[model] = served(OLD, model)
         watch.on_change()
-        assert await delivery.wait_for("a", 10)
-        assert await delivery.wait_for("b", 10)
+        for model in "ab":  # loaded at once, in any order, and used in this one
+            assert await delivery.wait_for(model, 10)
+            loaded.use(model)
         assert await delivery.wait_for("c", 10), "it had to wait for no worker to leave"
         assert loaded.ended == ["a"]
         await until(lambda: not delivery._fetching)  # what is still being loaded cannot be replaced
         loaded.use("b")
         assert await delivery.wait_for("a", 10)
         assert (loaded.ended, tuple(loaded.models), loaded.most) == (["a", "c"], ("b", "a"), 2)
+    await delivery._tasks.close()
+
+
+async def test_models_with_one_tokenizer_take_its_memory_once() -> None:
+    watch, loaded = WorkerWatch(None), Loaded()
+    delivery = delivery_of(watch, loaded, models=100, memory_mb=TOKENIZER_MB)
+    for number in range(50):
+        watch._served[str(number)] = served(OLD, f"m{number}")
+    watch.on_change()
+    async with asyncio.timeout(20):
+        await until(lambda: len(loaded.models) == 50)
+    assert delivery._memory.used_bytes == TOKENIZER_MB << 20
+    await delivery._tasks.close()
+
+
+async def test_models_beyond_the_memory_wait_for_requests_which_replace_the_least_recently_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused: Counter[str] = Counter()
+    monkeypatch.setattr(budgets, "on_refused", lambda name: refused.update([name]))
+    watch, loaded = WorkerWatch(None), Loaded()
+    delivery = delivery_of(watch, loaded, models=100, memory_mb=2 * TOKENIZER_MB)
+    names = [f"m{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        watch._served[name] = served(f"{number:064d}", name)
+    watch.on_change()
+    async with asyncio.timeout(20):
+        await until(lambda: not delivery._fetching)
+        assert (len(loaded.models), refused["tokenizer_memory"]) == (2, 4)
+        (oldest, kept), (other, *_) = loaded.models, [name for name in names if name not in loaded.models]
+        assert await delivery.wait_for(other, 10)
+        assert (loaded.ended, tuple(loaded.models)) == ([oldest], (kept, other))
+        assert all(await asyncio.gather(*(delivery.wait_for(name, 15) for name in names)))
+    assert loaded.most == 2
+    await delivery._tasks.close()
+
+
+async def test_model_that_exceeds_the_memory_alone_is_refused_by_name_and_replaces_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizer_delivery, "FAILED_S", 0.1)
+    watch, loaded = WorkerWatch(None), Loaded()
+    delivery = delivery_of(watch, loaded, models=100, memory_mb=TOKENIZER_MB)
+    watch._served["a"] = served(OLD, "a")
+    watch.on_change()
+    async with asyncio.timeout(20):
+        assert await delivery.wait_for("a", 10)
+        monkeypatch.setattr(delivery._memory, "estimate", lambda path: (TOKENIZER_MB + 1) << 20)
+        watch._served["b"] = served(NEW, "b")
+        watch.on_change()
+        with raises_error(match="--max-discovered-mb", kind=ErrorKind.UNAVAILABLE, code="model_loading"):
+            await delivery.wait_for("b", 10)
+    assert tuple(loaded.models) == ("a",)
     await delivery._tasks.close()
 
 
@@ -233,7 +294,7 @@ def test_what_was_damaged_since_is_not_found_and_can_be_stored_anew(
     if damage == "gone":
         for file in path.iterdir():
             file.unlink()
-    elif damage == "missing":  # whoever clears caches takes files that nobody has opened for long
+    elif damage == "missing":  # cleaners of caches take files that were not opened for long
         (path / "chat_template.jinja").unlink()
     elif damage == "changed":
         (path / "config.json").write_bytes(b'{"a": 2}')

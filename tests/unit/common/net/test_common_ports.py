@@ -1,4 +1,4 @@
-"""Free ports: nobody listens on them, the kernel gives them to nobody else, and no other process of ours gets them."""
+"""Free ports: they have no listener, the kernel gives them to no other socket, and no other process of ours."""
 
 from __future__ import annotations
 

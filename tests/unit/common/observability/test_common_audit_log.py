@@ -99,9 +99,10 @@ def test_full_audit_queue_drops_lines_and_reports_the_count(tmp_path: Path, monk
     assert last["lost"] == 7
 
 
-def test_audit_queue_above_its_byte_limit_drops_lines(tmp_path: Path) -> None:
+def test_audit_queue_above_its_byte_limit_drops_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_QUEUED", 1 << 18)
     path = tmp_path / "audit.jsonl"
-    log = AuditLog(settings(path, audit_queue_mb=0.25))
+    log = AuditLog(settings(path))
     for _ in range(2):
         for number in range(10):
             long = entry(number)
@@ -154,20 +155,18 @@ def test_a_log_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None:
     assert [line["request_id"] for line in lines(path)] == ["r2"]
 
 
-@pytest.mark.parametrize(
-    ("keep", "kept"), [(2, {"audit.jsonl", "audit.jsonl.1", "audit.jsonl.2"}), (0, {"audit.jsonl"})]
-)
-def test_it_rotates_and_keeps_so_many(tmp_path: Path, keep: int, kept: set[str]) -> None:
+def test_it_rotates_and_keeps_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_KEPT_FILES", 2)
+    monkeypatch.setattr(audit, "MAX_FILE_BYTES", 100)
     path = tmp_path / "audit.jsonl"
-    log = AuditLog(settings(path, audit_max_mb=0.0001, audit_keep=keep))
+    log = AuditLog(settings(path))
     for number in range(5):
         log.write(entry(number))
         log._flush()
     log.close()
-    assert {one.name for one in tmp_path.iterdir()} == kept
-    if keep:
-        assert [line["request_id"] for line in lines(tmp_path / "audit.jsonl.1")] == ["r4"]
-        assert [line["request_id"] for line in lines(tmp_path / "audit.jsonl.2")] == ["r3"]
+    assert {file.name for file in tmp_path.iterdir()} == {"audit.jsonl", "audit.jsonl.1", "audit.jsonl.2"}
+    assert [line["request_id"] for line in lines(tmp_path / "audit.jsonl.1")] == ["r4"]
+    assert [line["request_id"] for line in lines(tmp_path / "audit.jsonl.2")] == ["r3"]
 
 
 def test_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,3 +204,14 @@ async def test_lines_being_written_when_the_service_stops_are_kept(
     await tasks.close()
     log.close()
     assert [line["request_id"] for line in lines(path)] == ["r1"]
+
+
+def test_audit_line_with_half_a_surrogate_pair_is_written_and_loses_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(settings(path, audit_content=True))
+    entries = [entry(with_content=True) for _ in range(3)]
+    entries[1].hear("half \ud801")
+    for one in entries:
+        log.write(one)
+    log.close()
+    assert [line["answer"] for line in lines(path)] == ["", "half \ufffd", ""]

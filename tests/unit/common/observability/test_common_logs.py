@@ -99,12 +99,12 @@ def test_a_cancelled_handler_is_not_reported_as_a_failure(capsys: pytest.Capture
 
 def test_a_line_about_a_request_among_many_carries_the_ids_of_its_span(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("x", "info", "json")
-    for number in range(logs.MOST_TRACED + 10):
+    for number in range(logs.MAX_TRACED + 10):
         logs.traced(f"req-{number}", SpanContext(number + 1, 7, is_remote=False))
-    for name in ("req-0", f"req-{logs.MOST_TRACED + 9}", "req-unknown"):
+    for name in ("req-0", f"req-{logs.MAX_TRACED + 9}", "req-unknown"):
         logging.getLogger("a").warning("moved", extra={"request": name})
     first, last, unknown = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    assert (last["trace_id"], last["span_id"]) == (f"{logs.MOST_TRACED + 10:032x}", f"{7:016x}")
+    assert (last["trace_id"], last["span_id"]) == (f"{logs.MAX_TRACED + 10:032x}", f"{7:016x}")
     assert "trace_id" not in first, "only the last few thousand are kept"
     assert "trace_id" not in unknown
-    assert len(logs._traced) == logs.MOST_TRACED
+    assert len(logs._traced) == logs.MAX_TRACED

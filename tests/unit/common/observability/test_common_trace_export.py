@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from services.common.observability.span_export import LAST_S, MOST_AT_ONCE, SpanExport
+from services.common.observability.span_export import LAST_S, MAX_AT_ONCE, SpanExport
 from services.common.otel_environment import read
 from services.common.settings import GrpcServiceSettings, ServiceSettings, settings_config
 
@@ -63,7 +63,7 @@ def test_every_span_arrives_once_in_batches() -> None:
     record(export, 1500)
     export.shutdown()
     assert sorted(backend.spans) == sorted(f"span-{index}" for index in range(1500))
-    assert backend.largest <= MOST_AT_ONCE
+    assert backend.largest <= MAX_AT_ONCE
     assert (export.exported, export.failed, export.dropped) == (1500, 0, 0)
     assert backend.closed
 

@@ -48,15 +48,15 @@ def caller_of(tokens: AcceptedTokens | None, shown: str | bytes) -> str:
         return ""
 
 
-def shown(peer_token: str = "", peer_file: Path | None = None, router_file: Path | None = None) -> ShownTokens:
-    tokens = shown_tokens(SecretStr(peer_token), peer_file, NONE, router_file)
+def shown(peer_token: str = "", peer_file: Path | None = None) -> ShownTokens:
+    tokens = shown_tokens(SecretStr(peer_token), peer_file)
     assert tokens is not None
     return tokens
 
 
 def test_without_settings_nothing_is_checked_and_nothing_shown() -> None:
     assert accepted_tokens(NONE, None) is None
-    assert shown_tokens(NONE, None, NONE, None) is None
+    assert shown_tokens(NONE, None) is None
 
 
 def test_accepted_tokens_rotate_by_file(tmp_path: Path, impatient: None) -> None:
@@ -87,7 +87,7 @@ def test_empty_token_file_prevents_the_start(tmp_path: Path, content: str | None
     path = tmp_path / "tokens"
     if content is not None:
         path.write_text(content)
-    for read in (lambda: accepted_tokens(NONE, path), lambda: shown(peer_file=path), lambda: shown(router_file=path)):
+    for read in (lambda: accepted_tokens(NONE, path), lambda: shown(peer_file=path)):
         with raises_error(kind=ErrorKind.FAILED_PRECONDITION) as caught:
             read()
         assert str(path) in caught.value.message
@@ -108,17 +108,11 @@ def test_a_service_is_shown_the_first_token_that_is_for_it(tmp_path: Path, impat
     assert (tokens("worker/w1"), tokens("router")) == ("other", "")
 
 
-def test_token_of_one_service_precedes_the_common_one(tmp_path: Path, impatient: None) -> None:
-    router, peers = tmp_path / "router", tmp_path / "peers"
-    replace(router, "one\ntwo")
+def test_token_of_the_setting_precedes_those_of_the_file(tmp_path: Path) -> None:
+    peers = tmp_path / "peers"
     replace(peers, "a router\nb worker")
-    tokens = shown(peer_file=peers, router_file=router)
-    assert (tokens("router"), tokens("worker")) == ("one", "b")
-    replace(router, "three")
-    assert tokens("router") == "three"
-    fixed = shown_tokens(SecretStr("c worker"), peers, SecretStr("mine"), router)
-    assert fixed is not None
-    assert (fixed("router"), fixed("worker")) == ("mine", "c")
+    tokens = shown("c worker", peers)
+    assert (tokens("router"), tokens("worker")) == ("a", "c")
 
 
 @pytest.mark.parametrize("line", ["hush", "hush everything", "hush worker/", "hush router worker", "hush scheduler"])
@@ -212,7 +206,7 @@ def test_each_service_may_call_what_the_design_has_it_call() -> None:
     assert allowed("preprocess") == allowed("postprocess") == learning
     assert set(EVERY_RPC) - allowed("gateway") == {"Router/Attach", "Router/DumpIndex", "Worker/Control"}
     assert allowed("scheduler") == allowed("gateway")
-    assert allowed("somebody") == set()
+    assert allowed("unlisted") == set()
 
 
 def test_what_is_no_service_of_the_suite_is_open_to_every_caller() -> None:
@@ -259,7 +253,7 @@ def test_a_bad_line_that_comes_later_changes_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(watched, "CHECK_EVERY_S", 0.0)
     path = accept(tmp_path / "tokens", "good gateway")
     tokens = accepted_tokens(NONE, path)
-    path.write_text(f"{digest_of('better')} gateway\nworse nobody\n")
+    path.write_text(f"{digest_of('better')} gateway\nworse unknown\n")
     assert tokens is not None
     assert [f"sha256:{token.digest.hex()}" for token in tokens()] == [digest_of("good")]
 
@@ -330,7 +324,7 @@ async def test_each_service_receives_its_token(tmp_path: Path) -> None:
     assert shown == ["to-router", "to-w1", "to-worker", ""]
     async with open_channel("127.0.0.1:1", credentials) as channel:
         assert not hasattr(channel, "_token")
-    special = channel_credentials(WorkerSettings(peer_token_file=path, router_token=SecretStr("special")))
+    special = channel_credentials(WorkerSettings(peer_token_file=path, peer_token=SecretStr("special router")))
     assert special is not None
     async with open_channel("127.0.0.1:1", special, callee="router") as channel:
         assert channel._token() == "special"  # type: ignore[attr-defined]

@@ -182,7 +182,7 @@ async def test_no_place_is_lost_or_given_twice(steps: list[tuple[str, int]], pla
         inside += entered - (step == "leave" and inside > 0)
         assert line.running == inside <= places
         assert line.waiting == len(tasks) <= room
-        assert not (line.waiting and inside < places), "somebody waits in front of a free place"
+        assert not (line.waiting and inside < places), "a request waits in front of a free place"
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

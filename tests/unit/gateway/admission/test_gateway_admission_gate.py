@@ -14,6 +14,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.common import budgets
 from services.common.errors import ErrorKind, SluiceError, overloaded
 from services.common.tasks import TaskOwner
 from services.gateway.admission import fallback_limiter as steady_limits
@@ -23,7 +24,7 @@ from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ANONYMOUS, ApiKey, KeyFile, create, write
 from services.gateway.admission.limits import LimitDecision, LimitsUnavailable
 from services.gateway.admission.local_limiter import LocalLimiter
-from services.gateway.admission.permit import OPEN
+from services.gateway.admission.permit import OPEN, Permit
 from services.gateway.admission.redis_limiter import RedisLimiter
 from services.gateway.context import current
 from services.gateway.http.errors import error_response
@@ -242,7 +243,7 @@ LIMITED_KEY = replace(ApiKey("0" * 12, "k", ""), concurrency=1, tokens_per_minut
 
 
 class Flaky(LocalLimiter):
-    """Shared limits; while `lost` names a step, that step is taken and nobody hears of it."""
+    """Shared limits; while `lost` names a step, that step is taken and its answer is lost."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,3 +325,86 @@ async def test_places_that_are_gone_by_time_are_not_asked_for(monkeypatch: pytes
     shared.lost = ""
     await steady.enter(LIMITED_KEY, "b")
     assert shared.settled == []
+
+
+def keyed(tmp_path: Path, *tenants: str, running: int = 8, max_per_tenant: int = 0) -> tuple[Gate, list[ApiKey]]:
+    """Returns a gate, whose queue has no room, and a key of each tenant."""
+    keys = [create(f"key {number}", tenant=tenant)[1] for number, tenant in enumerate(tenants)]
+    write(tmp_path / "keys.json", keys)
+    queue = FairQueue(running, 0, 60)
+    file = KeyFile(tmp_path / "keys.json")
+    return Gate(file, LocalLimiter(), queue, TaskOwner(), max_per_tenant=max_per_tenant), keys
+
+
+async def fill(gate: Gate, key: ApiKey) -> tuple[list[Permit], SluiceError]:
+    """Returns the permits that a key gets until one is refused, and the refusal."""
+    permits = []
+    while True:
+        try:
+            permits.append(await gate.enter(key, 1.0, inf, never))
+        except SluiceError as error:
+            return permits, error
+
+
+@pytest.mark.parametrize(
+    ("tenants", "max_per_tenant", "running"),
+    [
+        (["a"], 0, 8),
+        (["a", "a"], 0, 8),
+        (["a", "b"], 0, 6),
+        (["a", "b", "c"], 2, 2),
+        (["a"], 2, 2),
+        (["a", "b"], 99, 8),
+    ],
+)
+async def test_running_requests_of_a_tenant_are_bounded_where_there_are_several(
+    tmp_path: Path, tenants: str, max_per_tenant: int, running: int
+) -> None:
+    gate, keys = keyed(tmp_path, *tenants, max_per_tenant=max_per_tenant)
+    permits, error = await fill(gate, keys[0])
+    assert len(permits) == running
+    is_full = running == 8
+    assert (error.http_status, error.code) == ((503, "overloaded") if is_full else (429, "rate_limit_exceeded"))
+    assert is_full or error.message == (
+        f"The running requests of this tenant exceed the limit of {running} (the server's --max-requests-per-tenant)."
+    )
+    gate.leave(permits.pop())
+    permits.append(await gate.enter(keys[0], 1.0, inf, never))
+    for permit in permits:
+        gate.leave(permit)
+    assert gate.queue.running == 0
+
+
+async def test_tenant_with_all_the_requests_it_may_run_leaves_room_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[str] = []
+    monkeypatch.setattr(budgets, "on_refused", refused.append)
+    gate, (first, sibling, other) = keyed(tmp_path, "a", "a", "b", max_per_tenant=5)
+    permits, _ = await fill(gate, first)
+    with raises_error(http_status=429, code="rate_limit_exceeded"):
+        await gate.enter(sibling, 1.0, inf, never)
+    with raises_error(http_status=429, code="rate_limit_exceeded"):
+        await gate.enter_in_background(sibling)
+    assert refused == ["running_requests"] * 3
+    assert gate.queue.running == len(permits) == 5
+    gate.leave(await gate.enter(other, 1.0, inf, never))
+
+
+async def test_queued_request_whose_tenant_filled_up_meanwhile_leaves_the_gateway(tmp_path: Path) -> None:
+    gate, (first, other) = keyed(tmp_path, "a", "b", running=4)
+    gate.queue._max_waiting = 4
+    permits = [await gate.enter(first, 1.0, inf, never) for _ in range(2)]
+    others = [await gate.enter(other, 1.0, inf, never) for _ in range(2)]
+    waiting = [asyncio.create_task(gate.enter(first, 1.0, inf, never)) for _ in range(2)]
+    while gate.queue.waiting < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    for permit in others:
+        gate.leave(permit)
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    permits += [result for result in results if isinstance(result, Permit)]
+    assert [error.http_status for error in results if isinstance(error, SluiceError)] == [429]
+    assert gate.queue.running == len(permits) == 3
+    for permit in permits:
+        gate.leave(permit)
+    assert gate.queue.running == 0

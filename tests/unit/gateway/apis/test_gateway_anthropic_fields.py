@@ -8,8 +8,8 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
+from services.common.apis.anthropic.blocks import read_chat
 from services.common.errors import SluiceError, invalid
-from services.gateway.apis.anthropic.blocks import read_chat
 from services.gateway.apis.anthropic.schemas import MessagesRequest, explain
 from services.gateway.apis.anthropic.translate import EngineCapabilities, translate
 from services.gateway.apis.common.translation import TranslatedRequest

@@ -68,23 +68,37 @@ def say(turn: StreamedTurn | CollectedTurn, message: list[TextDelta], cuts: Cuts
 def heard(
     response: StreamedBlocks, message: list[TextDelta], cuts: Cuts, end: Finish | SluiceError
 ) -> list[dict[str, Any]]:
-    """The events of a turn."""
+    """The events of a turn without those of its silences, of which one follows each write but the last."""
     written: list[bytes] = []
+    silences: list[bytes] = []
 
     def write() -> None:
         if response.unsent or written:
             written.append(response.take())
+            silences.append(response.silence())
+            written.append(silences[-1])
 
     turn = response.sinks[0]
     say(turn, message, cuts, write)
     turn.finish(end) if isinstance(end, Finish) else turn.fail(end)
     written.append(response.take())
+    events = parsed(b"".join(written))
+    if "sequence_number" in events[0]:
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    alive = parsed(b"".join(silences))
+    assert len(alive) == len(silences)
+    assert all(event["type"] in ("ping", "response.in_progress") for event in alive)
+    assert all(event.get("response") == events[1].get("response") for event in alive)
+    left = [event for chunk in written if chunk not in silences for event in parsed(chunk)]
+    return [{**event, "sequence_number": at} if "sequence_number" in event else event for at, event in enumerate(left)]
+
+
+def parsed(chunk: bytes) -> list[dict[str, Any]]:
     events = []
-    for event in b"".join(written).split(b"\n\n")[:-1]:
+    for event in chunk.split(b"\n\n")[:-1]:
         name, data = event.split(b"\n")
-        parsed = orjson.loads(data.removeprefix(b"data: "))
-        assert name == b"event: " + parsed["type"].encode()
-        events.append(parsed)
+        events.append(orjson.loads(data.removeprefix(b"data: ")))
+        assert name == b"event: " + events[-1]["type"].encode()
     return events
 
 

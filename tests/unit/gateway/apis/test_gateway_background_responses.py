@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from services.common.errors import SluiceError
-from services.gateway.apis.responses.background import BackgroundResponses
-from services.gateway.apis.responses.event_log import EventLog
-from services.gateway.apis.responses.store import MemoryStore
+from services.common.errors import ErrorKind, SluiceError
+from services.gateway.apis.responses.background import BackgroundResponses, BackgroundRun
+from services.gateway.apis.responses.event_log import PER_EVENT, EventLog
+from services.gateway.apis.responses.store import MemoryStore, StoreLimits
 from services.gateway.settings import GatewaySettings
 from tests.support.fakes.clock import Clock
+from tests.support.oracles.errors import raises_error
+from tests.support.waiting import settle
 
 OWNER, ID = "tenant", "resp_1"
 QUEUED = {"id": ID, "object": "response", "created_at": 1, "status": "queued", "background": True, "error": None}
@@ -24,9 +27,10 @@ class Gateways:
 
     def __init__(self, lease_s: float = 30.0, most: int = 256) -> None:
         self.clock = Clock(100.0)
-        self.store = MemoryStore(100, 1 << 20, 3600)
-        settings = GatewaySettings(responses_background=most)
-        self.one, self.two = (BackgroundResponses(self.store, settings, self.clock, lease_s=lease_s) for _ in range(2))
+        self.store = MemoryStore(StoreLimits.of(100, 1 << 20), 3600)
+        self.one, self.two = (
+            BackgroundResponses(self.store, GatewaySettings(), self.clock, lease_s, most) for _ in range(2)
+        )
 
     async def seen(self) -> dict[str, Any] | None:
         """The response as the second gateway returns it."""
@@ -34,13 +38,18 @@ class Gateways:
         return None if stored is None else orjson.loads(stored.response)
 
 
-async def test_a_response_in_progress_has_its_state_on_every_gateway() -> None:
+async def test_response_in_progress_has_its_state_on_every_gateway() -> None:
     gateways = Gateways()
     run = gateways.one.begin(OWNER, ID, b"[]")
     gateways.one.update(run, QUEUED)
     assert await gateways.seen() == QUEUED
-    gateways.one.update(run, {**QUEUED, "status": "in_progress"})
-    assert await gateways.seen() == {**QUEUED, "status": "in_progress"}
+
+    async def generate() -> None:
+        gateways.one.update(run, {**QUEUED, "status": "in_progress"})
+        await settle()
+        assert await gateways.seen() == {**QUEUED, "status": "in_progress"}
+
+    await gateways.one.run(run, generate)
     assert await gateways.two.find("other", ID) is None
 
 
@@ -136,11 +145,57 @@ def test_a_log_returns_events_from_a_number_on_without_comments() -> None:
 
 
 def test_a_log_at_its_limit_drops_the_oldest_events_and_says_so() -> None:
-    log = EventLog(30)
+    log = EventLog(3 * (PER_EVENT + 10))
     for number in range(10):
         log.add(b"data: %d\n\n" % number)
-    assert log.size <= 30
+    assert log.size <= 3 * (PER_EVENT + 10)
     with pytest.raises(SluiceError) as dropped:
         log.read(0)
     assert dropped.value.code == "events_expired"
     assert log.read(9) == (b"data: 9\n\n", 10)
+
+
+async def add_events(run: BackgroundRun, number: int, size: int) -> None:
+    for _ in range(number):
+        await run.send({"type": "http.response.body", "body": b"x" * size + b"\n\n"})
+
+
+async def test_events_of_all_responses_in_progress_stay_within_their_memory_together() -> None:
+    background = BackgroundResponses(
+        MemoryStore(StoreLimits.of(100, 1 << 20), 3600), GatewaySettings(), max_bytes=1 << 20
+    )
+    runs = [background.begin(OWNER, f"resp_{index}", b"[]") for index in range(20)]
+    for run in runs:
+        await add_events(run, 300, 1_000)
+        assert sum(each.events.size for each in runs) <= 1 << 20
+    await add_events(runs[0], 3, 10)
+    assert runs[0].events.size > 0
+    with raises_error(code="events_expired"):
+        background.stream(OWNER, "resp_0", 0)
+
+
+async def test_background_responses_of_one_tenant_leave_room_to_others(tmp_path: Path) -> None:
+    settings = GatewaySettings(api_keys_file=tmp_path / "keys.json")
+    background = BackgroundResponses(MemoryStore(StoreLimits.of(100, 1 << 20), 3600), settings, max_running=8)
+    for owner in "abcd":
+        for index in range(2):
+            background.begin(owner, f"resp_{index}", b"[]")
+        with raises_error(kind=ErrorKind.OVERLOADED, code="overloaded", match="of this client"):
+            background.begin(owner, "resp_2", b"[]")
+    with raises_error(kind=ErrorKind.OVERLOADED, match="The gateway runs 8"):
+        background.begin("e", "resp_0", b"[]")
+
+
+async def test_inputs_of_background_responses_in_progress_are_bounded_and_let_go_at_their_end() -> None:
+    background = BackgroundResponses(
+        MemoryStore(StoreLimits.of(100, 1 << 20), 3600), GatewaySettings(), max_bytes=1 << 20
+    )
+    run = background.begin(OWNER, "resp_0", bytes(1 << 20))
+    with raises_error(kind=ErrorKind.OVERLOADED, match="inputs"):
+        background.begin(OWNER, "resp_1", b"[]")
+
+    async def nothing() -> None:
+        return
+
+    await background.run(run, nothing)
+    background.begin(OWNER, "resp_1", bytes(1 << 20))

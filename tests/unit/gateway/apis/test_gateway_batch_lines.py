@@ -2,25 +2,123 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.gateway.apis.batches.lines import BatchLine, LineError, read_lines
+from services.common.budgets import Budget
+from services.common.intake.pace import BodyPace
+from services.gateway.admission.scopes import Scope
+from services.gateway.apis.batches import lines as lines_module
+from services.gateway.apis.batches.lines import (
+    BatchLine,
+    CheckedLines,
+    FileLost,
+    LineError,
+    Read,
+    count_lines,
+    line_parser,
+    raw_lines,
+    read_line,
+)
 from services.gateway.apis.batches.multipart import FormPart, read_form
+from services.gateway.http.middleware.scopes import BodyNeeds
 from tests.support.oracles.errors import raises_error
 
 PATH = "/v1/completions"
+PARSE = line_parser(Budget("body_values", 2_000, ""), BodyPace())
 
 
 def line(custom_id: Any = "a", **fields: Any) -> bytes:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": PATH, "body": {}, **fields}).encode()
 
 
-def test_lines_are_requests_in_their_order() -> None:
-    data = b"\n".join([line("a", body={"model": "m"}), b"", line("b"), b"  "])
-    assert read_lines(data, PATH, 1_000) == [BatchLine("a", {"model": "m"}), BatchLine("b", {})]
+async def checked(data: bytes, max_bytes: int = 1_000, max_broken: int = 10) -> CheckedLines:
+    found = CheckedLines()
+    await found.check(raw_lines(reader(data), max_bytes), PATH, max_bytes, max_broken, PARSE)
+    return found
+
+
+async def requests(data: bytes, max_bytes: int = 1_000) -> list[BatchLine | LineError]:
+    return [await read_line(raw, PATH, max_bytes, PARSE) async for raw in raw_lines(reader(data), max_bytes)]
+
+
+def reader(data: bytes) -> Read:
+    async def read(start: int, size: int) -> bytes | None:
+        return data[start : start + size]
+
+    return read
+
+
+async def test_lines_are_requests_in_their_order() -> None:
+    data = b"\n".join([line("a", body={"model": "m", "priority": 3}), b"", line("b"), b"  "])
+    first, second = await requests(data)
+    assert isinstance(first, BatchLine)
+    assert isinstance(second, BatchLine)
+    assert (first.custom_id, first.body, first.model, first.priority) == ("a", b'{"model":"m"}', "m", 3)
+    assert first.needs == BodyNeeds((("m", "model"),), ((Scope.PRIORITY, "priority"),))
+    assert (second.custom_id, second.body, second.model, second.priority) == ("b", b"{}", "", None)
+
+
+@given(st.binary(max_size=64).map(lambda data: data.replace(b"x", b"\n")), st.integers(1, 40), st.integers(1, 9))
+async def test_lines_are_the_same_in_blocks_of_any_size(data: bytes, max_bytes: int, block: int) -> None:
+    with patch.multiple(lines_module, BLOCK_BYTES=block, READ_BYTES=3 * block):
+        found = [raw async for raw in raw_lines(reader(data), max_bytes)]
+    expected = [text for text in data.split(b"\n") if text.strip() or len(text) > max_bytes]
+    assert [(raw.number, raw.size) for raw in found] == [(at, len(text)) for at, text in enumerate(expected)]
+    assert [raw.text for raw in found] == [text if len(text) <= max_bytes else b"" for text in expected]
+    assert await count_lines(data) == len(data.removesuffix(b"\n").split(b"\n")) * bool(data)
+
+
+async def test_other_work_proceeds_while_lines_are_read_and_counted() -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    data = b"\n" * (4 << 20) + line("a")
+    counting = asyncio.create_task(count_turns())
+    try:
+        assert len(await requests(data)) == 1
+        assert turns > (4 << 20) // lines_module.BLOCK_BYTES
+        turns = 0
+        assert await count_lines(data) == (4 << 20) + 1
+        assert turns > 3
+        turns = 0
+        await checked(b"1\n" * 5_000, max_broken=5_000)
+        assert turns >= 5_000 // lines_module.LINES_A_TURN
+    finally:
+        counting.cancel()
+
+
+async def test_check_ends_at_the_first_broken_line_too_many() -> None:
+    found = await checked(b"1\n" * 1_000, max_broken=5)
+    assert (found.total, len(found.broken), found.excess) == (6, 6, True)
+    found = await checked(b"1\n" * 5 + line("a"), max_broken=5)
+    assert (found.total, len(found.broken), found.excess) == (6, 5, False)
+
+
+async def test_file_that_is_deleted_while_it_is_read_is_lost() -> None:
+    async def read(start: int, size: int) -> bytes | None:
+        return None if start else line("a") + b"\n" + b" " * (size - len(line("a")) - 1)
+
+    with pytest.raises(FileLost):
+        [raw async for raw in raw_lines(read, 1_000)]
+
+
+async def test_line_passes_the_budgets_of_bodies() -> None:
+    dense = line("a", body={"input": [[]] * 400})
+    deep = line("b", body={"input": "DEEP"}).replace(b'"DEEP"', b"[" * 800 + b"]" * 800)
+    found = await requests(dense + b"\n" + deep + b"\n" + line("c"), 10_000)
+    assert [type(each) for each in found] == [LineError, LineError, BatchLine]
 
 
 @pytest.mark.parametrize(
@@ -41,11 +139,10 @@ def test_lines_are_requests_in_their_order() -> None:
         (line(pad="x" * 1_000), "line_too_large"),
     ],
 )
-def test_broken_line_is_an_error_of_its_own(text: bytes, code: str) -> None:
-    found = read_lines(b"\n".join([line("first"), text, line("last")]), PATH, 1_000)
-    assert [type(each) for each in found] == [BatchLine, LineError, BatchLine]
-    broken = found[1]
-    assert isinstance(broken, LineError)
+async def test_broken_line_is_an_error_of_its_own(text: bytes, code: str) -> None:
+    found = await checked(b"\n".join([line("first"), text, line("last")]))
+    assert (found.total, list(found.broken), found.excess) == (3, [1], False)
+    broken = found.broken[1]
     assert broken.code == code
     shown = json.loads(broken.as_result(1))
     assert (shown["response"], shown["error"]["code"], shown["error"]["line"]) == (None, code, 2)

@@ -13,6 +13,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel
 
+from scripts.pages.fields import SCHEMAS, SDKS, rows
 from services.gateway.apis.openai.unsupported_fields import (
     FieldClass,
     class_of,
@@ -23,7 +24,6 @@ from services.gateway.apis.openai.unsupported_fields import (
     platform_field,
     unsupported_field,
 )
-from sluice.fields import SCHEMAS, SDKS, rows
 
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Arguments of Anthropic's library that it sends as headers."""

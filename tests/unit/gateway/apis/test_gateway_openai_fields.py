@@ -301,3 +301,33 @@ def test_what_an_answer_is_taken_apart_with() -> None:
     assert forbidden is not None
     assert forbidden.tool_parser == ""
     assert completions(prompt="a")[0].parsing is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}),
+        (
+            {"reasoning_effort": "high", "enable_thinking": False},
+            {"reasoning_effort": "high", "enable_thinking": False},
+        ),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},
+            {"reasoning_effort": "none", "thinking": True},
+        ),
+    ],
+)
+def test_effort_sets_the_switch_for_thinking_unless_the_client_does(
+    fields: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    prompt = chat(**fields).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert orjson.loads(prompt.template_kwargs_json) == expected
+
+
+def test_effort_none_is_reported_only_without_any_switch() -> None:
+    request = chat(reasoning_effort="none")
+    assert request.fields_without_effect(["reasoning_effort", "thinking"]) == []
+    assert request.fields_without_effect(["reasoning_effort", "thinking", "enable_thinking"]) == ["reasoning_effort"]
+    assert chat(reasoning_effort="low").fields_without_effect(["reasoning_effort"]) == ["reasoning_effort"]

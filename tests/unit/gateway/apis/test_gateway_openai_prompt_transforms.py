@@ -6,9 +6,12 @@ from typing import Any, cast
 
 import pytest
 
-from services.common.errors import invalid
+from services.common import budgets
+from services.common.errors import ErrorKind, invalid
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve
+from services.gateway.admission.keys import ANONYMOUS
+from services.gateway.admission.permit import OPEN, Permit
+from services.gateway.apis.openai.prompt_transforms import MAX_WORD_CHARACTERS, needs_tokenizer, resolve_all
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.translate import client_names, completion_requests
 from services.gateway.apis.openai.validation import check
@@ -33,6 +36,7 @@ class Preprocess:
     """One id a byte, after a 1 where special tokens are added; the given markers are ids from 1000."""
 
     def __init__(self, *markers: str) -> None:
+        self.texts: list[str] = []
         self.markers = {marker: 1000 + index for index, marker in enumerate(markers)}
 
     async def tokenize(
@@ -41,16 +45,35 @@ class Preprocess:
         if isinstance(prompt, TokenPrompt):
             return TokenizedPrompt(prompt.token_ids, b"", "", b"", b"", 0, b"")
         assert isinstance(prompt, TextPrompt)
+        self.texts.append(prompt.text)
         ids = [self.markers[prompt.text]] if prompt.text in self.markers else list(prompt.text.encode())
         special = [] if prompt.add_special_tokens is False else [1]
         return TokenizedPrompt(pack_u32([*special, *ids]), b"", "", b"", b"", 0, b"")
 
 
-async def resolved(preprocess: Preprocess, **fields: Any) -> GenerationRequest:
+class Charged(Permit):
+    """A permit that records the tokens charged and used."""
+
+    def __init__(self) -> None:
+        super().__init__(ANONYMOUS, "", None, None)
+        self.tokens = [0, 0]
+
+    async def charge(self, tokens: int) -> None:
+        self.tokens[0] += tokens
+
+    def spent(self, tokens: int) -> None:
+        self.tokens[1] += tokens
+
+
+async def all_resolved(preprocess: Preprocess, permit: Permit, **fields: Any) -> list[GenerationRequest]:
     checked = check(CompletionRequest, {"model": "m", "prompt": "abc", **fields}, BUDGETS)
-    request = completion_requests(checked, "r", 8, BUDGETS)[0]
+    requests = completion_requests(checked, "r", 8, BUDGETS)
     assert needs_tokenizer(checked)
-    return await resolve(request, checked, ENTRY, cast(PreprocessClient, preprocess))
+    return await resolve_all(requests, checked, ENTRY, cast(PreprocessClient, preprocess), permit)
+
+
+async def resolved(preprocess: Preprocess, **fields: Any) -> GenerationRequest:
+    return (await all_resolved(preprocess, OPEN, **fields))[0]
 
 
 def ids_of(request: GenerationRequest) -> list[int]:
@@ -61,6 +84,25 @@ def ids_of(request: GenerationRequest) -> list[int]:
 async def test_bad_words_with_and_without_a_space() -> None:
     request = await resolved(Preprocess(), bad_words=["ab", " c"])
     assert request.sampling.bad_words == (tuple(b"ab"), tuple(b" ab"), tuple(b"c"), tuple(b" c"))
+
+
+async def test_bad_words_of_many_prompts_are_tokenized_and_charged_once() -> None:
+    preprocess, permit = Preprocess(), Charged()
+    requests = await all_resolved(preprocess, permit, prompt=["a", "b", "c"], bad_words=["ab", "ab", " ab"])
+    assert preprocess.texts == ["ab", " ab"]
+    assert permit.tokens == [5, 5]
+    assert len({id(request.sampling.bad_words) for request in requests}) == 1
+
+
+async def test_bad_words_beyond_their_budget_are_refused_before_they_are_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = list[str]()
+    monkeypatch.setattr(budgets, "on_refused", refused.append)
+    preprocess = Preprocess()
+    with raises_error(param="bad_words", kind=ErrorKind.INVALID_ARGUMENT, match=str(MAX_WORD_CHARACTERS)):
+        await resolved(preprocess, bad_words=["x" * (MAX_WORD_CHARACTERS // 2), "y" * (MAX_WORD_CHARACTERS // 2 + 1)])
+    assert (preprocess.texts, refused) == ([], ["word_characters"])
 
 
 @pytest.mark.parametrize(

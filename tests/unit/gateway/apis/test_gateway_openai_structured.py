@@ -261,7 +261,7 @@ def test_a_demanded_call_becomes_a_schema() -> None:
     assert request.guided_calls
     assert ("guided_json", "tool_choice") in request.needs
     assert request.parsing is not None
-    assert (request.parsing.tool_parser, request.parsing.reasoning_parser) == ("llama3_json", "")
+    assert (request.parsing.tool_parser, request.parsing.reasoning_parser) == ("llama3_json", "auto")
 
     named = chat(
         forces=True, tools=[tool("f", SCHEMA), tool("g")], tool_choice={"type": "function", "function": {"name": "g"}}

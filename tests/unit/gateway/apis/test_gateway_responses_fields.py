@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from services.common.apis.responses.conversation import conversation
+from services.common.apis.responses.items import SEALED, read_items, reasoning_text, seal
+from services.common.apis.responses.tools import read_tools
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.conversation import conversation
-from services.gateway.apis.responses.items import SEALED, read_items, reasoning_text, seal
 from services.gateway.apis.responses.schemas import ResponsesRequest
-from services.gateway.apis.responses.tools import read_tools
 from services.gateway.apis.responses.translate import translate
+from services.gateway.core.request import ChatPrompt
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.errors import raises_error
 
@@ -139,13 +140,23 @@ def test_one_turn_of_the_model_is_one_message() -> None:
     assert [message["content"] for message in messages_of(said, said)] == ["I look.", "I look."]
 
 
-def test_instructions_and_leading_developer_message_form_one_system_message() -> None:
+def test_instructions_and_developer_messages_keep_role_and_place() -> None:
     developer = {"role": "developer", "content": [{"type": "input_text", "text": "No jokes."}]}
     assert messages_of(developer, MESSAGE, instructions="Be brief.") == [
-        {"role": "system", "content": "Be brief.\n\nNo jokes."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "No jokes."},
         {"role": "user", "content": "hi"},
     ]
-    assert [message["role"] for message in messages_of(MESSAGE, developer)] == ["user", "system"]
+    assert [message["role"] for message in messages_of(MESSAGE, developer)] == ["user", "developer"]
+
+
+def test_text_parts_of_user_stay_parts_and_those_of_outputs_are_joined() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": parts}
+    user, _, tool = messages_of({"role": "user", "content": parts}, call, output)
+    assert user["content"] == [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert tool["content"] == "a\nb"
 
 
 @given(st.text())
@@ -171,3 +182,22 @@ def test_turns_are_left_out_from_the_beginning(roles: list[str], system: bool, d
     assert cut.messages[-1] == whole.messages[-1]
     if turns:
         assert cut.messages[system]["role"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("status", "continues"), [("incomplete", True), ("in_progress", True), ("completed", False), (None, False)]
+)
+def test_last_message_of_assistant_is_continued_unless_complete(status: str | None, continues: bool) -> None:
+    answer = {"role": "assistant", "content": "It is", "status": status}
+    for body, expected in (([MESSAGE, answer], continues), ([answer, MESSAGE], False)):
+        prompt = request_of(ResponsesRequest, {"model": "m", "input": body}).generation.prompt
+        assert isinstance(prompt, ChatPrompt)
+        assert prompt.continue_final_message is expected
+        assert prompt.add_generation_prompt is (False if expected else None)
+
+
+def test_status_of_users_messages_continues_nothing() -> None:
+    body = {"model": "m", "input": [{**MESSAGE, "status": "incomplete"}]}
+    prompt = request_of(ResponsesRequest, body).generation.prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert not prompt.continue_final_message

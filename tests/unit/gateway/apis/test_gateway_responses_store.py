@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from services.gateway.apis.responses.pagination import page
-from services.gateway.apis.responses.store import PER_RESPONSE, MemoryStore, StoredResponse
+from services.gateway.apis.responses.store import PER_RESPONSE, MemoryStore, StoredResponse, StoreLimits
 from tests.support.oracles.errors import raises_error
 
-MOST, MOST_BYTES, LONGEST_S = 5, 20 * PER_RESPONSE, 10.0
+MOST, MAX_BYTES, MAX_S = 5, 20 * PER_RESPONSE, 10.0
 OF_OWNER = (3, 12 * PER_RESPONSE)
 OWNERS = st.sampled_from(["", "a", "b"])
 IDS = st.sampled_from([f"resp_{index}" for index in range(8)])
@@ -39,7 +39,7 @@ class Keeping(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.store = MemoryStore(MOST, MOST_BYTES, LONGEST_S, lambda: self.now, OF_OWNER)
+        self.store = MemoryStore(StoreLimits.of(MOST, MAX_BYTES, OF_OWNER), MAX_S, lambda: self.now)
         self.known: dict[tuple[str, str], tuple[float, StoredResponse]] = {}
 
     @rule(owner=OWNERS, response_id=IDS, size=st.integers(0, 24 * PER_RESPONSE))
@@ -56,7 +56,7 @@ class Keeping(RuleBasedStateMachine):
         if found is not None:
             kept_at, kept = self.known[owner, response_id]
             assert found is kept
-            assert self.now - kept_at < LONGEST_S
+            assert self.now - kept_at < MAX_S
 
     @rule(owner=OWNERS, response_id=IDS)
     def drop(self, owner: str, response_id: str) -> None:
@@ -71,7 +71,7 @@ class Keeping(RuleBasedStateMachine):
     @invariant()
     def bounded(self) -> None:
         assert len(self.store) <= MOST
-        assert 0 <= self.store.size <= MOST_BYTES
+        assert 0 <= self.store.size <= MAX_BYTES
         assert (len(self.store) == 0) == (self.store.size == 0)
         for owner, of_owner in self.store._owners.items():
             assert 0 < len(of_owner) <= OF_OWNER[0]
@@ -83,7 +83,7 @@ TestKeeping = Keeping.TestCase
 
 
 async def test_store_full_for_one_owner_evicts_only_that_owners_responses() -> None:
-    store = MemoryStore(10, 1 << 20, 60)
+    store = MemoryStore(StoreLimits.of(10, 1 << 20), 60)
     store.put("quiet", "resp_q", StoredResponse(b"{}", b"[]"))
     for index in range(100):
         store.put("loud", f"resp_{index}", StoredResponse(b"{}", b"[]"))
@@ -94,7 +94,7 @@ async def test_store_full_for_one_owner_evicts_only_that_owners_responses() -> N
 
 
 async def test_a_tenant_at_its_bound_takes_nothing_from_one_that_keeps_more_bytes() -> None:
-    store = MemoryStore(10, 30 * PER_RESPONSE, 60, owner_limits=(4, 16 * PER_RESPONSE))
+    store = MemoryStore(StoreLimits.of(10, 30 * PER_RESPONSE, (4, 16 * PER_RESPONSE)), 60)
     large = StoredResponse(b"x" * (3 * PER_RESPONSE - 2), b"[]")  # 4 * PER_RESPONSE with what keeping costs
     for index in range(5):
         store.put("other", f"resp_{index}", large)
@@ -105,7 +105,7 @@ async def test_a_tenant_at_its_bound_takes_nothing_from_one_that_keeps_more_byte
 
 
 async def test_store_full_with_equal_owners_evicts_from_the_one_that_adds() -> None:
-    store = MemoryStore(4, 1 << 20, 60)
+    store = MemoryStore(StoreLimits.of(4, 1 << 20), 60)
     for owner, name in (("a", "resp_1"), ("a", "resp_2"), ("b", "resp_3"), ("b", "resp_4"), ("b", "resp_5")):
         store.put(owner, name, StoredResponse(b"{}", b"[]"))
     assert await store.find("a", "resp_1") is not None
@@ -113,7 +113,7 @@ async def test_store_full_with_equal_owners_evicts_from_the_one_that_adds() -> N
 
 
 async def test_nothing_is_kept_where_nothing_shall_be() -> None:
-    store = MemoryStore(0, 1 << 20, 60)
+    store = MemoryStore(StoreLimits.of(0, 1 << 20), 60)
     store.put("a", "resp_1", StoredResponse(b"{}", b"[]"))
     assert await store.find("a", "resp_1") is None
     assert store.size == 0

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.apis.responses.conversation import conversation, with_instruction
+from services.common.apis.responses.custom_tools import InputReader, arguments_of, input_of
+from services.common.apis.responses.items import compaction_item, read_items, summary_of
+from services.common.apis.responses.tools import ChatTools, read_tools
 from services.common.errors import ErrorKind
 from services.gateway.apis.common.output import Counts
 from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.conversation import conversation, with_instruction
-from services.gateway.apis.responses.custom_tools import InputReader, arguments_of, input_of
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
-from services.gateway.apis.responses.items import compaction_item, read_items, summary_of
 from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted
 from services.gateway.apis.responses.schemas import ResponsesRequest
-from services.gateway.apis.responses.tools import ChatTools, read_tools
 from services.gateway.apis.responses.translate import translate
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
 from tests.support.data.bodies import BUDGETS

@@ -7,7 +7,7 @@ import pytest
 from services.common.errors import SluiceError
 from services.common.media.spans import MediaFile, content_hash
 from services.gateway.clients import media_uploads
-from services.gateway.clients.media_uploads import MOST_AT_ONCE, PART_BYTES, MediaUploads, Start, read_hashes
+from services.gateway.clients.media_uploads import MAX_AT_ONCE, PART_BYTES, MediaUploads, Start, read_hashes
 from sluice.v1 import worker_pb2
 
 
@@ -53,7 +53,7 @@ def test_parts_of_several_files_take_turns_so_that_the_short_one_ends_first() ->
 
 def test_unfinished_files_are_bounded() -> None:
     uploads = MediaUploads()
-    files = [file_of(chr(97 + at), 3 * PART_BYTES) for at in range(2 * MOST_AT_ONCE)]
+    files = [file_of(chr(97 + at), 3 * PART_BYTES) for at in range(2 * MAX_AT_ONCE)]
     uploads.add(start_of(1), files)
     unfinished: set[bytes] = set()
     most = 0
@@ -63,7 +63,7 @@ def test_unfinished_files_are_bounded() -> None:
         if part.offset + len(part.data) == part.size:
             unfinished.discard(part.hash)
         most = max(most, len(unfinished))
-    assert most == MOST_AT_ONCE
+    assert most == MAX_AT_ONCE
 
 
 def test_file_is_sent_once_for_several_starts_and_not_for_later_ones() -> None:
@@ -110,7 +110,7 @@ def test_removed_start_with_a_begun_file_lets_the_file_end() -> None:
 
 
 def test_too_many_pending_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_uploads, "MOST_PENDING_BYTES", 100)
+    monkeypatch.setattr(media_uploads, "MAX_PENDING_BYTES", 100)
     uploads = MediaUploads()
     uploads.add(start_of(1), [file_of("a", 80)])
     with pytest.raises(SluiceError, match="Too many media files"):

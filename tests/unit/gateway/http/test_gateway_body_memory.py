@@ -12,10 +12,10 @@ from starlette.types import Message, Scope
 
 from services.common import budgets
 from services.common.errors import ErrorKind, SluiceError
+from services.common.intake.pace import BodyPace
 from services.gateway.http import body_memory
 from services.gateway.http.body import read_json, release_body
 from services.gateway.http.body_memory import BodyMemory, BodyShare
-from services.gateway.http.body_pace import BodyPace
 from tests.support.oracles.errors import raises_error
 from tests.support.waiting import settle
 

@@ -10,15 +10,16 @@ from typing import Any, cast
 from starlette.types import Message
 
 from services.common.errors import SluiceError, unavailable
+from services.common.http.connection import ABORT_KEY
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat
 from services.gateway.apis.openai.detailed_choices import DetailedStreamedChoice, DetailOptions
 from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.core.request import Finish, FinishReason
-from services.gateway.http.inline_sender import ABORT_KEY
+from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
-from tests.support.waiting import settle
+from tests.support.waiting import settle, until
 
 
 class Client:
@@ -133,10 +134,10 @@ async def test_choices_keep_apart() -> None:
 
 async def test_failure_before_the_first_text_is_an_http_error() -> None:
     choices, client, serving = served()
-    choices.sinks[0].fail(unavailable("nobody there"))
+    choices.sinks[0].fail(unavailable("no worker"))
     await asyncio.wait_for(serving, 30)
     assert client.status == 503
-    assert json.loads(client.body)["error"]["message"] == "nobody there"
+    assert json.loads(client.body)["error"]["message"] == "no worker"
 
 
 async def test_failure_in_the_middle_is_an_event_and_the_end() -> None:
@@ -361,8 +362,8 @@ async def test_usage_so_far_counts_prompts_that_have_no_ids() -> None:
 
     choices = StreamedChoices(CompletionFormat("cmpl-1", 1, "m", True), 3, True, same, make=choice)
     choices.open_stream(WriteScheduler(), 1000)
-    of_embeddings = SimpleNamespace(streams=[1, 2], prompt_tokens=70)  # rows; there are no ids
-    choices.usage.generations += cast(Any, [of_embeddings, SimpleNamespace(streams=[3], prompt_tokens=5)])
+    of_embeddings = SimpleNamespace(choices=2, prompt_tokens=70)  # rows; there are no ids
+    choices.usage.generations += cast(Any, [of_embeddings, SimpleNamespace(choices=1, prompt_tokens=5)])
     for sink in choices.sinks:
         cast(DetailedStreamedChoice, sink).begin([])
         sink.text("a")
@@ -372,3 +373,41 @@ async def test_usage_so_far_counts_prompts_that_have_no_ids() -> None:
         (1, 70),
         (2, 5),
     ]
+
+
+async def test_client_that_leaves_before_the_head_is_answered_for_those_who_observe() -> None:
+    _, client, serving = served()
+    await settle()
+    client.left.set()
+    await asyncio.wait_for(serving, 30)
+    assert client.status == 499
+
+
+class News:
+    """A source that has one event at first, and then nothing."""
+
+    unsent = 0
+    over = False
+    failure = None
+
+    def __init__(self) -> None:
+        self.events = [b"event: begin\n\n"]
+
+    def take(self) -> bytes:
+        return self.events.pop() if self.events else b""
+
+    def silence(self) -> bytes:
+        return b"event: alive\n\n"
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_source_says_how_its_silence_is_sent() -> None:
+    client = Client()
+    stream = EventStream(News(), WriteScheduler(KeepaliveMonitor(0.1, 60)), 1000, {})
+    serving = serve(stream, client)
+    await until(lambda: client.body.count(b"alive") >= 2)
+    client.left.set()
+    await asyncio.wait_for(serving, 30)
+    assert client.body.startswith(b"event: begin\n\nevent: alive\n\nevent: alive\n\n")

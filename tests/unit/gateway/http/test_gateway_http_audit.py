@@ -94,7 +94,7 @@ def application() -> FastAPI:
     @app.post("/v1/wait")
     async def wait() -> Response:
         await asyncio.sleep(60)
-        raise AssertionError("nobody waits so long")
+        raise AssertionError("the deadline was missed")
 
     @app.get("/health")
     async def health() -> str:

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from services.gateway.http.inline_sender import ABORT_KEY
+from services.common.budgets import TenantPool
+from services.common.http.connection import ABORT_KEY
 from services.gateway.http.socket_turns import SocketLimits, SocketTurns
 from tests.support.waiting import until
 
 LONG = SocketLimits(60, 60, 60, 60)
+
+
+def pool(total: int, per_tenant: int) -> TenantPool:
+    return TenantPool("sockets", total, "", per_tenant, "")
 
 
 class Session:
@@ -31,7 +36,9 @@ class Client:
         ends: ends a response that waits.
     """
 
-    def __init__(self, limits: SocketLimits = LONG, answer: str = "stream") -> None:
+    def __init__(
+        self, limits: SocketLimits = LONG, answer: str = "stream", open_sockets: TenantPool | None = None
+    ) -> None:
         self.inbox: asyncio.Queue[Message] = asyncio.Queue()
         self.sent: list[Message] = []
         self.requests: list[tuple[Scope, bytes]] = []
@@ -60,7 +67,7 @@ class Client:
             "app": self._app,
             ABORT_KEY: self._abort,
         }
-        turns = SocketTurns(lambda: self.session, limits)
+        turns = SocketTurns(lambda: self.session, limits, open_sockets or pool(10, 10))
         self.running = asyncio.create_task(turns(scope, self.inbox.get, self._send))
 
     def part(self, data: bytes, more: bool = False, text: bool = True) -> None:
@@ -207,3 +214,39 @@ async def test_a_second_message_is_refused_once_and_discarded(more: bool) -> Non
     await client.running
     assert client.events()[0]["error"]["code"] == "response_in_progress"
     assert [body for _, body in client.requests] == [b"one", b"three"]
+
+
+@pytest.mark.parametrize(
+    ("open_sockets", "status", "code"),
+    [(pool(1, 2), 503, "budget_exceeded"), (pool(2, 1), 429, "rate_limit_exceeded")],
+    ids=["all", "tenant"],
+)
+async def test_connection_beyond_the_limit_is_refused_until_another_one_ends(
+    open_sockets: TenantPool, status: int, code: str
+) -> None:
+    first = Client(open_sockets=open_sockets)
+    await until(lambda: bool(first.sent))
+    second = Client(open_sockets=open_sockets)
+    await second.running
+    start, body = second.sent
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", status)
+    assert json.loads(body["body"])["error"]["code"] == code
+    assert (b"retry-after", b"1") in start["headers"]
+    first.inbox.put_nowait({"type": "websocket.disconnect"})
+    await first.running
+    third = Client(open_sockets=open_sockets)
+    await until(lambda: bool(third.sent))
+    assert third.sent[0]["type"] == "websocket.accept"
+    third.running.cancel()
+
+
+@pytest.mark.parametrize("text", [True, False])
+async def test_connection_with_too_many_refused_messages_is_closed(text: bool) -> None:
+    client = Client(answer="wait")
+    client.part(b"{}")
+    await until(lambda: bool(client.requests))
+    for _ in range(50):
+        client.part(b"{}", text=text)
+    await client.running
+    assert client.codes() == [1008]
+    assert len(client.events()) == 16

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.http import write_scheduler as pacing
-from services.gateway.http.sse import EventStream
+from services.gateway.http.sse import COMMENT, EventStream
 from services.gateway.http.write_scheduler import MAX_PAUSE_S, WriteScheduler
 
 
@@ -85,6 +85,9 @@ class Source:
     def take(self) -> bytes:
         words, self.words = self.words, []
         return " ".join(words).encode()
+
+    def silence(self) -> bytes:
+        return COMMENT
 
     def cancel(self) -> None:
         pass

@@ -17,13 +17,15 @@ from services.common.errors import SluiceError
 from services.gateway.core.request import Route, Score
 from services.gateway.http.errors import error_response
 from services.gateway.http.middleware.scopes import LIVE_PAGE
+from services.gateway.http.pages import page_files
 from services.gateway.live_view.endpoints import DATA, add_live_view
 from services.gateway.live_view.feed import MAX_PENDING, Feed
-from services.gateway.live_view.files import page_files
 from services.gateway.live_view.routing_explanations import MAX_SCORES, RoutingExplanations
 from services.gateway.live_view.view import LiveView
 
 WHOLE = b"whole"
+
+PACKAGE = "services.gateway.live_view"
 
 
 async def test_a_viewer_gets_everything_once_and_then_what_changes() -> None:
@@ -51,7 +53,7 @@ async def test_one_viewer_too_many_hears_it_and_one_that_leaves_makes_room() -> 
     feed = Feed(1, lambda: WHOLE)
     events = cast(Any, feed.join())
     await anext(events)
-    with pytest.raises(SluiceError, match="--ui-viewers"):
+    with pytest.raises(SluiceError, match="already open"):
         feed.join()
     await events.aclose()
     assert await anext(feed.join()) == WHOLE
@@ -143,7 +145,7 @@ async def test_live_view_switched_off_returns_404() -> None:
 
 
 def test_no_file_names_another_host_and_modules_import_what_is_there() -> None:
-    files = page_files()
+    files = page_files(PACKAGE)
     assert {"index.html", "main.js", "style.css"} <= set(files)
     for name, file in files.items():
         text = file.body.decode().replace("http://www.w3.org/2000/svg", "")
@@ -154,6 +156,6 @@ def test_no_file_names_another_host_and_modules_import_what_is_there() -> None:
 
 
 def test_without_a_key_only_the_page_is_open() -> None:
-    assert all(LIVE_PAGE.fullmatch(path) for path in ("/ui", "/ui/", *(f"/ui/{name}" for name in page_files())))
+    assert all(LIVE_PAGE.fullmatch(path) for path in ("/ui", "/ui/", *(f"/ui/{name}" for name in page_files(PACKAGE))))
     closed = (DATA + "/state", DATA + "/stream", DATA + "/requests/x", "/uix", "/ui//data/state", "/ui/data/")
     assert not any(LIVE_PAGE.fullmatch(path) for path in closed)

@@ -29,6 +29,7 @@ from services.gateway.live_view.worker_table import MAX_REMOVED, MAX_ROWS, LinkS
 from services.gateway.streams.interfaces import CANCELLED, StreamEnd
 from services.gateway.streams.manager import NO_RECOVERY
 from services.gateway.streams.stream import GenerationStream
+from services.gateway.workers.overview import WorkerState
 
 FINISHED = StreamEnd(Finish(FinishReason.STOP))
 STALLED = StreamEnd(error=SluiceError(ErrorKind.RESPONSE_TIMEOUT, "Stalled.", code="stalled"))
@@ -179,6 +180,16 @@ def test_a_worker_that_vanishes_is_red_for_a_minute() -> None:
     now += 2
     worker_table.update({"a": link()}, [], 1.0)
     assert {row.id: row.health for row in worker_table.rows.values()} == {"a": "ok", "b": "gone"}
+
+
+def test_worker_set_aside_is_a_row_with_its_reason() -> None:
+    state = WorkerState(
+        "a", "h:1", "m", "aggregated", "http", "", False, "name_pinned", 0, 0, 0, 0, 0, 0.0, 0, 0.0, 0.0
+    )
+    worker_table = WorkerTable(RequestHistory())
+    worker_table.update({}, [state], 1.0)
+    row = worker_table.rows["a"]
+    assert (row.health, row.why, row.model) == ("aside", "name_pinned", "m")
 
 
 def test_thousands_of_workers_do_not_fill_the_page_and_those_in_trouble_are_shown() -> None:

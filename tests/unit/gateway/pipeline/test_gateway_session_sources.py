@@ -12,12 +12,12 @@ from services.gateway.admission.permit import Permit
 from services.gateway.context import NO_CONTEXT, RequestContext
 from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.settings import GatewaySettings
-from services.router.store.session_affinity import LONGEST_ID
+from services.router.store.session_affinity import MAX_ID_LENGTH
 from tests.support.oracles.errors import raises_error
 
 
 @pytest.fixture(autouse=True)
-def nobody() -> Iterator[None]:
+def reset_context() -> Iterator[None]:
     yield
     context.enter(NO_CONTEXT)
 
@@ -32,7 +32,7 @@ def test_session_is_a_short_digest_of_the_first_source_that_is_sent() -> None:
     assert by_header == session(header="a", user="c") == session(header="a")
     assert session(prompt_cache_key="", user="b") == session(prompt_cache_key=None, user="b")
     assert len({by_header, session(prompt_cache_key="a"), session(user="a"), session(header="b")}) == 4
-    assert len(by_header) == 32 < LONGEST_ID
+    assert len(by_header) == 32 < MAX_ID_LENGTH
     assert session(("user", "x-session-id"), header="a", user="b") == session(user="b")
 
 

@@ -36,7 +36,9 @@ from services.gateway.core.request import (
 )
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
-from services.gateway.placement.selector import Placement, PlacementRequest, WorkerSelector
+from services.gateway.placement.disaggregation_policy import AUTO
+from services.gateway.placement.interfaces import Placement, PlacementRequest
+from services.gateway.placement.selector import WorkerSelector
 from services.gateway.streams.manager import NO_RECOVERY
 from services.gateway.streams.migration import MAX_CONCURRENT, Migrator
 from services.gateway.streams.migration_policy import MigrationPolicy
@@ -137,7 +139,7 @@ def test_a_pair_that_breaks_after_the_last_token_is_done() -> None:
     stream, _ = desk.connect()
     desk.tokens([(stream, [10, 11, EOS])])
     desk.lose_worker(0)
-    assert not asked, "nobody may go on after the end"
+    assert not asked, "no stream goes on after the end"
     assert cast(Any, stream.post).ends == {stream.slot: FinishReason.STOP}
     desk.check()
 
@@ -275,6 +277,7 @@ async def test_migration_of_a_model_without_workers_does_not_block_others() -> N
     migrator = Migrator(
         MigrationPolicy(wait_s=60),
         cast(Any, Places(desk.workers[1])),
+        AUTO,
         cast(Any, Entries()),
         cast(Any, NoConnections()),
         desk.stream_manager,
@@ -291,7 +294,7 @@ async def test_migration_of_a_model_without_workers_does_not_block_others() -> N
     desk.lose_worker(0)
     for _ in range(50):
         await asyncio.sleep(0)
-    assert other.worker is cast(Any, desk.workers[1]), "it waits behind generations that nobody can take"
+    assert other.worker is cast(Any, desk.workers[1]), "it waits behind generations that no worker can take"
     assert all(stream.migration_task is not None for stream in dead)
     await tasks.close()
 
@@ -299,17 +302,13 @@ async def test_migration_of_a_model_without_workers_does_not_block_others() -> N
 async def test_a_route_stage_that_fails_does_not_end_the_gateway() -> None:
     deaths: list[str] = []
     tasks = TaskOwner(on_death=lambda name, error: deaths.append(name))
+    desk = StreamTable()
 
-    class Alone:
-        def eligible(self, workers: Any, prompt_tokens: int, alone: bool = False) -> Any:
-            return workers
+    class Broken:
+        async def route(self, wanted: PlacementRequest, workers: Any) -> Route:
+            raise KeyError("inside")
 
-    async def broken(wanted: PlacementRequest, workers: Any) -> Route:
-        raise KeyError("inside")
-
-    placement = WorkerSelector(
-        cast(Any, None), cast(Any, Entries()), cast(Any, NoConnections()), tasks, 1.0, cast(Any, Alone()), broken
-    )
+    placement = WorkerSelector(Broken(), desk, cast(Any, Entries()), cast(Any, NoConnections()), tasks)
     wanted = PlacementRequest(REQUEST, "b", PROMPT, 16, 0, cast(Any, type("D", (), {"share": lambda *_: 1.0})()))
     with raises_error(match="route stage", kind=ErrorKind.INTERNAL):
         await placement.place(wanted)
@@ -402,7 +401,7 @@ async def test_worker_with_an_invalid_message_fails_only_its_generations(
         other, other_sink = desk.connect(1)
         while not calls:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        calls[0].messages.put_nowait(GARBLED[name])
+        calls[0].messages.put_nowait(GARBLED[name].SerializeToString())
         while len(calls) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     (error,) = sink.ends
@@ -423,6 +422,7 @@ async def test_invalid_result_of_a_place_stage_fails_only_its_generation() -> No
     migrator = Migrator(
         MigrationPolicy(),
         cast(Any, Places(None)),
+        AUTO,
         cast(Any, Entries()),
         cast(Any, NoConnections()),
         desk.stream_manager,

@@ -65,6 +65,27 @@ def test_reservation_is_freed_with_the_usage_for_every_end() -> None:
     assert desk.freed == [("res-1", None, 0), ("res-2", 0, 0), ("res-3", 2, 8)]
 
 
+def test_cached_tokens_that_an_engine_counts_at_the_end_are_unknown_until_then() -> None:
+    desk = StreamTable(posts=1)
+    manager = desk.stream_manager
+    for end in ("usage", "usage without them", "cancelled", "failed", "stop string"):
+        stream, _ = desk.connect()
+        manager.on_started(stream, None)
+        desk.tokens([(stream, [7, 8])])
+        if end.startswith("usage"):
+            manager.on_ended(stream, FinishReason.STOP, 8, 2, 3 if end == "usage" else None)
+            manager.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=2))
+            assert stream.cached_tokens == (3 if end == "usage" else 0)
+        elif end == "cancelled":
+            manager.cancel(stream)
+        elif end == "failed":
+            manager.on_failed(stream, unavailable("x"))
+        else:
+            manager.on_finished(stream, Finish(FinishReason.STOP, stop_string="END", completion_tokens=2))
+    assert desk.computed == [f"res-{number}" for number in range(1, 6)]
+    assert [cached for _, cached, _ in desk.freed] == [3, None, None, None, None]
+
+
 def test_an_engine_that_is_done_is_not_cancelled() -> None:
     desk = StreamTable(posts=1)
     stream, sink = desk.connect()

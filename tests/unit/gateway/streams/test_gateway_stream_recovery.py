@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
-from services.gateway.clients.postprocess_link import PostLink, Sent
+from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.core.request import (
     Finish,
     FinishReason,
 )
+from services.gateway.core.stream_view import Sent
 from services.gateway.streams.postprocess_pool import MAX_REPLAYS, REPLACED
 from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.streams import EOS, LOST, MAX_TOKENS, Sink, StreamTable
@@ -88,7 +89,7 @@ class AnyTrouble(RuleBasedStateMachine):
             self.desk.resume(stream, index)
         else:
             self.desk.moving.remove(stream)
-            stream_manager.give_up(stream, unavailable("nobody"))
+            stream_manager.give_up(stream, unavailable("no worker"))
 
     @rule(data=st.data(), comes_back=st.booleans())
     def post_lost(self, data: st.DataObject, comes_back: bool) -> None:
@@ -148,7 +149,7 @@ class AnyTrouble(RuleBasedStateMachine):
             assert len(sink.ends) == (1 if over and stream.slot not in self.cancelled else 0)
             assert stream.text_sent == len("".join(sink.pieces))
         running = {slot for worker in self.desk.workers for slot in worker.slots}
-        assert running <= live.keys(), "an engine computes for nobody"
+        assert running <= live.keys(), "an engine computes without a client"
 
 
 AnyTrouble.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
@@ -246,8 +247,6 @@ def test_tokens_that_are_complete_need_no_worker_any_more() -> None:
 
 def test_usage_and_bookings_after_a_move() -> None:
     desk = StreamTable()
-    outcomes: list[tuple[str, int | None, int]] = []
-    desk.stream_manager._free = lambda *outcome: outcomes.append(outcome)
     stream, sink = desk.connect(0)
     desk.stream_manager.on_started(stream, 1)
     desk.tokens([(stream, [5, 6, 7])])
@@ -258,7 +257,7 @@ def test_usage_and_bookings_after_a_move() -> None:
     desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 2)
     assert stream.completion_tokens == 5
     desk.stream_manager.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=5))
-    assert outcomes == [("res-1", 1, 3), ("res-2", 0, 2)]
+    assert desk.freed == [("res-1", 1, 3), ("res-2", 0, 2)]
     assert desk.computed == ["res-1", "res-2"]
     assert (stream.prompt_tokens, stream.cached_tokens) == (4, 1)
     assert cast(Finish, sink.ends[0]).migrations == 1

@@ -8,10 +8,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
+import pytest
 from starlette.requests import Request
 
-from services.common.errors import ErrorKind
+from services.common.errors import (
+    ENGINE_UNHEALTHY,
+    NOT_STARTED,
+    SHUTTING_DOWN,
+    STEP_FAILED,
+    ErrorKind,
+    SluiceError,
+)
 from services.common.packing import pack_u32
+from services.common.rpc.errors import DETAIL_KEY, status_of, to_detail
 from services.gateway import context
 from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
@@ -27,7 +36,7 @@ from services.gateway.core.request import (
     TokenizedPrompt,
 )
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.selector import Placement
+from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.capabilities import able
@@ -42,7 +51,7 @@ from tests.support.oracles.errors import raises_error
 class Stub:
     """Embeds a list of ids as its sum, or fails as told."""
 
-    def __init__(self, *failures: grpc.StatusCode) -> None:
+    def __init__(self, *failures: grpc.StatusCode | SluiceError | asyncio.CancelledError) -> None:
         self.failures = list(failures)
         self.asked: list[worker_pb2.EmbedRequest] = []
         self.timeouts: list[float] = []
@@ -53,8 +62,13 @@ class Stub:
         self.asked.append(message)
         await asyncio.sleep(0)
         if self.failures:
-            empty = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(self.failures.pop(0), empty, empty, "broken")
+            failure, trailing = self.failures.pop(0), grpc.aio.Metadata()
+            if isinstance(failure, asyncio.CancelledError):  # as grpc.aio does when a channel closes
+                raise failure
+            if isinstance(failure, SluiceError):
+                trailing.add(DETAIL_KEY, to_detail(failure).SerializeToString())
+                failure = status_of(failure.kind)
+            raise grpc.aio.AioRpcError(failure, grpc.aio.Metadata(), trailing, "broken")
         sums = [sum(memoryview(one.token_ids).cast("I")) for one in message.inputs]
         return worker_pb2.EmbedResponse(
             embeddings=[worker_pb2.Embedding(values=struct.pack("<f", total)) for total in sums],
@@ -112,6 +126,15 @@ async def test_a_broken_call_is_made_elsewhere() -> None:
     assert len(workers.stubs["b"].asked) == 1
 
 
+async def test_call_whose_channel_closes_is_made_on_another_worker() -> None:
+    class Closing(Stub):
+        async def Embed(self, message: worker_pb2.EmbedRequest, **how: Any) -> worker_pb2.EmbedResponse:
+            raise asyncio.CancelledError  # as grpc.aio does
+
+    workers = Workers({"a": Closing(), "b": Stub()})
+    assert await workers.embed(7) == [7]
+
+
 async def test_invalid_input_is_not_retried_on_another_worker() -> None:
     workers = Workers({"a": Stub(grpc.StatusCode.INVALID_ARGUMENT), "b": Stub(grpc.StatusCode.INVALID_ARGUMENT)})
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
@@ -124,6 +147,45 @@ async def test_failure_on_all_workers_raises_the_last_error() -> None:
     with raises_error(retryable=True):
         await workers.embed(7)
     assert all(len(stub.asked) == 1 for stub in workers.stubs.values())
+
+
+def unavailable(code: str) -> SluiceError:
+    return SluiceError(ErrorKind.UNAVAILABLE, "Not now.", code=code)
+
+
+@pytest.mark.parametrize(
+    ("failure", "tried"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, 2),
+        (asyncio.CancelledError(), 2),
+        (SluiceError(ErrorKind.ENGINE_SHUTDOWN, "The engine has ended."), 2),
+        (unavailable(ENGINE_UNHEALTHY), 2),
+        (unavailable(STEP_FAILED), 2),
+        (unavailable(SHUTTING_DOWN), 3),
+        (unavailable(NOT_STARTED), 3),
+        (SluiceError(ErrorKind.CANNOT_CONNECT, "No one listens."), 3),
+    ],
+)
+async def test_call_that_ends_its_worker_is_tried_on_one_more_only(
+    failure: grpc.StatusCode | SluiceError | asyncio.CancelledError, tried: int
+) -> None:
+    workers = Workers({name: Stub(failure) for name in "abcde"})
+    with raises_error(retryable=True):
+        await workers.embed(7)
+    assert sum(len(stub.asked) for stub in workers.stubs.values()) == tried
+
+
+async def test_request_of_many_calls_ends_two_workers_at_most() -> None:
+    class Mortal(Stub):
+        async def Embed(self, message: worker_pb2.EmbedRequest, **how: Any) -> worker_pb2.EmbedResponse:
+            if message.inputs[0].token_ids == pack_u32([1]):
+                self.failures = [grpc.StatusCode.UNAVAILABLE] * 100
+            return await super().Embed(message, **how)
+
+    workers = Workers({name: Mortal() for name in "abcdef"})
+    with raises_error(kind=ErrorKind.DISCONNECTED):
+        await workers.embed(*range(1, 5 * INPUTS_PER_CALL))
+    assert sum(bool(stub.failures) for stub in workers.stubs.values()) == 2
 
 
 async def test_model_without_embedding_workers_raises_an_error_that_names_model() -> None:
@@ -192,7 +254,7 @@ async def test_embedding_of_a_disconnected_client_is_cancelled() -> None:
 
 
 async def test_worker_after_embeddings_only_is_not_stalled_at_its_first_generation() -> None:
-    board = StreamManager(10, lambda reservation: None, lambda *_: None, GatewayMetrics())
+    board = StreamManager(10, cast(Any, None), GatewayMetrics())
     link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board, board.on_worker_lost)
     link._connected.set()
     link.embedding = 1  # vectors are under way all the time

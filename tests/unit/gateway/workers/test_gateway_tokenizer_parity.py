@@ -49,7 +49,7 @@ async def test_the_worst_of_a_models_workers_counts_and_is_asked_for_when_unknow
 
     async def ask() -> dict[str, TokenizerIdentity]:
         if not answers:
-            raise unavailable("nobody is there")
+            raise unavailable("no replica is up")
         return answers[-1]
 
     parity = TokenizerParity(ask, lambda model: workers, lambda: ["m"])
@@ -68,6 +68,7 @@ async def test_the_worst_of_a_models_workers_counts_and_is_asked_for_when_unknow
         "processor": "hf",
         "fingerprint": "f",
         "prompt_fingerprint": "a",
+        "template": None,
         "worker_fingerprints": ["f", "g"],
         "worker_prompt_fingerprints": ["a"],
     }

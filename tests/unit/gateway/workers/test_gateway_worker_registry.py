@@ -1,4 +1,4 @@
-"""The list of workers through restarts of routers: one that knows nobody yet empties no list."""
+"""The list of workers through restarts of routers: one without workers yet empties no list."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_the_library_never_holds_back_without_end() -> None:
     detokenizer = by_library().vocabulary.detokenizer(True)
     assert isinstance(detokenizer, LibraryDetokenizer)
     lone_byte = 1 + 0xFF
-    texts = [detokenizer.step(lone_byte) for _ in range(3 * LibraryDetokenizer.HELD_AT_MOST)]
+    texts = [detokenizer.step(lone_byte) for _ in range(3 * LibraryDetokenizer.MAX_HELD)]
     assert "".join(texts) == "\ufffd" * len(texts)
     assert detokenizer.step(258).endswith("Hello")
 

@@ -13,7 +13,7 @@ from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.families import FAMILIES, Family
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from tests.support.data.call_formats import FORMATS
-from tests.support.oracles.parsing import TOOLS, parsed
+from tests.support.oracles.parsing import MARKUP, RECORDED, TOOLS, parsed
 
 PAGE = (Path(__file__).parents[4] / "docs" / "parsers.md").read_text("utf-8")
 CALLS: list[tuple[str, dict[str, Any]]] = [
@@ -29,12 +29,16 @@ def test_name_of_a_parser_is_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_family_declares_what_auto_and_the_corpora_need(family: Family) -> None:
+def test_family_declares_what_auto_needs_and_has_corpora(family: Family) -> None:
     assert family.tool or family.reasoning
-    assert bool(family.tool) == bool(family.write) == bool(family.hints)
-    assert bool(family.reasoning) == bool(family.reasoning_hints)
-    assert len(family.examples) >= 3
-    assert not family.reasoning_name or family.reasoning_name in REASONING_PARSERS
+    only_by_name = family.name == "minimax_append_think"
+    by_rule = family.rule is not None or only_by_name
+    assert bool(family.hints) == (family.tool is not None and not by_rule)
+    assert bool(family.reasoning_hints) == (family.reasoning is not None and not by_rule)
+    assert family.tool is None or family.name in FORMATS
+    corpora = [names for names in RECORDED if family.name in names]
+    assert only_by_name or sum(len(RECORDED[names]) for names in corpora) >= 2
+    assert all(MARKUP[names] for names in corpora)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.discovery.tokenizer_delivery import DiscoveredModel
+from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.detokenize.stream import Limits, StreamOptions
@@ -235,16 +235,19 @@ def test_family_without_a_native_parser_keeps_the_built_in_pair() -> None:
         vocabulary.parsers = found
 
 
-async def test_missing_package_of_a_later_engine_is_an_error_and_no_silent_fallback(
+async def test_missing_package_of_a_later_engine_replaces_its_parsers_unless_they_are_configured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
     loaded = load(ModelSpec("m", DEFAULT_SOURCE))
-    loaded.parsers, loaded.built_in = ParserNames("vllm:mistral"), ParserNames("mistral")
+    loaded.parsers = ParserNames("vllm:mistral")
     stream_factory = StreamFactory(Limits(), CustomParsers(later={"vllm": ""}))
     await stream_factory.start()
     try:
         with raises_error(match=r"install sluice-llm\[vllm\]", code="missing_extra"):
             await stream_factory.prepare_for(loaded)
+        loaded.built_in = ParserNames("mistral")
+        await stream_factory.prepare_for(loaded)
     finally:
         await stream_factory.close()
+    assert (loaded.parsers, loaded.replaces_engine) == (ParserNames("mistral"), True)

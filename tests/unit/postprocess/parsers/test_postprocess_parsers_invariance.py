@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.postprocess.detokenize.vocabulary import ParserNames
+from services.postprocess.parsers.families.think import AppendedThinkParser
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from services.postprocess.parsers.think import AppendedThinkParser
 from tests.support.data import parser_cases
 from tests.support.data.parser_cases import label
 from tests.support.oracles.parsing import COMMON, MARKUP, RECORDED, parsed

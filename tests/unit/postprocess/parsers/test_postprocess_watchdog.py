@@ -9,7 +9,7 @@ import pytest
 from services.postprocess.detokenize.stream import FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event
-from services.postprocess.parsers.watchdog import HELD_AT_MOST, WATCH
+from services.postprocess.parsers.watchdog import MAX_HELD, WATCH
 from services.postprocess.streams.parsed import ParsedStream
 from tests.support.data.vocabularies import tekken
 from tests.support.oracles.parsing import ParsedDelta, said
@@ -48,7 +48,7 @@ class Hoarder(Parser):
 
     def feed(self, text: str) -> list[Event]:
         """See Parser."""
-        self._kept += text * (HELD_AT_MOST // 4)
+        self._kept += text * (MAX_HELD // 4)
         return []
 
     def finish(self) -> list[Event]:
@@ -109,4 +109,4 @@ def test_a_parser_that_holds_too_much_gives_it_back_and_ends() -> None:
     found = heard(stream_of(Hoarder(ParserContext())), "x y z a b c d e f g")
     assert found.degraded == {"parser_too_large"}
     assert found.content.endswith(" g")
-    assert len(found.content) < 2 * HELD_AT_MOST
+    assert len(found.content) < 2 * MAX_HELD

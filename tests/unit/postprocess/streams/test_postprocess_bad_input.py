@@ -90,7 +90,7 @@ async def test_a_thousand_stop_strings_are_served() -> None:
 
 async def test_tools_whose_schemas_are_no_schemas_are_still_parsed() -> None:
     tools: list[Any] = [TOOL, {"type": "function", "function": {"name": "g", "parameters": {"properties": [1]}}}]
-    text = "<function=g><parameter=a>1</parameter></function><function=nobody><parameter=b>x</parameter></function>"
+    text = "<function=g><parameter=a>1</parameter></function><function=unknown><parameter=b>x</parameter></function>"
     session = await session_of(tekken().vocabulary)
     session.open(1, "r", replace(OPTIONS, tool_parser="qwen3_coder", tools_json=json.dumps(tools).encode()), {})
     tokens = tekken().encode(text)

@@ -20,7 +20,7 @@ from services.postprocess.metrics import Metrics
 from services.postprocess.parsers import detect as hints
 from services.postprocess.parsers.base import Parser, ParserContext
 from services.postprocess.parsers.events import Content, Event
-from services.postprocess.parsers.json_calls import HermesParser
+from services.postprocess.parsers.families.hermes import HermesParser
 from services.postprocess.parsers.registry import ParserRegistry
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import StreamFactory
@@ -361,7 +361,7 @@ async def test_a_session_tells_events_in_order_and_plain_streams_keep_their_colu
     tokens = tekken().encode(ANSWER)
     for token in [*tokens, 2]:
         session.feed(array("I", [1, 2]), array("I", [1, 1]), array("I", [token, token]))
-    batch = to_text_batch(session.drain())
+    batch = to_text_batch(session.drain(), session.refuse)
     assert batch is not None
     assert batch.text == ANSWER
     kinds = [
@@ -374,7 +374,7 @@ async def test_a_session_tells_events_in_order_and_plain_streams_keep_their_colu
     assert (call.index, call.name, json.loads(call.arguments)) == (0, "get_weather", json.loads(CALL)["arguments"])
     assert batch.events[-1].reasoning_tokens > 0
     session.open(3, "three", replace(OPTIONS, tool_parser="auto"), {})
-    degraded = to_text_batch(session.drain())
+    degraded = to_text_batch(session.drain(), session.refuse)
     assert degraded is not None
     assert [event.degraded for event in degraded.events] == ["tool_parser_unknown"]
     session.open(4, "four", OPTIONS, {})

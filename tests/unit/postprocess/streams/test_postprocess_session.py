@@ -110,7 +110,7 @@ def error_codes(batch: Batch | None) -> dict[int, str]:
 async def test_rows_of_a_slot_become_one_row_of_text(session: PostSession) -> None:
     start(session, 7, 3)
     feed(session, (7, "one "), (3, "Eins 😀"), (7, "two "))
-    feed(session, (7, "three"), (99, "nobody's"))
+    feed(session, (7, "three"), (99, "unknown"))
     assert texts(session.drain()) == {7: "one two three", 3: "Eins 😀"}
     assert session.drain() is None
 
@@ -158,7 +158,7 @@ async def test_a_slot_in_use_ends_both_streams(session: PostSession) -> None:
     start(session, 1)
     feed(session, (1, "first"))
     start(session, 1)
-    feed(session, (1, "nobody's"))
+    feed(session, (1, "unknown"))
     batch = session.drain()
     assert texts(batch) == {1: "first"}
     assert error_codes(batch) == {1: "slot_in_use"}
@@ -293,7 +293,7 @@ def fails_once(function: Callable[..., Any]) -> Callable[..., Any]:
     def failing(*args: Any, **kwargs: Any) -> Any:
         calls.append(None)
         if len(calls) == 1:
-            raise OSError("nobody foresaw it")
+            raise OSError("unforeseen")
         return function(*args, **kwargs)
 
     return failing
@@ -336,7 +336,7 @@ async def test_only_the_stream_that_cannot_begin_is_refused(
     assert (batch.text, finishes[2].error) == ("fine", None)
 
 
-@pytest.mark.parametrize("failure", [OSError("nobody foresaw it"), asyncio.CancelledError()])
+@pytest.mark.parametrize("failure", [OSError("unforeseen"), asyncio.CancelledError()])
 async def test_a_stream_that_was_begun_in_vain_is_closed(
     failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ def test_files_take_the_place_of_references_and_other_content_stays() -> None:
 
 
 def test_files_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_media, "MOST_BYTES", 2)
+    monkeypatch.setattr(engine_media, "MAX_BYTES", 2)
     with pytest.raises(SluiceError) as refused:
         with_files([{"role": "user", "content": []}], ITEMS, FILES)
     assert refused.value.kind is ErrorKind.TOO_LARGE

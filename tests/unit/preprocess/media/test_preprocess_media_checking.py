@@ -21,7 +21,7 @@ from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.child import CLIPS, NICENESS
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
-from services.preprocess.media.images import MOST_SCANS, check_image
+from services.preprocess.media.images import MAX_SCANS, check_image
 from services.preprocess.media.limits import CheckLimits, ImageLimits
 from services.preprocess.media.loading import MediaLoader
 from tests.support.data.images import gif_of_frames, image_file, jpeg_of_scans, png_bomb, png_declaring
@@ -68,9 +68,9 @@ def test_check_image_truncated_raises(form: str, kept: float) -> None:
 
 
 def test_check_image_of_a_jpeg_with_many_scans_raises() -> None:
-    assert check_image(jpeg_of_scans(64, 64, MOST_SCANS), LIMITS.images) == ImageFacts(64, 64, "JPEG")
+    assert check_image(jpeg_of_scans(64, 64, MAX_SCANS), LIMITS.images) == ImageFacts(64, 64, "JPEG")
     with pytest.raises(BadMedia, match="scans"):
-        check_image(jpeg_of_scans(64, 64, MOST_SCANS + 1), LIMITS.images)
+        check_image(jpeg_of_scans(64, 64, MAX_SCANS + 1), LIMITS.images)
 
 
 def test_check_image_of_a_jpeg_counts_no_scans_in_its_metadata_or_behind_it() -> None:
@@ -225,7 +225,7 @@ async def test_loader_of_many_fetched_bytes_refuses_more_until_others_are_loaded
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = image_file(8, 8)
-    monkeypatch.setattr(loading, "MOST_FETCHED_BYTES", 2 * len(file) + 1)
+    monkeypatch.setattr(loading, "MAX_FETCHED_BYTES", 2 * len(file) + 1)
     held, checker = asyncio.Event(), MediaChecker()
     fork = checker._checks.server.fork
 

@@ -126,7 +126,7 @@ def test_check_clip_of_a_video_of_frames_out_of_order_decodes_a_bounded_number_o
 ) -> None:
     file = timed_video(range(0, 2_000, 100), group=12)  # the decoder returns its first frame after more than one packet
     assert check_clip(file, LIMITS.clips).kind is MediaKind.VIDEO
-    monkeypatch.setattr(clips, "_MOST_DECODED_PIXELS", 64 * 48)
+    monkeypatch.setattr(clips, "_MAX_DECODED_PIXELS", 64 * 48)
     with pytest.raises(BadMedia, match="no picture that can be decoded"):
         check_clip(file, LIMITS.clips)
 

@@ -13,6 +13,7 @@ from services.gateway.settings import GatewaySettings
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import AddressPolicy, HttpsGet, resolve
+from services.preprocess.media.limits import CheckLimits
 from services.preprocess.settings import PreprocessSettings
 from tests.support.servers.media_host import MediaHost, media_host, response
 from tests.support.waiting import until
@@ -262,9 +263,9 @@ async def test_fetcher_host_that_sends_byte_by_byte_fails_after_the_total_limit(
 
 
 def test_limits_of_fetching_and_checking_end_before_the_gateway_gives_up() -> None:
-    fetch_s, check_s = (PreprocessSettings.model_fields[name].default for name in ("media_fetch_s", "media_limit_s"))
+    fetch_s = PreprocessSettings.model_fields["media_fetch_s"].default
     assert fetch_s == FetchLimits().total_s
-    assert fetch_s + check_s < GatewaySettings.model_fields["tokenize_timeout_s"].default
+    assert fetch_s + CheckLimits().limit_s < GatewaySettings.model_fields["tokenize_timeout_s"].default
 
 
 async def test_fetcher_gone_cut_off_or_compressed_file_fails(host: MediaHost) -> None:

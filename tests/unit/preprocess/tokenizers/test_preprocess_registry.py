@@ -5,13 +5,15 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
-from services.preprocess.protocol import ChatRequest, TokenizerProtocol
+from services.preprocess.protocol import ChatRequest, Message, TokenizerProtocol, Tool
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
@@ -83,6 +85,44 @@ async def test_callers_who_wait_until_a_model_is_learned_get_what_was_loaded_the
     assert all(tokenizer is tokenizers[0] for tokenizer in tokenizers)
 
 
+async def test_discovered_models_with_the_same_files_and_template_share_a_tokenizer() -> None:
+    loaded: list[str] = []
+    closed: list[str] = []
+
+    class Closable:
+        def __init__(self, name: str) -> None:
+            self.name, self.facts = name, tiny_hf().facts
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(tiny_hf(), name)
+
+        def close(self) -> None:
+            closed.append(self.name)
+
+    def load(spec: ModelSpec) -> TokenizerProtocol:
+        loaded.append(spec.name)
+        return cast("TokenizerProtocol", Closable(spec.name))
+
+    registry = ModelRegistry([ModelSpec("own", "S")], load)
+    names = [f"m{number}" for number in range(32)]
+    await asyncio.gather(*(registry.add(ModelSpec(name, "S", learned=True)) for name in names[:16]))
+    for name in names[16:]:
+        await registry.add(ModelSpec(name, "S", learned=True))
+    await registry.add(ModelSpec("other", "S", chat_template="{{ messages }}", learned=True))
+    assert len(loaded) == 2
+    assert len({id(await registry.get(name)) for name in names}) == 1
+    assert await registry.get("other") is not await registry.get("m0")
+    assert await registry.get("own") is not await registry.get("m0")
+    for name in names[:-1]:
+        registry.remove(name)
+    await asyncio.sleep(0.05)
+    assert not closed
+    registry.remove(names[-1])
+    await until(lambda: closed == [loaded[0]])
+    await registry.close()
+    assert sorted(closed) == sorted(loaded)
+
+
 async def test_preload_loads_all() -> None:
     loader = Loader()
     loader.go.set()
@@ -138,13 +178,19 @@ async def test_what_is_loading_does_not_hold_up_the_end_of_the_process() -> None
     await registry.close()
     try:
         async with asyncio.timeout(5):
-            await asyncio.get_running_loop().shutdown_default_executor()  # as whoever runs a loop does at its end
+            await asyncio.get_running_loop().shutdown_default_executor()  # as asyncio.run does at its end
     finally:
         loader.go.set()
 
 
 class Own(TokenizerProtocol):
     """A user's own implementation."""
+
+    def tokenize(self, messages: list[Message], model: str, tools: list[Tool] | None = None) -> list[int]:
+        return [1]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return ""
 
     def __init__(self, path: Path) -> None:
         self.facts = tiny_hf().facts

@@ -103,7 +103,7 @@ def test_computed_blocks_are_not_speculative(expected: Expected) -> None:
     request_id = expected.send(A, [1, 2, 3])
     expected.held.mark_computed(request_id)
     assert expected.overlap(A, [1, 2, 3]) == Overlap(predicted=3)
-    expected.held.mark_computed("nobody")
+    expected.held.mark_computed("unknown")
 
 
 def test_ended_request_drops_predictions_except_on_ranks_without_events(expected: Expected) -> None:
@@ -113,7 +113,7 @@ def test_ended_request_drops_predictions_except_on_ranks_without_events(expected
     assert expected.overlap(A, [1, 2]) == Overlap(predicted=2)
     expected.held.end_request(expected.send(A, [1, 2, 3], silent=True), ran=False)
     assert expected.overlap(A, [1, 2, 3]) == Overlap(predicted=2), "it never ran"
-    expected.held.end_request("nobody")
+    expected.held.end_request("unknown")
 
 
 def test_events_take_the_place_of_predictions(expected: Expected) -> None:

@@ -1,4 +1,4 @@
-"""Waiting in line: by priority, then by arrival, bounded, and nobody is forgotten or served after leaving."""
+"""Waiting in line: by priority, then by arrival, bounded, and no request is forgotten or served after leaving."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_several_places_serve_several_in_one_go(queues: AdmissionQueues[st
 async def test_request_without_a_wait_does_not_bypass_the_queue(queues: AdmissionQueues[str], desk: Desk) -> None:
     waiting = come(queues, desk, "a")
     await settle()
-    desk.free = 1  # and nobody has said so yet
+    desk.free = 1  # and the queue was not told yet
     passing = come(queues, desk, "b", wait_ms=0)
     with pytest.raises(AllBusy):
         await passing
@@ -308,13 +308,13 @@ async def refuse(*, place: bool = True) -> int:
     raise AllBusy
 
 
-async def nobody(found: int) -> None:
+async def grant_nothing(found: int) -> None:
     pass
 
 
 async def test_refused_after_a_wait_in_line() -> None:
     tasks = TaskOwner()
-    queues: AdmissionQueues[int] = AdmissionQueues(tasks, 100, nobody)
+    queues: AdmissionQueues[int] = AdmissionQueues(tasks, 100, grant_nothing)
 
     async def wait() -> None:
         with suppress(AllBusy):

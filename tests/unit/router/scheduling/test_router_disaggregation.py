@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,12 +11,14 @@ from services.common.errors import ErrorKind
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
 from services.router.kv_index.index import Overlap
+from services.router.messages.queries import decision_of, query_of, response_of
 from services.router.reservations.cost import CostModel, Load
 from services.router.router import RouterConfig
 from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
 from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import Thresholds
 from services.router.workers.worker import Role, Worker, WorkerRank
+from sluice.v1 import router_pb2
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
 
@@ -255,3 +258,126 @@ async def test_a_request_booked_whole_before_there_were_pairs_stays_whole() -> N
         await cluster.add(prefill("p"), decode("d"))
         again = await cluster.ask(prompt("ABC"), request_id="r")
         assert (pair(again), again.reservation_id) == ((None, "a"), first.reservation_id)
+
+
+async def test_prefill_half_names_no_decode_worker_and_has_its_headers_alone() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p"), decode("d"))
+        answer = response_of(await cluster.ask(prompt("ABCD"), request_id="r", role=Role.PREFILL))
+        assert (answer.prefill.worker_id, answer.HasField("decode")) == ("p", False)
+        assert answer.headers["x-sluice-prefill-worker"] == "p"
+        assert answer.headers["x-dynamo-routing-mode"] == "disaggregated"
+        assert not {"x-sluice-worker", "x-gateway-destination-endpoint"} & answer.headers.keys()
+        assert await cluster.loads() == {"p": Load(4, 0, 1), "d": Load()}
+        (record,) = map(decision_of, cluster.router.decisions.latest("m", 9))
+        assert (record.prefill.worker_id, record.HasField("decode")) == ("p", False)
+        assert await cluster.router.lifecycle.mark_prefill_complete([answer.reservation_id]) == 0
+        assert await cluster.router.lifecycle.free([answer.reservation_id]) == 0
+        assert await cluster.loads() == {"p": Load(), "d": Load()}
+
+
+async def test_decode_half_reserves_on_the_decode_worker_alone() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p"), decode("d"))
+        answer = response_of(await cluster.ask(prompt("ABCD"), request_id="r", role=Role.DECODE))
+        assert (answer.decode.worker_id, answer.HasField("prefill")) == ("d", False)
+        assert answer.headers["x-sluice-worker"] == "d"
+        assert answer.headers["x-dynamo-routing-mode"] == "disaggregated"
+        assert "x-sluice-prefill-worker" not in answer.headers
+        assert (await cluster.loads())["p"] == Load()
+        assert await cluster.router.lifecycle.free([answer.reservation_id]) == 0
+        assert await cluster.loads() == {"p": Load(), "d": Load()}
+
+
+async def test_role_of_an_aggregated_request_selects_a_worker_that_runs_alone() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p"), decode("d"), decode("alone", alone=True))
+        answer = response_of(await cluster.ask(prompt("ABCD"), role=Role.AGGREGATED))
+        assert (answer.decode.worker_id, answer.headers["x-dynamo-routing-mode"]) == ("alone", "aggregated")
+
+
+@pytest.mark.parametrize(
+    ("role", "code"),
+    [(Role.PREFILL, "no_prefill_workers"), (Role.DECODE, "no_workers")],
+)
+async def test_half_without_a_worker_is_refused_at_once(role: Role, code: str) -> None:
+    async with disagg(wait_for_prefill=True, prefill_wait_s=NEVER_S) as cluster:
+        await cluster.add(worker("w"))
+        with raises_error(kind=ErrorKind.UNAVAILABLE, code=code):
+            await cluster.ask(prompt("A"), role=role)
+
+
+async def test_halves_under_one_request_id_are_refused() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p"), decode("d"))
+        await cluster.ask(prompt("ABCD"), request_id="r", role=Role.PREFILL)
+        with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="request_id"):
+            await cluster.ask(prompt("ABCD"), request_id="r", role=Role.DECODE)
+        assert await cluster.loads() == {"p": Load(4, 0, 1), "d": Load()}
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 9])
+def test_role_of_a_message_is_read_or_refused(number: int) -> None:
+    message = router_pb2.RouteQueryRequest(model="m", role=number)  # type: ignore[arg-type]
+    if number > 3:
+        with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="role"):
+            query_of(message, CostModel())
+        return
+    assert query_of(message, CostModel()).role == (Role(number) if number else None)
+
+
+REQUIRES = {"require_pair": True}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "asked", "expected"),
+    [
+        ("p d", REQUIRES, ("p", "d")),
+        ("p d a", REQUIRES, ("p", "d")),
+        ("p alone", REQUIRES, ("p", "alone")),
+        ("a", REQUIRES, None),
+        ("d", REQUIRES, None),
+        ("alone", REQUIRES, None),
+        ("p", REQUIRES, None),
+        ("p a", REQUIRES, None),
+        ("p d a", REQUIRES | {"candidates": frozenset({"d", "a"})}, None),
+        ("a", REQUIRES | {"bypass_uncached_tokens": 9 * BLOCK}, (None, "a")),
+        ("p d a", REQUIRES | {"bypass_uncached_tokens": 9 * BLOCK}, (None, "a")),
+        ("p d a", REQUIRES | {"bypass_uncached_tokens": 1}, ("p", "d")),
+        ("p d a", {"bypass_uncached_tokens": 9 * BLOCK}, (None, "a")),
+        ("p d a", {}, ("p", "d")),
+    ],
+)
+async def test_query_that_requires_a_pair_or_bypasses_it_precedes_the_settings(
+    kinds: str, asked: dict[str, Any], expected: tuple[str | None, str] | None
+) -> None:
+    made = {"p": prefill("p"), "d": decode("d"), "a": worker("a"), "alone": decode("alone", alone=True)}
+    async with disagg() as cluster:
+        await cluster.add(*(made[kind] for kind in kinds.split()))
+        if expected is None:
+            with raises_error(kind=ErrorKind.UNAVAILABLE, code="no_prefill_workers"):
+                await cluster.ask(prompt("ABCD"), **asked)
+        else:
+            assert pair(await cluster.ask(prompt("ABCD"), **asked)) == expected
+
+
+async def test_prompt_that_is_cached_to_its_end_bypasses_the_prefill_workers() -> None:
+    async with disagg(bypass_uncached_tokens=BLOCK) as cluster:
+        await cluster.add(prefill("p"), decode("d"), worker("a"))
+        await cluster.cache("m", WorkerRank("a", 0), pack_u64(block_hashes(tokens("ABCD"), BLOCK)))
+        assert pair(await cluster.ask(prompt("ABCD"))) == (None, "a")
+
+
+async def test_enforced_pair_holds_for_some_of_the_workers_too() -> None:
+    async with disagg(wait_for_prefill=True, enforce=True, prefill_wait_s=0.0) as cluster:
+        await cluster.add(decode("d1", alone=True), decode("d2", alone=True))
+        with raises_error(kind=ErrorKind.UNAVAILABLE, code="no_prefill_workers"):
+            await cluster.ask(prompt("A"), candidates=frozenset({"d1"}))
+        assert pair(await cluster.ask(prompt("A"), candidates=frozenset({"d1"}), role=Role.AGGREGATED)) == (None, "d1")
+
+
+async def test_request_for_one_worker_alone_without_any_is_refused() -> None:
+    async with disagg() as cluster:
+        await cluster.add(prefill("p"), decode("d"))
+        with raises_error(kind=ErrorKind.UNAVAILABLE, code="none_runs_alone"):
+            await cluster.ask(prompt("A"), role=Role.AGGREGATED)

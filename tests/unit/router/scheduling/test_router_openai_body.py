@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 
+from services.common.apis.prompts import ChatPrompt, TextPrompt, TokenPrompt
 from services.common.errors import ErrorKind
 from services.common.packing import pack_u32
-from services.router.scheduling.openai_body import ChatBody, TextBody, TokenBody, read_body
+from services.router.scheduling.body_intake import openai_bodies
+from services.router.scheduling.request_bodies import ReadBody
 from tests.support.oracles.errors import raises_error
 
-MESSAGES = [{"role": "user", "content": "hé\ud800"}]
+MESSAGES = [{"role": "user", "content": "hé\U0001f600"}]
 
 
-def test_a_chat_keeps_everything_the_template_sees() -> None:
+async def read_body(text: bytes) -> ReadBody:
+    return await openai_bodies().read(text)
+
+
+async def test_a_chat_keeps_everything_the_template_sees() -> None:
     body = {
         "model": "m",
         "messages": MESSAGES,
@@ -31,32 +37,33 @@ def test_a_chat_keeps_everything_the_template_sees() -> None:
         "temperature": 0.5,
         "max_tokens": 3,
     }
-    read = read_body(json.dumps(body).encode())
-    assert isinstance(read, ChatBody)
+    whole = await read_body(json.dumps(body).encode())
+    read = whole.prompt
+    assert isinstance(read, ChatPrompt)
     assert json.loads(read.messages_json) == MESSAGES
     assert json.loads(read.tools_json) == body["tools"]
     assert json.loads(read.tool_choice_json) == "none"
     assert json.loads(read.template_kwargs_json) == {"enable_thinking": False, "reasoning_effort": "low"}
     assert json.loads(read.documents_json) == body["documents"]
-    assert (read.chat_template, read.cache_salt) == ("{{ messages }}", "salt")
+    assert (read.chat_template, whole.cache_salt) == ("{{ messages }}", "salt")
     assert (read.add_generation_prompt, read.continue_final_message) == (False, True)
 
 
-def test_absent_chat_fields_are_empty() -> None:
-    assert read_body(b'{"messages":[{"role":"user"}]}') == ChatBody(b'[{"role":"user"}]')
+async def test_absent_chat_fields_are_empty() -> None:
+    assert await read_body(b'{"messages":[{"role":"user"}]}') == ReadBody(ChatPrompt(b'[{"role":"user"}]'))
 
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ("hello", TextBody("hello")),
-        (["hello"], TextBody("hello")),
-        ([1, 2, 3], TokenBody(pack_u32([1, 2, 3]))),
-        ([[1, 2, 3]], TokenBody(pack_u32([1, 2, 3]))),
+        ("hello", ReadBody(TextPrompt("hello"))),
+        (["hello"], ReadBody(TextPrompt("hello"))),
+        ([1, 2, 3], ReadBody(TokenPrompt(pack_u32([1, 2, 3])))),
+        ([[1, 2, 3]], ReadBody(TokenPrompt(pack_u32([1, 2, 3])))),
     ],
 )
-def test_a_completion_has_one_prompt_of_text_or_tokens(prompt: Any, expected: TextBody | TokenBody) -> None:
-    assert read_body(json.dumps({"prompt": prompt}).encode()) == expected
+async def test_a_completion_has_one_prompt_of_text_or_tokens(prompt: Any, expected: ReadBody) -> None:
+    assert await read_body(json.dumps({"prompt": prompt}).encode()) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,6 +80,8 @@ def test_a_completion_has_one_prompt_of_text_or_tokens(prompt: Any, expected: Te
         b'{"messages":[1],"chat_template":5}',
         b'{"messages":[1],"tools":{}}',
         b'{"messages":[NaN]}',
+        b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"prompt":"\\udc00\\ud800"}',
         b'{"prompt":[]}',
         b'{"prompt":["a","b"]}',
         b'{"prompt":[-1]}',
@@ -83,23 +92,24 @@ def test_a_completion_has_one_prompt_of_text_or_tokens(prompt: Any, expected: Te
         b"[" * 100_000,
     ],
 )
-def test_nonsense_is_refused_in_a_sentence(body: bytes) -> None:
+async def test_nonsense_is_refused_in_a_sentence(body: bytes) -> None:
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="prompt.openai_body") as refused:
-        read_body(body)
+        await read_body(body)
     assert refused.value.message.endswith(".")
 
 
-def test_images_of_a_chat_become_media_items() -> None:
+async def test_images_of_a_chat_become_media_items() -> None:
     url = "data:image/png;base64,QUJD"
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
-    body = read_body(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
-    assert isinstance(body, ChatBody)
+    whole = await read_body(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+    body = whole.prompt
+    assert isinstance(body, ChatPrompt)
     assert json.loads(body.messages_json)[0]["content"] == [{"type": "image", "media": 0}, parts[1]]
     assert [(item.part, item.data) for item in body.media] == [("messages[0].content[0]", b"ABC")]
-    assert body.size == len(body.messages_json) + 3
+    assert whole.size == len(body.messages_json) + 3
 
 
-def test_broken_image_of_a_chat_is_refused() -> None:
+async def test_broken_image_of_a_chat_is_refused() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}]
     with raises_error(param="messages[0].content[0]", code="invalid_media"):
-        read_body(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
+        await read_body(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())

@@ -8,21 +8,21 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.router.reservations.cost import Load
-from services.router.scheduling.queries import MOST_MS, MOST_NAME, MOST_TOKENS, Prompt, Query
+from services.router.scheduling.queries import MAX_MS, MAX_NAME, MAX_TOKENS, Prompt, Query
 from services.router.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.routing import COST, Cluster, prompt, worker
 
 ABSURD: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": Prompt(prompt_tokens=MOST_TOKENS + 1)}, "prompt.prompt_tokens"),
+    ({"prompt": Prompt(prompt_tokens=MAX_TOKENS + 1)}, "prompt.prompt_tokens"),
     ({"prompt": Prompt(prompt_tokens=2**32 - 1)}, "prompt.prompt_tokens"),
     ({"expected_output_tokens": 2**32 - 1}, "expected_output_tokens"),
-    ({"ttl_ms": MOST_MS + 1}, "ttl_ms"),
-    ({"session_ttl_ms": MOST_MS + 1}, "session_ttl_ms"),
-    ({"max_wait_ms": MOST_MS + 1}, "max_wait_ms"),
-    ({"request_id": "r" * (MOST_NAME + 1)}, "request_id"),
-    ({"session_id": "s" * (MOST_NAME + 1)}, "session_id"),
-    ({"owner": "o" * (MOST_NAME + 1)}, "owner"),
+    ({"ttl_ms": MAX_MS + 1}, "ttl_ms"),
+    ({"session_ttl_ms": MAX_MS + 1}, "session_ttl_ms"),
+    ({"max_wait_ms": MAX_MS + 1}, "max_wait_ms"),
+    ({"request_id": "r" * (MAX_NAME + 1)}, "request_id"),
+    ({"session_id": "s" * (MAX_NAME + 1)}, "session_id"),
+    ({"owner": "o" * (MAX_NAME + 1)}, "owner"),
 ]
 
 
@@ -40,12 +40,12 @@ async def test_absurd_queries_are_refused(fields: dict[str, Any], param: str) ->
 async def test_the_largest_that_are_allowed_are_booked_and_given_back() -> None:
     largest = Query(
         "m",
-        Prompt(prompt_tokens=MOST_TOKENS),
+        Prompt(prompt_tokens=MAX_TOKENS),
         COST,
-        "r" * MOST_NAME,
-        expected_output_tokens=MOST_TOKENS,
-        ttl_ms=MOST_MS,
-        owner="o" * MOST_NAME,
+        "r" * MAX_NAME,
+        expected_output_tokens=MAX_TOKENS,
+        ttl_ms=MAX_MS,
+        owner="o" * MAX_NAME,
     )
     async with Cluster() as cluster:
         await cluster.add(worker("a"))

@@ -6,8 +6,7 @@ from itertools import count
 from random import Random
 
 import pytest
-
-from benchmarks.trace_fleet import Arrival, Outcome, Shape, Simulation, tokens_of, without_reuse
+from trace_fleet import Arrival, Outcome, Shape, Simulation, tokens_of, without_reuse
 
 FLEET = Shape(workers=4, cache_tokens=262_144, max_waiting=32)
 

@@ -13,6 +13,7 @@ from services.router.reservations.cost import Limits, Load
 from services.router.router import RouterConfig
 from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import CLOSED, Thresholds
+from services.router.sync.load_reconciler import Reported
 from services.router.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.router_cluster import until
@@ -21,16 +22,16 @@ from tests.support.servers.routing import BLOCK, Cluster, prompt, worker
 A = WorkerRank("a", 0)
 
 
-def used_blocks(report: bytes) -> Sequence[int]:
-    return list(report)
+def read_report(report: bytes) -> Sequence[Reported]:
+    return [Reported(used_blocks=blocks) for blocks in report]
 
 
 def test_limits_come_from_the_card() -> None:
-    assert Thresholds().limits(worker("a"), A, {A: 1000}) is None
-    assert Thresholds(kv_share=0.2).limits(worker("a", blocks=64), A, {}) == Limits(math.inf, 12.8, math.inf)
-    assert Thresholds(0.2, 80, 3).limits(worker("a", blocks=100), A, {A: 19}) == Limits(10, 20, 3)
-    assert Thresholds(0.2, 80, 3).limits(worker("a", blocks=100), A, {A: 20}) == CLOSED
-    assert Thresholds(prefill_tokens=32).limits(worker("a", size=0, blocks=0), A, {}) == Limits(2, math.inf, math.inf)
+    assert Thresholds().limits(worker("a"), 1000) is None
+    assert Thresholds(kv_share=0.2).limits(worker("a", blocks=64), 0) == Limits(math.inf, 12.8, math.inf)
+    assert Thresholds(0.2, 80, 3).limits(worker("a", blocks=100), 19) == Limits(10, 20, 3)
+    assert Thresholds(0.2, 80, 3).limits(worker("a", blocks=100), 20) == CLOSED
+    assert Thresholds(prefill_tokens=32).limits(worker("a", size=0, blocks=0), 0) == Limits(2, math.inf, math.inf)
 
 
 async def everybody(
@@ -99,7 +100,7 @@ async def test_prefill_load_counts_until_it_is_computed() -> None:
 
 
 async def test_blocks_in_use_as_reported_make_a_worker_busy_too() -> None:
-    async with Cluster(RouterConfig(thresholds=Thresholds(kv_share=0.5)), used_blocks=used_blocks) as cluster:
+    async with Cluster(RouterConfig(thresholds=Thresholds(kv_share=0.5)), read_report=read_report) as cluster:
         await cluster.add(worker("a", blocks=100), worker("b", blocks=100))
         await cluster.report("a", bytes([50]))
         assert {(await cluster.ask(prompt("A"))).worker.worker_id for _ in range(20)} == {"b"}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import pytest
 
@@ -100,12 +101,12 @@ async def held(store: Store, slot: WorkerRank, model: str = M) -> list[list[int]
 async def apply(
     store: Store, *batches: EventBatch, epoch: int = 1, capacity: int = 10_000
 ) -> list[tuple[ApplyResult, int]]:
-    return [tuple(each) for each in await store.apply(M, "a", epoch, capacity, batches)]
+    return [(applied.outcome, applied.sequence) for applied in await store.apply(M, "a", epoch, capacity, batches)]
 
 
 async def changes_after(store: Store, position: Position, count: int) -> list[Change]:
     found: list[Change] = []
-    async with asyncio.timeout(10), aclosing(store.follow(M, position)) as feed:
+    async with asyncio.timeout(10), aclosing(cast(AsyncGenerator[list[Change]], store.follow(M, position))) as feed:
         async for changes in feed:
             found += changes
             if len(found) >= count:
@@ -414,6 +415,18 @@ async def test_sessions_are_remembered_by_model_for_their_time(store: Store) -> 
     assert await store.session(M, "short") is None
 
 
+async def test_pin_of_a_name_holds_for_its_time_until_it_is_replaced(store: Store) -> None:
+    assert await store.pin(M, "", 60_000, False) == ""
+    assert await store.pin(M, "one", 60_000, False) == "one"
+    assert await store.pin(M, "two", 60_000, False) == "one"
+    assert await store.pin("other", "", 60_000, False) == ""
+    assert await store.pin(M, "two", 60_000, True) == "two"
+    assert await store.pin(M, "", 60_000, False) == "two"
+    assert await store.pin(M, "one", 1, False) == "two"
+    await asyncio.sleep(0.05)
+    assert await store.pin(M, "one", 60_000, False) == "one"
+
+
 async def test_select_is_idempotent_by_request_id(store: Store) -> None:
     first = await store.select(M, [offer(A)], ReservationParams("r", 60_000))
     again = await store.select(M, [offer(B)], ReservationParams("r", 60_000))
@@ -483,3 +496,23 @@ async def test_concurrent_selects_do_not_herd(store: Store) -> None:
     )
     loads = (await store.pulse(M)).loads
     assert [loads[slot].requests for slot in slots] == [8] * 8
+
+
+async def test_booking_elsewhere_replaces_an_earlier_reservation_only(store: Store) -> None:
+    now = unix_ms()
+    await store.book(M, Reservation("r", A, 2_500, 4_000, now + 60_000))
+    await store.book(M, Reservation("r", B, 1_000, 1_000, now + 50_000))
+    assert (await store.pulse(M)).loads == {A: Load(2.5, 4, 1)}
+    await store.book(M, Reservation("r", B, 1_000, 1_000, now + 70_000))
+    assert (await store.pulse(M)).loads == {B: Load(1, 1, 1)}
+
+
+async def test_freed_request_is_booked_only_if_it_was_reserved_again(store: Store) -> None:
+    reservation = Reservation("r", A, 2_500, 4_000, unix_ms() + 60_000)
+    assert await store.free(M, ["r"]) == ["r"]
+    await store.book(M, reservation)
+    assert (await store.pulse(M)).loads == {}
+    await store.select(M, [offer(A)], ReservationParams("r", 10))
+    assert await store.sweep(M) in (0, 1)
+    await store.book(M, replace(reservation, slot=B))
+    assert list((await store.pulse(M)).loads) == [B]

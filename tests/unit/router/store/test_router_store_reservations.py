@@ -51,7 +51,7 @@ async def load(store: Store) -> Load | None:
 
 async def test_output_is_booked_once_it_is_longer_than_expected(store: Store) -> None:
     await store.select(M, [OFFER], terms("r"))
-    assert await store.progress(M, {"r": 1_000, "nobody": 9_000}) == ["nobody"]
+    assert await store.progress(M, {"r": 1_000, "unknown": 9_000}) == ["unknown"]
     assert await load(store) == Load(5, 7, 1)
     assert await store.progress(M, {"r": 3_000}) == []
     assert await load(store) == Load(5, 8, 1)
@@ -84,7 +84,7 @@ async def test_expired_owner_loses_only_its_reservations(store: Store) -> None:
     for number in range(3):
         await store.select(M, [OFFER], terms(f"crashed-{number}", "crashed", 2_000))
         await store.select(M, [OFFER], terms(f"alive-{number}", "alive"))
-        await store.select(M, [OFFER], terms(f"nobody-{number}"))
+        await store.select(M, [OFFER], terms(f"unknown-{number}"))
     assert await store.sweep_owners(M) == 0
     await asyncio.sleep(2.2)
     await store.free(M, ["crashed-0"])

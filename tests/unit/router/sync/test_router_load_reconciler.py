@@ -10,7 +10,7 @@ from services.router.messages.workers import read_report
 from services.router.metrics import Metrics
 from services.router.reservations.cost import Load
 from services.router.store.memory import MemoryStore
-from services.router.sync.load_reconciler import LoadReconciler, Reported
+from services.router.sync.load_reconciler import LoadReconciler, Reported, Reports
 from services.router.sync.model_state import ModelState
 from services.router.workers.worker import WorkerRank
 from sluice.v1 import common_pb2, router_pb2
@@ -31,7 +31,7 @@ class Desk:
     def __init__(self) -> None:
         self.now = 1_000_000.0
         self.store = MemoryStore(lambda: int(self.now * 1000))
-        self.drift = LoadReconciler(self.store, read, Metrics(), AFTER_S, lambda: self.now)
+        self.drift = LoadReconciler(self.store, Reports(read), Metrics(), AFTER_S, lambda: self.now)
         self.cluster = Cluster(store=self.store)
 
     @property
@@ -110,9 +110,9 @@ def test_reports_are_read_by_rank() -> None:
     beat = router_pb2.Heartbeat(
         loads=[
             common_pb2.WorkerLoad(running_requests=2, waiting_requests=1),
-            common_pb2.WorkerLoad(running_requests=1, prefill_tokens=7),
+            common_pb2.WorkerLoad(running_requests=1, prefill_tokens=7, used_blocks=9),
             common_pb2.WorkerLoad(running_requests=3),
         ]
     )
-    assert read_report(beat.SerializeToString()) == [Reported(3, True), Reported(1, True), Reported(3, False)]
+    assert read_report(beat.SerializeToString()) == [Reported(3, True), Reported(1, True, 9), Reported(3, False)]
     assert read_report(b"") == []

@@ -154,7 +154,7 @@ async def test_refused_request_with_a_lost_store_answer_is_not_booked(again: str
     with pytest.raises(AllBusy):
         await bookkeeper.select(MODEL, [limited], TERMS, {A: Load(0, 0, 5)})
     store.lost = False
-    if again == "there":  # whoever waits in line asks again
+    if again == "there":  # a queued query is sent again
         await health.wait()
     if again:
         await bookkeeper.select(MODEL, [limited], TERMS, {})

@@ -9,9 +9,9 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError, invalid
 from services.router.registration.stream_messages import (
-    LEAST_HASHES,
-    MOST_MESSAGES,
-    MOST_TURNOVERS,
+    MAX_MESSAGES_OF_RANK,
+    MAX_TURNOVERS,
+    MIN_HASHES,
     WINDOW_S,
     FloodGuard,
     Inbox,
@@ -139,14 +139,14 @@ def guard(now: list[float], total_blocks: int = 100, ranks: int = 1) -> FloodGua
 
 def test_too_many_messages() -> None:
     flood = guard([0.0])
-    flood.count(MOST_MESSAGES, 0)
+    flood.count(MAX_MESSAGES_OF_RANK, 0)
     with raises_error(match="Worker w sent too much", kind=ErrorKind.OVERLOADED, code="flood"):
         flood.count(1, 0)
 
 
 def test_flood_limit_grows_with_the_cache_and_counts_by_rank() -> None:
-    flood = guard([0.0], total_blocks=LEAST_HASHES, ranks=2)
-    flood.count(2 * MOST_MESSAGES, 2 * MOST_TURNOVERS * LEAST_HASHES)
+    flood = guard([0.0], total_blocks=MIN_HASHES, ranks=2)
+    flood.count(2 * MAX_MESSAGES_OF_RANK, 2 * MAX_TURNOVERS * MIN_HASHES)
     with pytest.raises(SluiceError):
         flood.count(0, 1)
 
@@ -155,9 +155,9 @@ def test_a_new_window_starts_from_nothing() -> None:
     now = [0.0]
     flood = guard(now)
     for _ in range(5):
-        flood.count(10, LEAST_HASHES)
+        flood.count(10, MIN_HASHES)
         now[0] += WINDOW_S
-    flood.count(10, LEAST_HASHES)
+    flood.count(10, MIN_HASHES)
     with pytest.raises(SluiceError):
         flood.count(10, 1)
 

@@ -48,7 +48,7 @@ class Hub:
 async def test_download_reports_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     hub, told = Hub(tmp_path), list[tuple[str, float | None]]()
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
-    await download("nobody/model", lambda phase, share: told.append((phase, share)))
+    await download("unknown/model", lambda phase, share: told.append((phase, share)))
     await asyncio.sleep(0)
     assert told == [(DOWNLOADING, None), *((DOWNLOADING, percent / 100) for percent in range(5, 101, 5))]
     assert hub.thread is not threading.main_thread()
@@ -60,7 +60,7 @@ async def test_download_reports_progress(tmp_path: Path, monkeypatch: pytest.Mon
 async def test_without_weights_only_the_tokenizers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(tmp_path)
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
-    await download("nobody/model", lambda phase, share: None, weights=False)
+    await download("unknown/model", lambda phase, share: None, weights=False)
     assert "tokenizer.json" in hub.asked["allow_patterns"]
 
 
@@ -75,7 +75,7 @@ async def test_what_is_no_hub_id_is_not_fetched(source: str, monkeypatch: pytest
 async def test_download_of_an_unknown_model_raises_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", Hub(Path(), OSError("no route")))
     with raises_error(match="neither a local folder nor available from the hub", kind=ErrorKind.NOT_FOUND):
-        await download("nobody/model", lambda phase, share: None)
+        await download("unknown/model", lambda phase, share: None)
 
 
 @dataclass(frozen=True, slots=True)

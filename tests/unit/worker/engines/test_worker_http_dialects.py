@@ -25,7 +25,7 @@ from services.worker.contract.generation import (
     TokenLogprob,
     Usage,
 )
-from services.worker.engines.http import card, client, sglang
+from services.worker.engines.http import answers, card, sglang
 from services.worker.engines.http.client import HttpClient, error_of
 from services.worker.engines.http.dialect import Publisher
 from services.worker.engines.http.events import chosen_publishers
@@ -141,7 +141,8 @@ async def test_vllm_stream_with_usage_reports_the_engines_cached_tokens(
     last: dict[str, Any], expected: tuple[FinishReason, int | None]
 ) -> None:
     first, second, end = read((await vllm()).reader, request(), [chunk(5, 6), last, usage(4)])
-    assert (list(first.token_ids), first.cached_tokens, len(second.token_ids)) == ([5, 6], 0, 1)
+    assert (list(first.token_ids), first.cached_later, len(second.token_ids)) == ([5, 6], True, 1)
+    assert not second.cached_later
     assert (end.finish_reason, end.stop_token_id) == expected
     assert end.usage == Usage(10, 3, 4)
 
@@ -150,12 +151,21 @@ async def test_vllm_stream_without_cached_tokens_is_reported_once(caplog: pytest
     dialect = await vllm()
     for _ in range(2):
         *_, end = read(dialect.reader, request(), [chunk(5, finish="length"), {"choices": [], "usage": {}}])
-        assert end.usage == Usage(10, 1, 0)
+        assert end.usage == Usage(10, 1, None)
     assert caplog.text.count("--enable-prompt-tokens-details") == 1
 
 
 async def test_vllm_stream_that_ends_without_usage_ends_the_request() -> None:
-    assert read((await vllm()).reader, request(), [chunk(5, finish="length")])[-1].usage == Usage(10, 1, 0)
+    assert read((await vllm()).reader, request(), [chunk(5, finish="length")])[-1].usage == Usage(10, 1, None)
+
+
+async def test_vllm_that_reports_cached_tokens_leaves_out_none() -> None:
+    dialect = await vllm()
+    ends = [
+        read(dialect.reader, request(), [chunk(5, finish="length"), last])[-1].usage
+        for last in (usage(4), {"choices": [], "usage": {}})
+    ]
+    assert ends == [Usage(10, 1, 4), Usage(10, 1, 0)]
 
 
 @pytest.mark.parametrize(
@@ -272,8 +282,17 @@ def test_sglang_publishers_have_a_port_for_each_rank() -> None:
     ("options", "reported", "expected"),
     [
         ({}, [Publisher(0, "tcp://*:5557", "tcp://*:5558", "kv")], [("tcp://h:5557", "tcp://h:5558")]),
-        ({}, [Publisher(0, "tcp://10.0.0.9:5557")], [("tcp://10.0.0.9:5557", "")]),
-        ({}, [Publisher(0, "ipc:///run/kv")], "cannot be reached; set the option kv_events"),
+        ({}, [Publisher(0, "tcp://h:5557")], [("tcp://h:5557", "")]),
+        ({}, [Publisher(0, "tcp://H:5557", "tcp://0.0.0.0:5558")], [("tcp://h:5557", "tcp://h:5558")]),
+        ({}, [Publisher(0, "tcp://10.0.0.9:5557")], "cannot be reached at the server's own host h"),
+        ({}, [Publisher(0, "tcp://*:5557", "tcp://10.0.0.9:5558")], "replay endpoint"),
+        ({}, [Publisher(0, "tcp://169.254.169.254:80")], "cannot be reached"),
+        ({}, [Publisher(0, "tcp://*:22")], "from port 1024 on"),
+        ({}, [Publisher(0, "tcp://127.0.0.1:5557")], "cannot be reached"),
+        ({}, [Publisher(0, "tcp://*:5557;tcp://x:1")], "cannot be reached"),
+        ({}, [Publisher(0, "inproc://x")], "cannot be reached"),
+        ({}, [Publisher(0, "tcp://*:99999")], "cannot be reached"),
+        ({}, [Publisher(0, "ipc:///run/kv")], "cannot be reached at the server's own host"),
         ({}, [], "start it with --kv-events-config"),
         ({"kv_events": "off"}, [Publisher(0, "tcp://*:5557")], "The option kv_events is off."),
         (
@@ -387,13 +406,13 @@ def test_error_status_of_the_server_becomes_a_typed_error(status: int, kind: Err
 
 
 async def test_client_with_an_oversized_response_stops_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "MAX_RESPONSE_BYTES", 100)
+    monkeypatch.setattr(answers, "MAX_RESPONSE_BYTES", 100)
     with pytest.raises(SluiceError, match="larger than"):
         await served_by({"/x": b"x" * 101}).get("/x")
 
 
 async def test_client_with_an_oversized_event_stops_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(answers, "MAX_EVENT_BYTES", 100)
     events = served_by({"/x": b"data: " + b"x" * 101}).events("/x", {}, {})
     with pytest.raises(SluiceError, match="larger than"):
         await anext(events)

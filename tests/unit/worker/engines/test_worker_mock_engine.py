@@ -213,7 +213,7 @@ def test_engines_resolve_by_name_path_and_not_at_all(monkeypatch: pytest.MonkeyP
     assert "mock" in engine_names()
     assert find_engine("mock") is MockEngine
     assert find_engine(BUILT_IN["mock"]) is MockEngine
-    monkeypatch.setattr("services.worker.engines.entry_points", lambda **_: ())
+    monkeypatch.setattr("services.common.packages.extensions.entry_points", lambda **_: ())
     assert find_engine("mock") is MockEngine
     for name in (
         "no-such-engine",

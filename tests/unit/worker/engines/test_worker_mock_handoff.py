@@ -27,6 +27,7 @@ from services.worker.contract.generation import (
     SamplingParams,
 )
 from services.worker.contract.handoff import MAGIC, seal, unseal
+from services.worker.engines.mock import engine as mock_engine
 from services.worker.engines.mock.transfer import Transfer
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
@@ -105,11 +106,14 @@ async def test_an_answer_of_one_token_ends_on_the_prefill_worker(folder: Path) -
         assert (len(tokens), end.finish_reason, end.handoff) == (1, FinishReason.LENGTH, b"")
 
 
-async def test_a_cache_on_its_way_takes_time_by_its_bytes_and_can_be_aborted(folder: Path) -> None:
+async def test_a_cache_on_its_way_takes_time_by_its_bytes_and_can_be_aborted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mock_engine, "TRANSFER_GBPS", 1e-6)
     asked = request(prompt=PROMPT, max_tokens=4, ignore_eos=True)
     async with (
         worker(folder, "prefill") as prefill,
-        worker(folder, "decode", speedup=1.0, transfer_gbps=1e-6) as decode,
+        worker(folder, "decode", speedup=1.0) as decode,
     ):
         _, handed = await run(prefill, part(asked, Role.PREFILL))
         _, payload = unseal(handed.handoff, asked)

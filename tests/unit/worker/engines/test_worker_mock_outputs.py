@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from array import array
 from pathlib import Path
 from random import Random
@@ -17,9 +16,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.generation import FinishReason, SamplingParams, StructuredOutput
-from services.worker.engines.mock.embeddings import embed
-from services.worker.engines.mock.guided.sampler import guided_text
-from services.worker.engines.mock.probabilities import logprobs_at, prompt_logprobs
+from services.worker.engines.mock.guided import guided_text
+from services.worker.engines.mock.outputs import embed, logprobs_at, prompt_logprobs
 from services.worker.engines.mock.text import TextGenerator
 from services.worker.engines.mock.timing import TableTiming, decode_ms, prefill_ms
 from tests.support.fakes.engines import EOS, WordVocabulary, request
@@ -28,10 +26,9 @@ from tests.support.oracles.errors import raises_error
 VOCABULARY = 1_000
 
 
-@given(st.integers(0, VOCABULARY - 1), st.integers(0, 100_000), st.integers(0, 50))
-def test_logprobs_are_a_distribution_with_the_chosen_token_on_top(token: int, position: int, alternatives: int) -> None:
-    found = logprobs_at(token, position, alternatives, VOCABULARY)
-    assert found == logprobs_at(token, position, alternatives, VOCABULARY)
+@given(st.integers(0, VOCABULARY - 1), st.integers(0, 50))
+def test_logprobs_are_a_distribution_with_the_chosen_token_on_top(token: int, alternatives: int) -> None:
+    found = logprobs_at(token, alternatives, VOCABULARY)
     assert (found.chosen.token_id, found.chosen.rank) == (token, 1)
     assert len(found.top) == alternatives
     assert len({one.token_id for one in found.top}) == alternatives
@@ -43,14 +40,14 @@ def test_logprobs_are_a_distribution_with_the_chosen_token_on_top(token: int, po
 
 
 def test_there_are_no_more_alternatives_than_tokens() -> None:
-    assert len(logprobs_at(1, 0, 50, 4).top) == 4
+    assert len(logprobs_at(1, 50, 4).top) == 4
 
 
 def test_prompt_logprobs_have_an_entry_per_token_and_the_first_is_empty() -> None:
     first, *rest = prompt_logprobs((5, 6, 7), 2, VOCABULARY)
     assert (first.chosen.token_id, first.chosen.rank, first.top) == (5, 0, ())
     assert [one.chosen.token_id for one in rest] == [6, 7]
-    assert rest[0] == logprobs_at(6, 1, 2, VOCABULARY)
+    assert rest[0] == logprobs_at(6, 2, VOCABULARY)
 
 
 def vector(ids: list[int], dimensions: int = 0, lora: str = "") -> list[float]:
@@ -144,7 +141,6 @@ SCHEMAS: list[Any] = [
     {"type": "array", "prefixItems": [{"const": 1}, {"enum": ["a"]}], "items": {"type": "null"}, "minItems": 4},
     {"type": "string", "minLength": 40, "maxLength": 41},
     {"type": "string", "maxLength": 2},
-    {"type": "string", "pattern": "^[A-Z]{3}-\\d{4}$"},
     {"type": "string", "format": "date-time"},
     {"type": "integer", "minimum": 17, "maximum": 17},
     {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 5},
@@ -189,24 +185,6 @@ def test_nested_schemas_are_satisfied(schema: Any, seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "a+",
-        "(yes|no)( please)?",
-        r"\d{3}-\d{4}",
-        "[^a-y]+z?",
-        r"^\w+@\w+\.(com|org)$",
-        "x*",
-        "(?i:ab)c",
-        "[\\s\\S]{5,9}",
-    ],
-)
-def test_every_text_matches_its_expression(pattern: str) -> None:
-    for seed in range(30):
-        assert re.fullmatch(pattern, guided_text(StructuredOutput("regex", pattern), Random(seed)))
-
-
 def test_a_choice_is_one_of_them_and_all_come_up() -> None:
     said = {guided_text(StructuredOutput("choice", ("yes", "no", "maybe")), Random(seed)) for seed in range(60)}
     assert said == {"yes", "no", "maybe"}
@@ -216,11 +194,8 @@ def test_a_choice_is_one_of_them_and_all_come_up() -> None:
 @pytest.mark.parametrize(
     ("guided", "message"),
     [
-        (StructuredOutput("regex", "("), "not a valid regular expression"),
-        (StructuredOutput("regex", r"(a)\1"), "not supported"),
-        (StructuredOutput("regex", "a(?=b)"), "not supported"),
-        (StructuredOutput("regex", "a" * 5_000), "longer"),
-        (StructuredOutput("regex", "(?:a{4000}){4000}"), "longer"),
+        (StructuredOutput("regex", "a+"), "not supported"),
+        (StructuredOutput("json_schema", '{"pattern": "a+"}'), "'pattern'"),
         (StructuredOutput("json_schema", '{"not": {}}'), "'not'"),
         (StructuredOutput("json_schema", "false"), "allows no value"),
         (StructuredOutput("json_schema", '{"type": "rock"}'), "rock"),
@@ -228,8 +203,8 @@ def test_a_choice_is_one_of_them_and_all_come_up() -> None:
         (StructuredOutput("json_schema", '{"$ref": "http://example.com"}'), "outside the document"),
         (StructuredOutput("json_schema", '{"$ref": "#"}'), "circular"),
         (StructuredOutput("json_schema", '{"type": "integer", "minimum": 5, "maximum": 4}'), "bounds"),
-        (StructuredOutput("json_schema", '{"type": "array", "minItems": 1000000}'), "too many"),
-        (StructuredOutput("json_schema", '{"type": "string", "minLength": 1000000}'), "longer"),
+        (StructuredOutput("json_schema", '{"type": "array", "minItems": 1000000}'), "too much work"),
+        (StructuredOutput("json_schema", '{"type": "string", "minLength": 1000000}'), "too much work"),
         (StructuredOutput("json_schema", '{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}'), "deep"),
         (StructuredOutput("json_schema", '{"type": "object", "properties": [1]}'), "wrong type"),
         (StructuredOutput("json_schema", '{"type": "string", "minLength": "long"}'), "wrong type"),

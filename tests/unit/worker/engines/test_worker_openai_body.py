@@ -123,12 +123,12 @@ def test_chunks_become_events_in_order_with_the_usage_of_the_server() -> None:
         CallArguments(0, '{"a"'),
         CallArguments(0, ":1}"),
     ]
-    assert (deltas[-1].finish_reason, deltas[-1].usage) == (FinishReason.STOP, Usage(5, 4, 0))
+    assert (deltas[-1].finish_reason, deltas[-1].usage) == (FinishReason.STOP, Usage(5, 4, None))
     assert deltas[0].cached_tokens == 0
 
 
 def test_stream_without_usage_counts_its_chunks() -> None:
-    assert read(choice({"content": "a"}), choice({"content": "b"}, "length"))[-1].usage == Usage(0, 2, 0)
+    assert read(choice({"content": "a"}), choice({"content": "b"}, "length"))[-1].usage == Usage(0, 2, None)
 
 
 @pytest.mark.parametrize(

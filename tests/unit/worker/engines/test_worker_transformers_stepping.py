@@ -13,19 +13,22 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import STEP_FAILED, ErrorKind, SluiceError
 from services.worker.engines.transformers.sizing import Plan
 from services.worker.engines.transformers.step import Listener, Step, StepRow
 from services.worker.engines.transformers.stepping import HEADROOM, Stepper
 
 WAIT_S = 20
+DEVICE_LOST = "CUDA error: the device is gone"
 STOP_ID = 7
 
 
 def request(*stop_ids: int, error_at: int = -1) -> Any:
     """What the thread reads of a request."""
     constraint = SimpleNamespace(error="") if error_at >= 0 else None
+    plan = SimpleNamespace(stop_ids=stop_ids)
     return SimpleNamespace(
-        sampler=SimpleNamespace(plan=SimpleNamespace(stop_ids=stop_ids), constraint=constraint), error_at=error_at
+        sampler=SimpleNamespace(plan=plan, constraint=constraint, error=None), error_at=error_at, raises={}
     )
 
 
@@ -43,9 +46,11 @@ class CountingSequence:
         if self.model.gate is not None:
             assert self.model.gate.acquire(timeout=WAIT_S)
         if self.model.broken:
-            raise RuntimeError("the device is gone")
+            raise RuntimeError(DEVICE_LOST)
         self.model.order.append(self.prompt[0])
         self.generated += 1
+        if (error := self.request.raises.get(self.generated)) is not None:
+            raise error
         if self.generated == self.request.error_at:
             self.request.sampler.constraint.error = "a dead end"
         return 99 + self.generated, None
@@ -63,7 +68,7 @@ class FakeModel:
     order: list[int] = field(default_factory=list)
     sequences: list[CountingSequence] = field(default_factory=list)
     rows: list[StepRow] = field(default_factory=list)
-    failed: list[tuple[str, str]] = field(default_factory=list)
+    failed: list[tuple[str, Exception]] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -216,7 +221,38 @@ def test_stepper_without_requests_holds_no_sequence_and_reports_no_load() -> Non
         assert stepper.gauges.step_ms > 0
 
 
-def test_stepper_whose_step_fails_reports_every_request_and_accepts_no_more() -> None:
+@pytest.mark.parametrize("at", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (IndexError("index 542 is out of bounds"), ""),
+        (MemoryError(), STEP_FAILED),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), STEP_FAILED),
+        (SluiceError(ErrorKind.INTERNAL, "Its own.", code="own"), "own"),
+    ],
+)
+def test_stepper_ends_only_the_request_whose_token_raises(at: int, error: Exception, code: str) -> None:
+    model = FakeModel()
+    with stepping(model) as stepper:
+        bad = request()
+        bad.raises[at] = error
+        stepper.add("good", request(), [1], 10)
+        stepper.add("bad", bad, [2], 10)
+        model.until_ended("good")
+        model.until(lambda: bool(model.failed))
+        assert model.tokens("good") == list(range(100, 110))
+        assert model.tokens("bad") == list(range(100, 99 + at))
+        ((key, failure),) = model.failed
+        assert key == "bad"
+        assert isinstance(failure, SluiceError)
+        assert (failure.code, failure.retryable) == (code, code == STEP_FAILED)
+        assert "542" not in failure.message
+        stepper.add("later", request(), [3], 2)
+        model.until_ended("later")
+        assert stepper.alive
+
+
+def test_stepper_whose_device_is_lost_reports_every_request_and_accepts_no_more() -> None:
     model = FakeModel(gate=threading.Semaphore(0))
     assert model.gate is not None
     with stepping(model, sequences=1) as stepper:
@@ -227,8 +263,8 @@ def test_stepper_whose_step_fails_reports_every_request_and_accepts_no_more() ->
         model.broken = True
         model.gate.release(1)
         assert model.ended.wait(WAIT_S)
-        assert sorted(model.failed) == [("a", "the device is gone"), ("b", "the device is gone")]
-        assert str(stepper.fatal_error) == "the device is gone"
+        assert sorted((key, str(error)) for key, error in model.failed) == [("a", DEVICE_LOST), ("b", DEVICE_LOST)]
+        assert str(stepper.fatal_error) == DEVICE_LOST
         assert not stepper.add("c", request(), [3], 1)
 
 

@@ -157,6 +157,7 @@ class ObservedStream(Sink):
         self.token_ids: list[int] = []
         self.logprobs: list[PositionLogprobs] = []
         self.ends: list[tuple[FinishReason, Usage, int | None, bytes]] = []
+        self.errors: list[SluiceError] = []
 
     def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
         assert self.cached is None
@@ -176,6 +177,7 @@ class ObservedStream(Sink):
         handoff: bytes = b"",
     ) -> None:
         self.ends.append((reason, usage, stop_token_id, handoff))
+        self.errors += [] if error is None else [error]
 
 
 def output(token_ids: list[int], finish: str | None = None, stop: int | str | None = None, **fields: Any) -> Any:
@@ -210,6 +212,20 @@ def test_reasons(finish: str, stop: int | None, reason: FinishReason, stop_token
     heard = ObservedStream()
     RequestState(10, heard, None, None).take(output([9], finish, stop))
     assert [(end[0], end[2]) for end in heard.ends] == [(reason, stop_token)]
+
+
+@pytest.mark.parametrize("tokens", [[], [9]], ids=["before the first token", "later"])
+@pytest.mark.parametrize("guided", [None, StructuredOutput("json", "{}")], ids=["free", "constrained"])
+def test_failure_before_the_first_token_of_constrained_output_is_the_constraints(
+    guided: StructuredOutput | None, tokens: list[int]
+) -> None:
+    heard = ObservedStream()
+    RequestState(10, heard, None, None, guided=guided).take(output(tokens, "error"))
+    (error,) = heard.errors
+    if guided is not None and not tokens:
+        assert (error.kind, error.param, error.http_status) == (ErrorKind.INVALID_ARGUMENT, "response_format", 400)
+    else:
+        assert error.kind is ErrorKind.INTERNAL
 
 
 def test_a_prefill_ends_with_a_handoff_unless_the_answer_ends_by_itself() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.common.hashing import block_hashes
 from services.common.media.spans import MediaKind, MediaSpan, content_hash
 from services.worker.kv_events.events import EngineRemoved, EngineStored
-from services.worker.kv_events.translation import Translator
+from services.worker.kv_events.groups import GroupTranslator
 from services.worker.kv_events.wire import decode, read_extra_keys
 
 A, B = content_hash(b"a"), content_hash(b"b")
@@ -53,7 +53,7 @@ def test_engine_blocks_no_larger_than_ours_give_the_hashes_of_all_services(
     prompt: tuple[list[int], list[MediaSpan]], size: int, together: int
 ) -> None:
     tokens, spans = prompt
-    translator = Translator(8, counts_copies=True)
+    translator = GroupTranslator(8, counts_copies=True)
     whole = len(tokens) // size
     for first in range(0, whole, together):
         translator.apply([event(tokens, spans, size, first, min(first + together, whole))])
@@ -70,7 +70,7 @@ def test_larger_engine_blocks_give_a_prefix_of_the_hashes_and_never_a_wrong_one(
     prompt: tuple[list[int], list[MediaSpan]], size: int
 ) -> None:
     tokens, spans = prompt
-    translator = Translator(4, counts_copies=True)
+    translator = GroupTranslator(4, counts_copies=True)
     whole = len(tokens) // size
     translator.apply([event(tokens, spans, size, 0, whole)])
     expected = block_hashes(tokens[: whole * size], 4, media=spans)
@@ -84,20 +84,20 @@ def test_larger_engine_blocks_give_a_prefix_of_the_hashes_and_never_a_wrong_one(
 
 def test_an_item_known_to_lie_in_one_block_leaves_later_ones_known() -> None:
     tokens, spans = list(range(32)), [MediaSpan(MediaKind.IMAGE, A, 13, 3)]
-    translator = Translator(8, counts_copies=True)
+    translator = GroupTranslator(8, counts_copies=True)
     translator.apply([event(tokens, spans, 16, 0, 2)])
     assert translator.holds(block_hashes(tokens, 8, media=spans))
 
 
 @pytest.mark.parametrize("offset", [8, 99, -1])
 def test_an_item_outside_its_block_makes_the_block_opaque(offset: int) -> None:
-    translator = Translator(8, counts_copies=True)
+    translator = GroupTranslator(8, counts_copies=True)
     translator.apply([EngineStored([1, 2], None, array("I", range(16)), 8, media=[[(A, offset)], []])])
     assert translator.held() == 0
 
 
 def test_two_items_that_begin_at_one_token_make_the_block_opaque() -> None:
-    translator = Translator(8, counts_copies=True)
+    translator = GroupTranslator(8, counts_copies=True)
     translator.apply([EngineStored([1], None, array("I", range(8)), 8, media=[[(A, 2), (B, 2)]])])
     assert translator.held() == 0
 

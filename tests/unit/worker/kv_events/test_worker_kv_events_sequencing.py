@@ -20,8 +20,8 @@ from services.worker.engines.vllm_grpc import feed as grpc_feed
 from services.worker.engines.vllm_grpc.feed import GrpcFeed
 from services.worker.kv_events.event_sequencer import EventSequencer
 from services.worker.kv_events.events import EngineBatch, EngineRemoved, EngineStored, MalformedEvents
+from services.worker.kv_events.groups import GroupTranslator
 from services.worker.kv_events.source import EngineCacheSource
-from services.worker.kv_events.translation import Translator
 from services.worker.kv_events.wire import decode
 from services.worker.kv_events.zmq_feed import ZmqFeed
 
@@ -63,7 +63,7 @@ class ObservedStream:
 
     def __init__(self, *, can_replay: bool = True) -> None:
         self.held: set[int] = set()
-        self.sequencer = EventSequencer(Translator(4, counts_copies=True), self.hear, can_replay=can_replay)
+        self.sequencer = EventSequencer(GroupTranslator(4, counts_copies=True), self.hear, can_replay=can_replay)
 
     def hear(self, events: Sequence[KvEvent]) -> None:
         for event in events:
@@ -114,6 +114,16 @@ def test_in_the_end_the_mirror_is_the_cache(steps: list[tuple[str, int]]) -> Non
     heard.replay(publisher)
     assert heard.held == hashes(publisher.held)
     assert heard.sequencer.losses == 0
+
+
+@pytest.mark.parametrize("sequence", [0, 1, 2])
+def test_unreadable_batch_of_a_replay_loses_nothing_if_it_was_processed_before(sequence: int) -> None:
+    publisher, heard = Publisher(), ObservedStream()
+    for name in (1, 2):
+        heard.sequencer.live(*publisher.step(name))
+    heard.sequencer.unreadable(sequence, replayed=True)
+    assert heard.sequencer.losses == (sequence == 2)
+    assert heard.held == (set() if sequence == 2 else hashes(publisher.held))
 
 
 def test_a_replay_does_not_overtake_what_is_published_meanwhile() -> None:
@@ -317,7 +327,7 @@ def test_a_strange_batch_that_comes_twice_is_no_restart() -> None:
 
 def test_a_message_of_grpc_that_cannot_be_read_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreadable(message: Any) -> EngineBatch:
-        raise MalformedEvents("nobody foresaw it")
+        raise MalformedEvents("unforeseen")
 
     kv = source()
     engine = OverGrpc(kv)

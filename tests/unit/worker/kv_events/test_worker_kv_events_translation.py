@@ -15,7 +15,7 @@ from services.common.hashing import block_hashes
 from services.gateway.admission.tenants import salted
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, CacheTier, KvEvent
 from services.worker.kv_events.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from services.worker.kv_events.translation import Translator
+from services.worker.kv_events.groups import GroupTranslator
 from services.worker.kv_events.wire import decode
 from tests.support.oracles.errors import raises_error
 
@@ -52,9 +52,9 @@ class Mirror:
         return self.tiers.get(tier, set())
 
 
-def translate(*events: EngineEvent, translator: Translator | None = None, counts: bool = True) -> Mirror:
+def translate(*events: EngineEvent, translator: GroupTranslator | None = None, counts: bool = True) -> Mirror:
     mirror = Mirror()
-    mirror.hear((translator or Translator(4, counts_copies=counts)).apply(events))
+    mirror.hear((translator or GroupTranslator(4, counts_copies=counts)).apply(events))
     return mirror
 
 
@@ -91,7 +91,7 @@ def test_a_block_can_lie_on_two_tiers_and_leave_one() -> None:
 
 
 def test_blocks_after_an_unknown_one_are_counted_and_left_out() -> None:
-    translator = Translator(4, counts_copies=True)
+    translator = GroupTranslator(4, counts_copies=True)
     mirror = translate(stored([2, 3], list(range(5, 13)), parent=1), translator=translator)
     assert (mirror.on(), translator.orphans) == (set(), 2)
 
@@ -120,6 +120,39 @@ def test_only_the_group_that_forgets_nothing_counts() -> None:
     assert translate(stored([1], [1, 2, 3, 4], **sliding)).on() == set()
 
 
+@settings(max_examples=50)
+@given(
+    groups=st.permutations([0, 1, 2]),
+    windows=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    batch=st.integers(1, 30),
+)
+def test_group_without_a_kind_that_keeps_the_most_blocks_counts(
+    groups: list[int], windows: tuple[int, int], lengths: list[int], batch: int
+) -> None:
+    """The engine has one group of full attention and two that keep a window of each sequence, in any order."""
+    window_of = dict(zip(groups, (None, *windows), strict=True))
+    events: list[EngineEvent] = []
+    for sequence, length in enumerate(lengths):
+        hashes = [100 * sequence + block for block in range(length)]
+        for place, block_hash in enumerate(hashes):
+            tokens = [sequence, *range(4 * place, 4 * place + 3)]
+            for group, window in sorted(window_of.items()):
+                parent = hashes[place - 1] if place else None
+                events.append(stored([block_hash], tokens, parent, group=group))
+                if window is not None and place >= window:
+                    events.append(EngineRemoved([hashes[place - window]], group=group))
+    translator, mirror = GroupTranslator(4, counts_copies=True), Mirror()
+    for start in range(0, len(events), batch):
+        mirror.hear(translator.apply(events[start : start + batch]))
+    mirror.hear(translator.forget())
+    assert not mirror.on()
+    mirror.hear(translator.apply(events))
+    full = translate(*(one for one in events if not isinstance(one, EngineCleared) and one.group == groups[0]))
+    assert mirror.on() == full.on()
+    assert len(full.on()) == sum(lengths)
+
+
 @pytest.mark.parametrize("size", [3, 6])
 def test_sizes_that_do_not_go_together_are_refused_by_name(size: int) -> None:
     with raises_error(match=f"block size is {size} and the configured one is 4", param="block_size"):
@@ -127,7 +160,7 @@ def test_sizes_that_do_not_go_together_are_refused_by_name(size: int) -> None:
 
 
 def test_after_a_loss_nothing_is_claimed_until_it_is_proven_again() -> None:
-    translator = Translator(4, counts_copies=True)
+    translator = GroupTranslator(4, counts_copies=True)
     mirror = translate(stored([1, 2], list(range(1, 9))), translator=translator)
     mirror.hear(translator.lose())
     assert mirror.on() == set()
@@ -136,7 +169,7 @@ def test_after_a_loss_nothing_is_claimed_until_it_is_proven_again() -> None:
 
 
 def test_another_engine_starts_from_nothing() -> None:
-    translator = Translator(4, counts_copies=True)
+    translator = GroupTranslator(4, counts_copies=True)
     mirror = translate(stored([1], [1, 2, 3, 4]), translator=translator)
     mirror.hear(translator.reset())
     mirror.hear(translator.apply([stored([2], [5, 6, 7, 8], parent=1)]))
@@ -144,7 +177,7 @@ def test_another_engine_starts_from_nothing() -> None:
 
 
 def test_what_is_gone_is_forgotten_in_the_end() -> None:
-    translator = Translator(4, counts_copies=True, keep_gone=2)
+    translator = GroupTranslator(4, counts_copies=True, keep_gone=2)
     for number in range(5):
         translator.apply([stored([number], [number] * 4), EngineRemoved([number])])
     translator.apply([stored([1, 4], [], size=0, tier=CacheTier.HOST)])
@@ -217,7 +250,7 @@ class Engine:
 )
 def test_the_mirror_is_what_the_engine_holds(sizes: tuple[int, int], steps: list[tuple[str, int]]) -> None:
     theirs, ours = sizes
-    engine, translator, mirror = Engine(theirs), Translator(ours, counts_copies=True), Mirror()
+    engine, translator, mirror = Engine(theirs), GroupTranslator(ours, counts_copies=True), Mirror()
     for action, choice in steps:
         event: EngineEvent | None
         if action == "store":
@@ -242,7 +275,7 @@ def test_the_mirror_is_what_the_engine_holds(sizes: tuple[int, int], steps: list
 
 
 def test_removed_events_merge_by_tier() -> None:
-    translator = Translator(4, counts_copies=True)
+    translator = GroupTranslator(4, counts_copies=True)
     translator.apply([stored([1, 2], list(range(1, 9)))])
     assert translator.apply([EngineRemoved([2]), EngineRemoved([1])]) == [
         BlocksRemoved(array("Q", [KNOWN[1], KNOWN[0]]))
@@ -277,7 +310,7 @@ def test_events_of_salted_prompts_have_the_hashes_of_the_gateway(engine: str, lo
     else:
         begun = salted_events(0, None, cache_salt=SALT, **adapter)
         continued = salted_events(2, 101, cache_salt=SALT, **adapter)
-    translator = Translator(BLOCK, counts_copies=engine == "vllm")
+    translator = GroupTranslator(BLOCK, counts_copies=engine == "vllm")
     batch = decode(msgspec.msgpack.encode([1.0, [begun, continued], 0]))
     (event,) = translator.apply(batch.events)
     assert isinstance(event, BlocksStored)

@@ -31,8 +31,8 @@ from services.worker.contract.generation import (
     TokenLogprob,
     Usage,
 )
+from services.worker.contract.text_delta import TextUpdate
 from services.worker.generation.response_sink import ContractViolation, ResponseSink, SinkParams
-from services.worker.generation.text_delta import TextUpdate
 from services.worker.local_processing import batch_detokenizer as texts_module
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
 from services.worker.local_processing.loading import load_texts
@@ -419,7 +419,7 @@ async def test_a_text_that_had_ended_with_the_resumed_tokens_ends_at_once(desk: 
 
 
 async def test_slots_are_used_again_after_the_last(desk: BatchDetokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts_module, "MOST_SLOTS", 3)
+    monkeypatch.setattr(texts_module, "MAX_SLOTS", 3)
     for number in range(7):
         one = ask(desk, f"r{number}")
         one.begin()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.spans import MediaKind, MediaSpan, content_hash
 from services.worker.media.store import MediaStore
-from services.worker.media.uploads import MOST_UPLOADS, PART_BYTES, STALE_S, IncomingMedia, MediaPart
+from services.worker.media.uploads import MAX_UPLOADS, PART_BYTES, STALE_S, IncomingMedia, MediaPart
 from tests.support.oracles.errors import raises_error
 
 
@@ -146,7 +146,7 @@ def test_unfinished_uploads_take_up_room_until_their_session_ends() -> None:
 def test_unfinished_uploads_are_bounded_and_stale_ones_make_way() -> None:
     store = MediaStore(1_000)
     session = Session(store)
-    for number in range(MOST_UPLOADS):
+    for number in range(MAX_UPLOADS):
         session.part(content_hash(bytes([number])), 2, 0, b"1")
     refused = session.send(b"22")
     with raises_error(code="malformed_media"):

@@ -117,7 +117,7 @@ async def test_an_engine_that_gives_others_tokens_is_busy_not_dead() -> None:
     passed, worker = await tried_while(lambda worker, sink: sink.push((6,)))
     assert passed
     assert worker.gate.refusal is None
-    assert worker.live_requests == 1, "nobody's request is ended by it"
+    assert worker.live_requests == 1, "no request is ended by it"
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_engines_of_running_http_servers_refuse_media(name: str, kind: MediaKind
 
 
 def test_every_capability_a_request_can_ask_for_is_tried_above() -> None:
-    # The others are asked for by other calls, or by nobody.
+    # The others are used by other calls, or by none.
     elsewhere = {"token_ids", "embeddings", "kv_events", "prefill", "decode", "local_prefill", "lora_loading", "sleep"}
     elsewhere |= {"clear_cache", "profile", "inject_fault", "data_parallel_rank", "resume", "resume_guided"}
     elsewhere |= {"classification"}

@@ -14,6 +14,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Embedded, EngineConfig
+from services.worker.engines.mock.engine import EMBEDDING_WIDTH
 from services.worker.engines.mock.loading import available_bytes, check_memory
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving import control
@@ -51,12 +52,35 @@ async def test_loaded_and_unloaded_adapters_update_the_card(folder: Path) -> Non
             await served(worker, lora="polite")
 
 
+async def test_adapter_loaded_again_does_not_use_blocks_of_the_earlier_one(folder: Path, tmp_path: Path) -> None:
+    async with mock(folder, block_size=4) as (worker, controls):
+        prompt = range(5, 45)
+
+        async def cached(lora: str) -> int | None:
+            *_, end = await generate(worker, request("r", prompt, lora=lora))
+            return end.usage.cached_tokens if end.usage is not None else None
+
+        for path in (str(tmp_path), str(tmp_path), ""):  # the same folder may hold other files
+            await controls.run("load_lora", {"name": "polite", "path": path})
+            assert await cached("polite") == 0
+            assert await cached("polite") == 36
+            await controls.run("unload_lora", {"name": "polite"})
+
+
+async def test_adapter_that_is_loaded_is_not_loaded_again(folder: Path) -> None:
+    async with mock(folder) as (worker, controls):
+        await controls.run("load_lora", {"name": "polite"})
+        with raises_error(kind=ErrorKind.FAILED_PRECONDITION, code="adapter_loaded"):
+            await controls.run("load_lora", {"name": "polite"})
+        assert worker.config.adapters == ("polite",)
+
+
 @pytest.mark.parametrize(
     ("action", "arguments", "kind"),
     [
         ("load_lora", {}, ErrorKind.INVALID_ARGUMENT),
         ("load_lora", {"name": "tiny"}, ErrorKind.INVALID_ARGUMENT),
-        ("unload_lora", {"name": "nobody"}, ErrorKind.NOT_FOUND),
+        ("unload_lora", {"name": "unknown"}, ErrorKind.NOT_FOUND),
         ("sleep", {"level": "7"}, ErrorKind.INVALID_ARGUMENT),
         ("inject_fault", {"fault": "flood"}, ErrorKind.INVALID_ARGUMENT),
     ],
@@ -145,11 +169,11 @@ async def vectors_of(
 
 
 async def test_embeddings_follow_their_inputs(folder: Path) -> None:
-    async with mock(folder, adapters=["polite"], embedding_width=16) as (worker, _):
+    async with mock(folder, adapters=["polite"]) as (worker, _):
         inputs = [array("I", [3, 4]), array("I", [5])]
         plain = await vectors_of(worker, "tiny", inputs, 0, "")
         assert plain.prompt_tokens == 3
-        assert [len(vector) for vector in plain.vectors] == [64, 64]
+        assert [len(vector) for vector in plain.vectors] == [4 * EMBEDDING_WIDTH] * 2
         assert plain == await vectors_of(worker, "tiny", inputs, 0, "")
         adapted = await vectors_of(worker, "polite", inputs, 4, "")
         assert [len(vector) for vector in adapted.vectors] == [16, 16]

@@ -150,5 +150,5 @@ def test_a_caller_that_stopped_reading_is_given_up_once(monkeypatch: pytest.Monk
 def test_no_caller_is_waited_for_without_limit() -> None:
     given_up: list[int] = []
     box = Outbox(lambda: None, lambda: given_up.append(1))
-    fill(box, outbox.MOST_TOKENS)
+    fill(box, outbox.MAX_TOKENS)
     assert given_up == [1]

@@ -18,8 +18,8 @@ from services.router.scheduling.policies.isolated.wire import (
     unpack_compositions,
 )
 
-MOST_PIPELINES = 4096
-"""PolicyPipelines kept; beyond it, all are made anew, which restarts the order of round robin."""
+MAX_PIPELINES = 4096
+"""Pipelines of policies, models and parts that are kept; with one more, all of them start anew."""
 
 
 class PolicyPipelines:
@@ -42,7 +42,7 @@ class PolicyPipelines:
             key = (call.policy, call.request.model, call.request.part)
             pipeline = self._made.get(key)
             if pipeline is None:
-                if len(self._made) >= MOST_PIPELINES:
+                if len(self._made) >= MAX_PIPELINES:
                     self._made.clear()
                 pipeline = self._made[key] = StagePipeline(self._compositions[call.policy])
             return pack_ranking(pipeline.rank(call.request, call.candidates))

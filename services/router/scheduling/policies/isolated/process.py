@@ -18,15 +18,18 @@ log = logging.getLogger(__name__)
 
 MODULE = "services.router.scheduling.policies.isolated.child"
 WINDOW = 16
-MOST_WAITING = 256
+MAX_WAITING = 256
+"""Requests that wait for the process of the policies; for further ones the policy fails with `busy`."""
 MAX_FRAME_BYTES = 16 << 20
+"""Bytes of a message of the process of the policies; a process that sends a longer one is replaced."""
 START_S = 60.0
 BACKOFF_S = (0.1, 5.0)
-MOST_REASON = 300
+MAX_REASON = 300
+"""Characters of a policy's own message in an error; the rest is left out."""
 
 
 class PolicyFailed(SluiceError):
-    """A composed policy gave no ranking; the query is routed by policy `kv`.
+    """A composed policy gave no ranking; its `on_failure` says what happens to the query.
 
     Attributes:
         why: "raised" (or broke its contract), "slow", "died", "busy" or "down"; the value of the metric's label.
@@ -82,7 +85,7 @@ class PolicyProcess(CallQueue[bytes]):
         """Returns the ranking of candidates; raises PolicyFailed."""
         if self.child is None:
             raise PolicyFailed("down", f"Policy {policy} has no process at the moment.")
-        if self.outstanding >= MOST_WAITING:
+        if self.outstanding >= MAX_WAITING:
             raise PolicyFailed("busy", f"{self.outstanding} requests already wait for policy {policy}.")
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.waiting.append(Call(pack_call(policy, request, candidates), future))
@@ -95,7 +98,7 @@ class PolicyProcess(CallQueue[bytes]):
         except (ValueError, RecursionError):
             raise PolicyFailed("raised", f"Policy {policy} returned something other than a ranking.") from None
         if isinstance(ranking, str):
-            raise PolicyFailed("raised", f"Policy {policy}: {first_line(ranking, MOST_REASON)}")
+            raise PolicyFailed("raised", f"Policy {policy}: {first_line(ranking, MAX_REASON)}")
         return ranking
 
     def on_reply(self, call: Call[bytes], reply: bytes) -> None:

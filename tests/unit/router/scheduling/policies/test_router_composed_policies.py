@@ -30,7 +30,8 @@ def composition(**given: Any) -> Composition:
         return tuple(StageConfig(kind, name, parameters) for name, parameters in given.get(f"{kind}s", {}).items())
 
     picker = StageConfig("picker", *given.get("picker", ("max_score",)))
-    return Composition("p", stages("filter"), stages("scorer"), picker, given.get("cost", "kv"))
+    options = given.get("cost", "kv"), given.get("on_failure", "")
+    return Composition("p", stages("filter"), stages("scorer"), picker, *options)
 
 
 @asynccontextmanager
@@ -95,7 +96,7 @@ async def test_workers_that_a_filter_excludes_get_nothing_even_if_the_others_are
         assert (await made.ask(prompt("0"), request_id="r0")).repeated
     async with cluster(composition(filters={"worker": {"prefix": "z"}})) as (made, _):
         await made.add(worker("a"))
-        with raises_error(kind=ErrorKind.UNAVAILABLE, code="no_workers"):
+        with raises_error(kind=ErrorKind.UNAVAILABLE, code="workers_excluded"):
             await made.ask(prompt("A"), request_id="r")
 
 
@@ -204,11 +205,40 @@ async def test_stage_of_ones_own_that_cannot_be_made_ends_the_start(stages: Any,
     await policies.close()
 
 
-@pytest.mark.parametrize("stages", [{"filters": {f"{OWN}:Inventing": {}}}, {"picker": (f"{OWN}:Doubling",)}])
-async def test_stage_that_returns_other_candidates_is_replaced_by_policy_kv(stages: Any) -> None:
-    async with cluster(composition(**stages)) as (made, _):
+BROKEN_STAGES = {
+    "filter": {"filters": {f"{OWN}:Inventing": {}}},
+    "scorer": {"scorers": {f"{OWN}:Misbehaving": {}}},
+    "picker": {"picker": (f"{OWN}:Doubling",)},
+    "scorer after a filter": {"filters": {"worker": {"prefix": "a"}}, "scorers": {f"{OWN}:Misbehaving": {}}},
+}
+
+
+@pytest.mark.parametrize("on_failure", ["", "reject", "ignore"])
+@pytest.mark.parametrize("stage", BROKEN_STAGES)
+async def test_policy_failure_rejects_the_query_where_filters_would_be_left_out(stage: str, on_failure: str) -> None:
+    rejects = on_failure == "reject" or (not on_failure and "filter" in stage)
+    async with cluster(composition(**BROKEN_STAGES[stage], on_failure=on_failure)) as (made, _):
         await made.add(worker("a"), worker("b"))
-        assert (await made.ask(prompt("A"), request_id="r")).degraded == "policy_failed"
+        asked = made.ask(prompt("A"), request_id="r", headers={"do": "raise"})
+        if rejects:
+            with raises_error(kind=ErrorKind.UNAVAILABLE, code="policy_failed", match="'p' failed"):
+                await asked
+            assert {name: load.requests for name, load in (await made.loads()).items()} == {"a": 0, "b": 0}
+        else:
+            assert (await asked).degraded == "policy_failed"
+
+
+async def test_policy_with_filters_rejects_queries_while_its_process_is_away() -> None:
+    stages = {"filters": {"worker": {"prefix": "a"}}, "scorers": {f"{OWN}:Misbehaving": {}}}
+    async with cluster(composition(**stages), timeout_s=1.0) as (made, policies):
+        await made.add(worker("a"), worker("b"))
+        assert policies.process is not None
+        pid = policies.process.pid
+        for request_id, do in (("r1", "exit"), ("r2", "")):
+            with raises_error(kind=ErrorKind.UNAVAILABLE, code="policy_failed"):
+                await made.ask(prompt("A"), request_id=request_id, headers={"do": do})
+        await until(lambda: policies.process is not None and policies.process.pid not in (0, pid))
+        assert (await made.ask(prompt("A"), request_id="r3", headers={"prefer": "a"})).worker.worker_id == "a"
 
 
 async def test_costs_of_a_query_cannot_outweigh_the_order_of_a_policy() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.scheduling.policies.config import MOST_BYTES, read_policies
+from services.router.scheduling.policies.config import MAX_BYTES, read_policies
 from services.router.scheduling.policies.registry import ComposedPolicies
 from tests.support.repository import ROOT
 
@@ -125,7 +125,7 @@ def test_policy_file_that_would_expand_without_bound_is_rejected(tmp_path: Path)
     with pytest.raises(SluiceError, match=r"exceeds|cannot be parsed"):
         read_policies(written(tmp_path, "a: " + "[" * 5_000 + "]" * 5_000))
     with pytest.raises(SluiceError, match="more than"):
-        read_policies(written(tmp_path, "#" * (MOST_BYTES + 1)))
+        read_policies(written(tmp_path, "#" * (MAX_BYTES + 1)))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "7", "policies: 3", "policies: {a: null}", "\udcff"])

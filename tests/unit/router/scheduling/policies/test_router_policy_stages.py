@@ -11,7 +11,7 @@ import pytest
 from services.router.reservations.cost import Limits, Load, Offer
 from services.router.scheduling.policies.composition import Composition, StageConfig, StagePipeline
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest
-from services.router.scheduling.policies.offers import GROUP_STEP, MOST_GROUPS, in_groups
+from services.router.scheduling.policies.offers import GROUP_STEP, MAX_GROUPS, in_groups
 from services.router.scheduling.policies.pickers import WeightedRandom
 from services.router.workers.worker import WorkerRank
 
@@ -113,7 +113,7 @@ def test_weighted_random_draws_in_proportion_to_the_scores() -> None:
     assert {picker.pick(REQUEST, ALL, [0.0, 0.0, 1.0])[0][0].worker_id for _ in range(50)} == {"c"}
 
 
-@pytest.mark.parametrize("group", [1, 7, MOST_GROUPS - 1])
+@pytest.mark.parametrize("group", [1, 7, MAX_GROUPS - 1])
 def test_offers_in_groups_keep_the_order_at_any_load(group: int) -> None:
     early, late = WorkerRank("early", 0), WorkerRank("late", 0)
     offers = [Offer(early, 9.0, 9.0, 5, 1, 1, Limits(9e9, 9e9, 9e9)), Offer(late, 0.0, 0.0, 0, 1, 1)]

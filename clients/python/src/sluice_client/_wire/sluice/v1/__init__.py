@@ -275,7 +275,7 @@ class ErrorKind(betterproto2.Enum):
 
     FAILED_PRECONDITION = 6
     """
-    valid, but not possible in this state or with this engine; HTTP 409 or 400
+    valid, but not possible in this state or with this engine; HTTP 400
     """
 
     DEADLINE_EXCEEDED = 7
@@ -561,7 +561,7 @@ class WorkerChangeKind(betterproto2.Enum):
 
     DOWN = 2
     """
-    unavailable: left, lease expired, or draining
+    unavailable: left, lease expired, draining, or set aside (worker.set_aside, sent at the start too)
     """
 
     SYNCED = 3
@@ -2082,6 +2082,11 @@ class ModelCard(betterproto2.Message):
     classes of a model that classifies, by index; at most 1,024
     """
 
+    min_ping_interval_ms: "int" = betterproto2.field(19, betterproto2.TYPE_UINT32)
+    """
+    how often the worker's server permits HTTP/2 pings; 0: every 5 minutes
+    """
+
 
 default_message_pool.register_message("sluice.v1", "ModelCard", ModelCard)
 
@@ -2388,6 +2393,12 @@ class Registration(betterproto2.Message):
     63 printable characters.
     """
 
+    named_by_server: "bool" = betterproto2.field(11, betterproto2.TYPE_BOOL)
+    """
+    The engine's server chose the model's name, not the operator: then the worker serves requests beside other workers
+    of the model only if its tokenizer is known to be theirs.
+    """
+
 
 default_message_pool.register_message("sluice.v1", "Registration", Registration)
 
@@ -2692,6 +2703,27 @@ class RouteQueryRequest(betterproto2.Message):
     Headers of the client's request for composed policies, which may read them; names in lower case, at most 64.
     """
 
+    role: "WorkerRole" = betterproto2.field(
+        25, betterproto2.TYPE_ENUM, default_factory=lambda: WorkerRole(0)
+    )
+    """
+    Half of the request to select a worker for. PREFILL: `prefill` of the response is set, `decode` is not; DECODE: the
+    reverse. AGGREGATED: one worker that runs both halves alone. Unset: whatever the router decides, a pair or one worker.
+    To reserve both halves, call twice with different request ids.
+    """
+
+    require_pair: "bool" = betterproto2.field(26, betterproto2.TYPE_BOOL)
+    """
+    Fail with UNAVAILABLE (`no_prefill_workers`) rather than select one worker for the whole request. Without effect on a
+    request that bypasses prefill workers, and with `role`. Unset: the router's settings decide.
+    """
+
+    bypass_uncached_tokens: "int" = betterproto2.field(27, betterproto2.TYPE_UINT32)
+    """
+    Select one worker if it can run the request alone and has at most so many tokens of the prompt left to compute.
+    0: the router's setting.
+    """
+
 
 default_message_pool.register_message(
     "sluice.v1", "RouteQueryRequest", RouteQueryRequest
@@ -2704,7 +2736,7 @@ class RouteQueryResponse(betterproto2.Message):
         1, betterproto2.TYPE_MESSAGE, optional=True
     )
     """
-    the worker that generates the output
+    the worker that generates the output; unset if only the prefill half was asked for
     """
 
     prefill: "WorkerTarget | None" = betterproto2.field(
@@ -2761,7 +2793,7 @@ class RouteQueryResponse(betterproto2.Message):
         ),
     )
     """
-    for schedulers that route by header
+    for schedulers that route by header; of one half if only that was asked for
     """
 
     best_overlap_blocks: "int" = betterproto2.field(11, betterproto2.TYPE_UINT32)
@@ -3203,6 +3235,18 @@ class StreamOptions(betterproto2.Message):
     maximum tokens of the generation; a further one is dropped and ends the stream
     """
 
+    guided_calls: "bool" = betterproto2.field(19, betterproto2.TYPE_BOOL)
+    """
+    with FINISH_REASON_LENGTH; 0: no limit
+
+    a grammar constrains the output to tool calls: no reasoning unless the model reasons first
+    """
+
+    thinking: "bool" = betterproto2.field(20, betterproto2.TYPE_BOOL)
+    """
+    TokenizeResponse.thinking
+    """
+
 
 default_message_pool.register_message("sluice.v1", "StreamOptions", StreamOptions)
 
@@ -3405,7 +3449,7 @@ class TokenExtra(betterproto2.Message):
         9, betterproto2.TYPE_UINT32, optional=True
     )
     """
-    on the first delta: prompt tokens found in the prefix cache; 0 if only `usage` will have them
+    on the first delta: prompt tokens found in the prefix cache
     """
 
     events: "list[StreamEvent]" = betterproto2.field(
@@ -3418,6 +3462,11 @@ class TokenExtra(betterproto2.Message):
     prompt_token_ids: "bytes" = betterproto2.field(11, betterproto2.TYPE_BYTES)
     """
     On the first delta, if the worker tokenized the prompt (text or messages): the ids, packed u32.
+    """
+
+    cached_tokens_later: "bool" = betterproto2.field(12, betterproto2.TYPE_BOOL)
+    """
+    with cached_tokens 0: the number is not known before `usage` has it
     """
 
 
@@ -3661,9 +3710,11 @@ class Usage(betterproto2.Message):
     generated tokens, including the end-of-sequence token
     """
 
-    cached_tokens: "int" = betterproto2.field(3, betterproto2.TYPE_UINT32)
+    cached_tokens: "int | None" = betterproto2.field(
+        3, betterproto2.TYPE_UINT32, optional=True
+    )
     """
-    prompt tokens found in the prefix cache
+    prompt tokens found in the prefix cache; absent if the engine does not report them
     """
 
     reasoning_tokens: "int" = betterproto2.field(4, betterproto2.TYPE_UINT32)
@@ -3772,6 +3823,12 @@ class WorkerInfo(betterproto2.Message):
     )
     """
     as registered
+    """
+
+    set_aside: "str" = betterproto2.field(12, betterproto2.TYPE_STRING)
+    """
+    Why the worker is registered but receives no requests: `tokenizer_differs` from that of the model's other workers,
+    or `unproven_name`, see Registration.named_by_server. Empty: it receives requests. WatchWorkers omits such workers.
     """
 
 

@@ -1,0 +1,1 @@
+"""Request bodies of each API, read into prompts: pure, for every service that has to know them."""

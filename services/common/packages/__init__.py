@@ -1,0 +1,1 @@
+"""Python packages beside the suite: engines and extensions."""

@@ -1,0 +1,55 @@
+"""Sends the content of a stored file in ranges, so that a download holds only one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import SluiceError
+from services.gateway.http.inline_sender import abort
+from services.gateway.http.sse import result_unless_gone
+
+RANGE_BYTES = 256 << 10
+
+
+class FileContent(Response):
+    """The content of a file.
+
+    Args:
+        read: returns a range by start and size; None once the file was deleted.
+        size: bytes of the file.
+        write_s: longest time that the client may read nothing.
+    """
+
+    media_type = "application/jsonl"
+
+    def __init__(self, read: Callable[[int, int], Awaitable[bytes | None]], size: int, write_s: float) -> None:
+        super().__init__(headers={"content-length": str(size)})
+        self._read = read
+        self._size = size
+        self._write_s = write_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def transfer() -> bool:
+            sent = 0
+            while True:
+                data = await self._read(sent, RANGE_BYTES) if sent < self._size else b""
+                sent += len(data or b"")
+                if data is None or (not data and sent < self._size):
+                    return False  # it was deleted meanwhile
+                async with asyncio.timeout(self._write_s):
+                    more = sent < self._size
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+                if not more:
+                    return True
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            complete = await result_unless_gone(receive, transfer())
+        except (TimeoutError, SluiceError):  # the client reads too slowly, or the store is unavailable
+            complete = False
+        if not complete:
+            abort(scope)

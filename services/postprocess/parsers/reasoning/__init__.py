@@ -1,0 +1,1 @@
+"""Parsers of reasoning between tags, alone and before calls."""

@@ -1,0 +1,1 @@
+"""Scanners of text in pieces: markers, JSON, Python literals."""

@@ -1,1 +1,0 @@
-"""Outputs of the mock engine that satisfy a structured output constraint."""

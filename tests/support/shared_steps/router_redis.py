@@ -1,0 +1,41 @@
+"""Rig of the router's pipelines to Redis: calls of many requests share a round trip."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from services.common.errors import SluiceError
+from services.common.redis.connect import Address
+from services.common.redis.servers import RedisServers
+from services.common.redis.target import parse
+from services.router.store.redis_client import RedisClient
+from tests.support.shared_steps.rigs import ROWS, Fault, Outcome, rig
+
+
+class _Client(RedisClient):
+    """Answers every call with the number of its bytes."""
+
+    async def _round_trip(self, address: Address, commands: list[bytes], deadline: float) -> list[Any]:
+        return [len(command) for command in commands]
+
+
+@rig("router.redis_scripts")
+async def run(fault: Fault) -> Outcome:
+    """Runs one script for each row in one pipeline; a row at fault has an argument that cannot be packed."""
+    client = _Client(RedisServers(parse("redis://127.0.0.1:1"), 1.0), 5.0, lanes=1)
+    outcome = Outcome()
+
+    async def one(row: int) -> None:
+        argument: Any = object() if fault.due(row) else f"row-{row:02}"
+        try:
+            outcome.outputs[row] = await client.run("session", "{t}", argument)
+        except SluiceError as error:
+            outcome.errors[row] = error
+
+    try:
+        await asyncio.gather(*(one(row) for row in range(ROWS)))
+        outcome.alive = isinstance(await client.run("session", "{t}", "again"), int)
+    finally:
+        await client.close()
+    return outcome
