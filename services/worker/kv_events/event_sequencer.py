@@ -21,6 +21,7 @@ MAX_HELD = 16_384
 MAX_TIMES = 16_384
 """Batches whose time is remembered."""
 REBUILD_EVERY = 1_000
+UNREADABLE = -1.0  # in place of the time of a batch that could not be decoded
 
 
 @cache
@@ -133,11 +134,13 @@ class EventSequencer:
             self.interrupted()
 
     def unreadable(self, sequence: int, replayed: bool = False) -> None:
-        """Skips a batch that cannot be decoded; a replayed one that has been processed before is nothing new."""
-        if replayed and sequence < self.expected:
+        """Skips a batch that cannot be decoded; one that was processed or skipped before is nothing new."""
+        known = replayed or self._times.get(sequence) == UNREADABLE
+        if known and sequence < self.expected:
             return
         self._lose(f"batch {sequence} cannot be decoded")
         self.expected = max(self.expected, sequence + 1)
+        self._remember(sequence, UNREADABLE)
 
     def _gap(self, sequence: int, batch: EngineBatch) -> None:
         self._gaps.add(1)
@@ -170,15 +173,18 @@ class EventSequencer:
         orphans = self._translator.orphans
         events = self._translated(sequence, batch)
         self.expected = sequence + 1
-        self._times[sequence] = batch.time
-        if len(self._times) > MAX_TIMES:
-            self._times.popitem(last=False)
+        self._remember(sequence, batch.time)
         if events:
             self._publish(events)
         self._since_rebuild += 1
         if orphaned := self._translator.orphans - orphans:
             self._orphaned.add(orphaned)
             self._consider_rebuild()
+
+    def _remember(self, sequence: int, time: float) -> None:
+        self._times[sequence] = time
+        if len(self._times) > MAX_TIMES:
+            self._times.popitem(last=False)
 
     def _translated(self, sequence: int, batch: EngineBatch) -> Sequence[KvEvent]:
         """Translates a batch; one that cannot be translated is lost and does not end the worker."""

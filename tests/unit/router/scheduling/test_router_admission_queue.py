@@ -58,14 +58,19 @@ class Desk:
         self.free += 1
 
 
+@pytest.fixture(autouse=True)
+def no_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves here was moved by what is tested, however slow the machine is."""
+    monkeypatch.setattr(line_module, "POLL_S", 3600)
+
+
 @pytest.fixture
 def desk() -> Desk:
     return Desk()
 
 
 @pytest.fixture
-async def queues(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AdmissionQueues[str]]:
-    monkeypatch.setattr(line_module, "POLL_S", 3600)  # what moves here was moved by what is tested
+async def queues(desk: Desk) -> AsyncIterator[AdmissionQueues[str]]:
     tasks = TaskOwner()
     yield AdmissionQueues(tasks, 3, desk.abandon)
     await tasks.close()

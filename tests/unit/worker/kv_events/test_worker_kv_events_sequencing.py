@@ -126,6 +126,19 @@ def test_unreadable_batch_of_a_replay_loses_nothing_if_it_was_processed_before(s
     assert heard.held == (set() if sequence == 2 else hashes(publisher.held))
 
 
+@pytest.mark.parametrize("replayed_first", [True, False])
+def test_unreadable_batch_received_live_and_replayed_is_one_loss(replayed_first: bool) -> None:
+    publisher, heard = Publisher(), ObservedStream()
+    heard.sequencer.live(*publisher.step(1))
+    publisher.step(2)  # the unreadable one
+    heard.sequencer.unreadable(1, replayed=replayed_first)
+    after = publisher.step(3)
+    heard.sequencer.live(*after)
+    heard.sequencer.unreadable(1, replayed=not replayed_first)
+    heard.sequencer.live(*after)
+    assert (heard.held, heard.sequencer.losses, heard.sequencer.expected) == (hashes({3}), 1, 3)
+
+
 def test_a_replay_does_not_overtake_what_is_published_meanwhile() -> None:
     publisher, heard = Publisher(), ObservedStream()
     publisher.step(1)
