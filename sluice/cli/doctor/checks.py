@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from services.common.packages.extensions import GROUPS
 from services.common.packing import pack_u32
 from services.gateway.workers.overview import WorkerState
 from sluice.cli.doctor import certificates
@@ -14,10 +15,11 @@ from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor import servers as server_checks
 from sluice.cli.doctor.finding import Finding, FindingState, clock, fail, ok, skipped, warn
 from sluice.cli.doctor.servers import Server, version
+from sluice.cli.extensions import rows_of
 from sluice.cli.live.client import NotReached, Running
 from sluice.v1 import router_pb2
 
-__all__ = ["Finding", "FindingState", "examine"]
+__all__ = ["Finding", "FindingState", "examine", "extensions"]
 
 START = "Start it, and check the address configured at the gateway."
 
@@ -45,6 +47,7 @@ async def examine(running: Running, redis_url: str) -> Sequence[Finding]:
         findings += await _parity(running)
     findings += await redis_checks.examine(redis_url)
     findings += await asyncio.to_thread(certificates.examine, running.endpoint)
+    findings += await asyncio.to_thread(extensions)
     return findings
 
 
@@ -124,6 +127,20 @@ async def _routing(running: Running, workers: Sequence[WorkerState]) -> list[Fin
         else:
             found.append(ok(check, f"{len(decision.scores)} candidates, index {decision.index_age_ms} ms old"))
     return found
+
+
+def extensions() -> list[Finding]:
+    """Checks the extensions installed on this machine, each imported in a process of its own.
+
+    Each that cannot be used is a finding; those that can are one together, if there is one.
+    """
+    rows = [row for group in GROUPS for row in rows_of(group)]
+    usable = [row.extension.name for row in rows if not row.reason]
+    advice = "The services of this machine do without it; `sluice extensions` lists all."
+    return [
+        *([ok("extensions", f"usable: {', '.join(usable)}")] if usable else []),
+        *(warn(f"extension {row.extension.name}", row.reason, advice) for row in rows if row.reason),
+    ]
 
 
 async def _parity(running: Running) -> list[Finding]:

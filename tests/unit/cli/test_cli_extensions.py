@@ -15,6 +15,8 @@ from services.router.scheduling.policies.stages import make_stage
 from services.worker.engines import find_engine
 from services.worker.engines.mock import MockEngine
 from sluice.cli import extensions as command
+from sluice.cli.doctor.checks import FindingState
+from sluice.cli.doctor.checks import extensions as check_extensions
 from tests.unit.cli.conftest import Sluice
 
 ENGINE = "from services.worker.engines.mock import MockEngine as Engine\n"
@@ -156,3 +158,14 @@ def test_import_that_does_not_end_is_ended(
     exit_code, listed = rows(sluice, capsys)
     assert exit_code == 1
     assert "takes longer than 5 s" in listed["steam"]
+
+
+def test_doctor_names_extensions_that_cannot_be_used_and_those_that_can(site: Site) -> None:
+    site.install("steam", "import absent_package\n", engines="boiler=Engine")
+    site.install("pools", STAGE, policies="pooled=Stage")
+    findings = {finding.check: finding for finding in check_extensions()}
+    assert "pooled" in findings["extensions"].found
+    assert findings["extension boiler"].state is FindingState.WARN
+    reason = "the module absent_package is not installed; run: pip install steam"
+    assert findings["extension boiler"].found == f"Extension boiler of steam cannot be loaded: {reason}."
+    assert not any("pooled" in check for check in findings)
