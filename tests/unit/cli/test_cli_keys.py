@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
+
+import pytest
 
 from services.gateway.admission.keys import KeyRing, read
 from services.gateway.admission.scopes import Scope
+from sluice.cli.main import main
 
 
 def sluice(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sluice.cli.main", "keys", *arguments], capture_output=True, text=True, timeout=60
-    )
+    """Runs `sluice keys` in this process."""
+    output, errors, command = io.StringIO(), io.StringIO(), ["sluice", "keys", *arguments]
+    caught = pytest.raises(SystemExit)
+    with redirect_stdout(output), redirect_stderr(errors), patch.object(sys, "argv", command), caught as ended:
+        main()
+    return subprocess.CompletedProcess(command, int(ended.value.code or 0), output.getvalue(), errors.getvalue())
 
 
 def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
