@@ -9,6 +9,7 @@ import anthropic
 import httpx
 import pydantic
 import pytest
+from anthropic.types import ToolChoiceParam
 
 from tests.support.data.loaded_tokenizers import small_tokenizer
 from tests.support.servers.suite import Suite
@@ -144,10 +145,11 @@ def test_parallel_calls_and_their_results(client: anthropic.Anthropic) -> None:
 
 
 def test_a_call_that_is_demanded(client: anthropic.Anthropic) -> None:
-    for choice, names in (
+    choices: list[tuple[ToolChoiceParam, set[str]]] = [
         ({"type": "any"}, {"get_weather", "get_time"}),
         ({"type": "tool", "name": "get_time", "disable_parallel_tool_use": True}, {"get_time"}),
-    ):
+    ]
+    for choice, names in choices:
         question: Any = [{"role": "user", "content": "What is it like?"}]
         message = client.messages.create(
             model="tekken", max_tokens=400, messages=question, tools=TOOLS, tool_choice=choice

@@ -88,7 +88,8 @@ def test_thinking_is_told_only_when_asked_for(thinking: anthropic.Anthropic, str
     def said(**more: Any) -> list[Any]:
         arguments: Any = {"model": "tiny", "max_tokens": 1500, "messages": asking("<think>a b</think>c d"), **more}
         if not stream:
-            return thinking.messages.create(**arguments).content
+            message: anthropic.types.Message = thinking.messages.create(**arguments)
+            return list(message.content)
         with thinking.messages.stream(**arguments) as events:
             return events.get_final_message().content
 

@@ -43,6 +43,7 @@ async def test_a_background_response_is_polled_until_it_is_complete(client: open
     raw = json.loads(client.responses.with_raw_response.retrieve(queued.id).text)
     assert problems(raw, RESPONSE) == []
     following = client.responses.create(model="tekken", input="More.", previous_response_id=queued.id)
+    assert following.usage is not None
     assert following.usage.input_tokens > response.usage.total_tokens
 
 

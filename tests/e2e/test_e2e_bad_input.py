@@ -105,7 +105,8 @@ def test_bodies_nested_deep(http: httpx.Client, field: str) -> None:
     for _ in range(400):
         deep = {"x": [deep]}
     value = [deep] if field in ("messages", "tools", "documents") else {"type": "structural_tag", "x": deep}
-    response = post(http, **{"messages": USER, field: value})
+    body: dict[str, Any] = {"messages": USER, field: value}
+    response = post(http, **body)
     assert response.status_code == 400, response.text
     assert "nested" in check(response, 400, None)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.conversations import ConversationItem
+from openai.types.responses import Response, ResponseCompletedEvent, ResponseIncompleteEvent, ResponseStreamEvent
 
 from tests.support.servers.suite import Suite
 from tests.support.waiting import until
@@ -18,6 +21,23 @@ def user(text: str) -> Any:
 
 def kinds(client: openai.OpenAI, conversation_id: str) -> list[str]:
     return [item.type for item in client.conversations.items.list(conversation_id, order="asc", limit=100)]
+
+
+def texts(items: Iterable[ConversationItem]) -> list[str]:
+    """Of users' messages of one part each."""
+    found = []
+    for item in items:
+        assert item.type == "message"
+        (part,) = item.content
+        assert part.type == "input_text"
+        found.append(part.text)
+    return found
+
+
+def last_response(stream: openai.Stream[ResponseStreamEvent]) -> Response:
+    *_, last = stream
+    assert isinstance(last, ResponseCompletedEvent | ResponseIncompleteEvent)
+    return last.response
 
 
 def test_a_conversation_is_created_changed_and_deleted(client: openai.OpenAI) -> None:
@@ -37,18 +57,20 @@ def test_a_conversation_is_created_changed_and_deleted(client: openai.OpenAI) ->
 def test_items_of_a_conversation_are_added_read_and_removed(client: openai.OpenAI) -> None:
     made = client.conversations.create()
     added = client.conversations.items.create(made.id, items=[user("One."), user("Two."), user("Three.")])
-    assert [item.content[0].text for item in added.data] == ["One.", "Two.", "Three."]
+    assert texts(added.data) == ["One.", "Two.", "Three."]
     second = added.data[1]
+    assert second.id is not None
     assert client.conversations.items.retrieve(second.id, conversation_id=made.id) == second
     assert client.conversations.items.delete(second.id, conversation_id=made.id).id == made.id
     first_page = client.conversations.items.list(made.id, limit=1)
-    assert [item.content[0].text for item in first_page] == ["Three.", "One."]
+    assert texts(first_page) == ["Three.", "One."]
     with pytest.raises(openai.NotFoundError):
         client.conversations.items.retrieve(second.id, conversation_id=made.id)
     with pytest.raises(openai.NotFoundError):
         client.conversations.items.delete(second.id, conversation_id=made.id)
+    known: Any = added.data[0].model_dump(exclude_none=True)
     with pytest.raises(openai.BadRequestError) as twice:
-        client.conversations.items.create(made.id, items=[added.data[0].model_dump(exclude_none=True)])
+        client.conversations.items.create(made.id, items=[known])
     assert twice.value.param == "items[0].id"
 
 
@@ -58,11 +80,14 @@ def test_responses_continue_a_conversation(client: openai.OpenAI, stream: bool) 
     lengths = []
     for turn in range(3):
         body: Any = {"model": "tekken", "conversation": made.id, "input": f"Turn {turn}.", "max_output_tokens": 5}
+        response: Response
         if stream:
-            response = list(client.responses.create(**body, stream=True))[-1].response
+            response = last_response(client.responses.create(**body, stream=True))
         else:
             response = client.responses.create(**{**body, "conversation": {"id": made.id}})
+        assert response.conversation is not None
         assert response.conversation.id == made.id
+        assert response.usage is not None
         lengths.append(response.usage.input_tokens)
     assert lengths == sorted(set(lengths))
     assert kinds(client, made.id) == ["message"] * 7
@@ -72,10 +97,16 @@ def test_responses_continue_a_conversation(client: openai.OpenAI, stream: bool) 
 def test_unstored_response_reads_its_conversation_and_adds_nothing(client: openai.OpenAI, stream: bool) -> None:
     made = client.conversations.create(items=[user("My name is Alice.")])
     body: Any = {"model": "tekken", "conversation": made.id, "input": "Hi.", "max_output_tokens": 5, "store": False}
-    response = client.responses.create(**body, stream=stream)
-    final = list(response)[-1].response if stream else response
+    final: Response
+    if stream:
+        final = last_response(client.responses.create(**body, stream=True))
+    else:
+        final = client.responses.create(**body, stream=False)
+    assert final.conversation is not None
     assert final.conversation.id == made.id
-    alone = client.responses.create(**{**body, "conversation": None})
+    alone: Response = client.responses.create(**{**body, "conversation": None})
+    assert final.usage is not None
+    assert alone.usage is not None
     assert final.usage.input_tokens > alone.usage.input_tokens
     assert kinds(client, made.id) == ["message"]
 

@@ -60,7 +60,8 @@ async def test_growing_prompts_go_to_one_prefill_worker_that_does_not_decode(pai
 
 
 async def test_text_usage_and_logprobs_are_those_of_one_worker(pairs: Suite) -> None:
-    for number, more in enumerate(({}, {"logprobs": 2, "echo": True}, {"n": 2}, {"max_tokens": 1}, {"stop": " the"})):
+    fields: list[dict[str, Any]] = [{}, {"logprobs": 2, "echo": True}, {"n": 2}, {"max_tokens": 1}, {"stop": " the"}]
+    for number, more in enumerate(fields):
         prompt = f"Number {number} tells of mills."
         shared = complete(pairs, prompt, **more)
         query = complete(pairs, prompt, nvext={"annotations": ["query_instance_id:"]}).json()

@@ -53,7 +53,7 @@ COMPLETIONS = {
     "lists of ids": {**MODEL, "prompt": [[1, 1097], [1, 1098]], "max_tokens": 9},
 }
 FUNCTIONS = [{"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in ("f", "g")]
-RESPONSES = {
+RESPONSES: dict[str, dict[str, Any]] = {
     "text": {**MODEL, "input": "<<<script: Hello there.>>>"},
     "calls": {**MODEL, "input": f"<<<script: {CALLS}>>>", "tools": FUNCTIONS},
     "log-probabilities": {**MODEL, "input": "Hi.", "top_logprobs": 2, "include": ["message.output_text.logprobs"]},

@@ -31,7 +31,7 @@ def chunks(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_generated_ids_are_those_of_a_completion(suite: Suite, client: openai.OpenAI, ids: list[int]) -> None:
-    sampling = {"max_tokens": 12, "temperature": 0, "seed": 3}
+    sampling: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "seed": 3}
     plain: Any = client.completions.create(
         model="tekken", prompt=ids, **sampling, extra_body={"return_token_ids": True}
     )

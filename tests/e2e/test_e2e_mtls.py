@@ -183,10 +183,11 @@ HELLOS = (
 async def talks(address: str, trust: ssl.SSLContext | None) -> bool:
     """Whether a port answers a client with these credentials: gRPC, HTTP or Redis, in plain text or TLS."""
     host, _, port = address.rpartition(":")
-    name = {"ssl": trust, "server_hostname": "localhost"} if trust else {}
+    name = "localhost" if trust else None
     for hello in HELLOS:
         try:
-            reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port), **name), 20)
+            opening = asyncio.open_connection(host, int(port), ssl=trust, server_hostname=name)
+            reader, writer = await asyncio.wait_for(opening, 20)
             writer.write(hello)
             said = await asyncio.wait_for(reader.read(9), 20)
             writer.close()

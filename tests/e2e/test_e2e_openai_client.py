@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.support.servers.suite import Suite
 
-QUESTION = [{"role": "user", "content": "Tell me about sluices — und auf Deutsch: Schleusen für Schiffe. 🚢"}]
+QUESTION: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "Tell me about sluices — und auf Deutsch: Schleusen für Schiffe. 🚢"}
+]
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -108,7 +113,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, stream: bo
     text = whole.choices[0].message.content or ""
     stop = text[len(text) // 2 : len(text) // 2 + 6]
     expected = text[: text.index(stop)]
-    arguments = {"model": "tekken", "messages": QUESTION, "max_tokens": 60, "seed": 5, "stop": [stop]}
+    arguments: Any = {"model": "tekken", "messages": QUESTION, "max_tokens": 60, "seed": 5, "stop": [stop]}
     if stream:
         chunks = list(client.chat.completions.create(**arguments, stream=True))
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected

@@ -12,12 +12,13 @@ import anthropic
 import httpx
 import openai
 import pytest
+from openai.types.shared_params import FunctionDefinition, ResponseFormatJSONSchema
 
 from tests.support.fakes.fake_http_engines import served
 from tests.support.fakes.fake_openai import KEY, MODEL, WEATHER, FakeOpenAi
 from tests.support.servers.engine_file_suite import WAIT_S, EngineFileSuite, up_with_engines
 
-TOOL: dict[str, Any] = {
+TOOL: FunctionDefinition = {
     "name": "weather",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
@@ -29,7 +30,8 @@ async def running(folder: Path) -> AsyncIterator[tuple[EngineFileSuite, FakeOpen
     (folder / "key").write_text(KEY)
     first, second = FakeOpenAi("one"), FakeOpenAi("one")
     common = {"api": "openai", "api_key_file": str(folder / "key"), "model": f"chat={MODEL}"}
-    async with served(first) as first_url, served(second) as second_url:
+    # Of a FakeServer, `served` uses no more than a FakeOpenAi has.
+    async with served(first) as first_url, served(second) as second_url:  # type: ignore[arg-type]
         engines = {"first": {"url": first_url, **common}, "second": {"url": second_url, **common}}
         async with up_with_engines(folder, engines, 16) as suite:
             await suite.until_workers(2)
@@ -96,8 +98,8 @@ async def _chats(client: openai.AsyncOpenAI, *servers: FakeOpenAi) -> None:
     assert (body["tool_choice"], body["parallel_tool_calls"]) == ("required", False)
     assert "response_format" not in body
 
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    schema: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted: ResponseFormatJSONSchema = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     await client.chat.completions.create(**CHAT, response_format=wanted)
     (body,) = [body for server in servers for body in server.bodies if body.get("response_format")]
     assert body["response_format"]["json_schema"]["schema"] == schema

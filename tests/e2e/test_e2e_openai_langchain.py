@@ -35,6 +35,13 @@ def make(suite: Suite, **options: Any) -> ChatOpenAI:
     return ChatOpenAI(base_url=f"{suite.url}/v1", api_key=SecretStr("unused"), **arguments)
 
 
+def embeddings_of(suite: Suite) -> OpenAIEmbeddings:
+    # Its own tokenizer knows OpenAI's models only: texts are sent as they are.
+    arguments: dict[str, Any] = {"model": "tekken", "check_embedding_ctx_length": False}
+    arguments |= {"base_url": f"{suite.url}/v1", "api_key": SecretStr("unused")}
+    return OpenAIEmbeddings(**arguments)
+
+
 @pytest.fixture(scope="module")
 def model(suite: Suite) -> ChatOpenAI:
     return make(suite, seed=3)
@@ -106,9 +113,7 @@ def test_the_responses_api(suite: Suite) -> None:
 
 
 async def test_embeddings_asynchronously(suite: Suite) -> None:
-    made = OpenAIEmbeddings(
-        model="tekken", base_url=f"{suite.url}/v1", api_key=SecretStr("unused"), check_embedding_ctx_length=False
-    )
+    made = embeddings_of(suite)
     vectors = await made.aembed_documents(["one", "two"])
     assert [len(vector) for vector in vectors] == [len(vectors[0])] * 2
 
@@ -128,10 +133,7 @@ def test_errors_are_those_of_the_official_client(suite: Suite) -> None:
 
 
 def test_embeddings(suite: Suite) -> None:
-    # Its own tokenizer knows OpenAI's models only: texts are sent as they are.
-    made = OpenAIEmbeddings(
-        model="tekken", base_url=f"{suite.url}/v1", api_key=SecretStr("unused"), check_embedding_ctx_length=False
-    )
+    made = embeddings_of(suite)
     vectors = made.embed_documents(["one", "two"])
     assert len(vectors) == 2
     assert made.embed_query("one") == pytest.approx(vectors[0])

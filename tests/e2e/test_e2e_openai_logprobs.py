@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionTokenLogprob
 
 QUESTION: Any = [{"role": "user", "content": "Schiff 🚢 ahoy — und los!"}]
 PROMPT = "Schiff 🚢 ahoy"
@@ -43,7 +44,8 @@ def test_streamed_and_whole_logprobs_are_the_same(client: openai.OpenAI, top: in
     if top is not None:
         arguments["top_logprobs"] = top
     whole = client.chat.completions.create(**arguments).choices[0]
-    heard, text = [], ""
+    heard: list[ChatCompletionTokenLogprob] = []
+    text = ""
     for chunk in client.chat.completions.create(**arguments, stream=True):
         text += chunk.choices[0].delta.content or ""
         if chunk.choices[0].logprobs is not None:
@@ -155,11 +157,8 @@ def test_token_ids_and_usage_in_every_chunk(client: openai.OpenAI) -> None:
         "extra_body": {"return_token_ids": True},
     }
     whole: Any = client.chat.completions.create(**arguments)
-    chunks: Any = list(
-        client.chat.completions.create(
-            **arguments, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}
-        )
-    )
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}  # the latter is no field of OpenAI's
+    chunks: Any = list(client.chat.completions.create(**arguments, stream=True, stream_options=options))
     ids = [token for chunk in chunks if chunk.choices for token in getattr(chunk.choices[0], "token_ids", None) or []]
     assert ids == whole.choices[0].token_ids
     assert chunks[0].prompt_token_ids == whole.prompt_token_ids

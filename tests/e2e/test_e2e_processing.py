@@ -92,7 +92,8 @@ def test_model_of_a_worker_started_later_is_served_to_the_end(native: Suite, fol
 
 
 def test_operators_model_is_loaded_before_the_suite_is_ready(native: Suite) -> None:
-    ready = native.output.index(*lines_with(native, "ready http"))
+    (line,) = lines_with(native, "ready http")
+    ready = native.output.index(line)
     for service in ("preprocess", "postprocess"):
         (loaded,) = [line for line in lines_with(native, f"{service} ", "tokenizer is loaded") if "model=mine" in line]
         assert native.output.index(loaded) < ready
@@ -102,7 +103,8 @@ def test_native_processing_without_native_code_is_reported_at_the_start_and_for_
     native: Suite, folder: Path
 ) -> None:
     (note,) = lines_with(native, "sluice ", "--native-framework-processing", "has no code for prompts")
-    assert native.output.index(note) < native.output.index(*lines_with(native, "ready http"))
+    (ready,) = lines_with(native, "ready http")
+    assert native.output.index(note) < native.output.index(ready)
     with second_worker(native, "again", folder):
         assert text_of(chat(native, "again"))
         for service in ("preprocess", "postprocess"):

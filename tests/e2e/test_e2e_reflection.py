@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
@@ -11,7 +13,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from tests.support.servers.suite import Suite
 
-CALLS = {
+CALLS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "preprocess": ("sluice.v1.Preprocess", "Tokenize", {"model": "tekken", "text": {"text": "a b"}}, "tokenIds"),
     "router": ("sluice.v1.Router", "ListWorkers", {"model": "tekken"}, "workers"),
     "postprocess": ("sluice.v1.Postprocess", "Parse", {"options": {"model": "tekken"}, "tokenIds": "YQQAAA=="}, "text"),

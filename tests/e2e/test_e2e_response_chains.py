@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response
 
 from tests.support.clients.response_socket import response_socket
 from tests.support.servers.suite import Suite
@@ -46,7 +47,8 @@ async def test_turns_over_http_run_where_the_blocks_of_their_chain_are(client: o
     conversation = client.conversations.create().id
 
     def turn(body: dict[str, Any]) -> dict[str, Any]:
-        return client.responses.create(model="tekken", **body).model_dump()
+        response: Response = client.responses.create(model="tekken", **body)
+        return response.model_dump()
 
     def link(response: dict[str, Any]) -> dict[str, Any]:
         if how == "conversation":

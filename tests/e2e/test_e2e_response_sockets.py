@@ -123,7 +123,7 @@ def test_a_message_while_a_response_is_in_progress_is_refused(suite: Suite) -> N
         socket.send(input="Hi.", max_output_tokens=400, ignore_eos=True)
         assert socket.event()["type"] == "response.created"
         socket.send(input="Hi again.", max_output_tokens=400, ignore_eos=True)
-        events = []
+        events: list[dict[str, Any]] = []
         while not events or events[-1]["type"] not in ("response.incomplete", "response.completed"):
             events.append(socket.event())
         refused = [event for event in events if event["type"] == "error"]

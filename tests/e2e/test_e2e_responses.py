@@ -10,6 +10,7 @@ import httpx
 import openai
 import pydantic
 import pytest
+from openai.types.responses import EasyInputMessageParam
 
 from tests.support.data.loaded_tokenizers import small_tokenizer
 from tests.support.servers.suite import Suite
@@ -280,5 +281,5 @@ def test_compacted_conversation_is_the_input_of_the_next_response(client: openai
     assert [item.type for item in made.output] == ["message", "compaction"]
     assert made.usage.output_tokens > 0
     kept: Any = [item.model_dump(exclude_none=True) for item in made.output]
-    script = {"role": "user", "content": "<<<script: Still here.>>>"}
+    script: EasyInputMessageParam = {"role": "user", "content": "<<<script: Still here.>>>"}
     assert client.responses.create(model="tekken", input=[*kept, script]).output_text == "Still here."

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc
 import httpx
@@ -52,7 +52,7 @@ async def until_indexed(address: str, workers: int, at_least: int) -> dict[str, 
         await asyncio.sleep(0.05)
 
 
-async def until_they_agree(routers: list[str], workers: int, at_least: int) -> None:
+async def until_they_agree(routers: Sequence[str], workers: int, at_least: int) -> None:
     """Waits until every router holds as much, and the same."""
     async with asyncio.timeout(60):
         while True:

@@ -36,6 +36,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LooseSuite]:
 
 
 def body(number: int) -> dict[str, Any]:
+    more: dict[str, Any]
     if number % 5 == 0:
         said, more = f"Number {number}: <<<script: {CALLS}>>>", {"tools": TOOLS}
     else:

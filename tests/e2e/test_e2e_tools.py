@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionToolMessageParam
 
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.suite import Suite
@@ -109,7 +110,9 @@ def test_parallel_calls_at_once_and_streamed(mistral: openai.OpenAI) -> None:
 def test_the_answer_to_a_call_can_be_sent_back(mistral: openai.OpenAI) -> None:
     question = asking(MISTRAL)
     first: Any = mistral.chat.completions.create(model="tekken", messages=question, tools=TOOLS).choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls]
+    results: list[ChatCompletionToolMessageParam] = [
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in first.tool_calls
+    ]
     answer = mistral.chat.completions.create(
         model="tekken", messages=[question[0], first.to_dict(), *results], tools=TOOLS, max_tokens=40
     )
