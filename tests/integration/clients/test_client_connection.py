@@ -120,15 +120,23 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             self.left.set()
 
 
+def scripted_router(name: str = "w") -> ScriptedRouter:
+    return ScriptedRouter(name)  # type: ignore[abstract]  # has only the calls that the tests make
+
+
+def scripted_worker(*deltas: worker_pb2.GenerateDelta, hold: bool = False) -> ScriptedWorker:
+    return ScriptedWorker(*deltas, hold=hold)  # type: ignore[abstract]  # has only the call that the tests make
+
+
 @asynccontextmanager
 async def serving(servicer: ScriptedRouter | ScriptedWorker, **changes: Any) -> AsyncIterator[GrpcServer]:
     settings = GrpcServiceSettings(**{"listen": "127.0.0.1:0", **changes})
     if isinstance(servicer, ScriptedRouter):
         server = GrpcServer(settings, router_pb2.DESCRIPTOR)
-        router_pb2_grpc.add_RouterServicer_to_server(servicer, server.server)  # type: ignore[abstract]
+        router_pb2_grpc.add_RouterServicer_to_server(servicer, server.server)
     else:
         server = GrpcServer(settings, worker_pb2.DESCRIPTOR)
-        worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.server)  # type: ignore[abstract]
+        worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.server)
     await server.start()
     try:
         yield server
@@ -156,7 +164,7 @@ def delta(*token_ids: int, **extra: Any) -> worker_pb2.GenerateDelta:
 
 
 async def test_a_deadline_is_a_typed_error_and_the_connection_lives_on() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     async with serving(router) as server, RouterClient(at(server)) as client:
         router.hold = True
         with pytest.raises(DeadlineExceededError) as caught:
@@ -167,7 +175,7 @@ async def test_a_deadline_is_a_typed_error_and_the_connection_lives_on() -> None
 
 
 async def test_a_deadline_does_not_confuse_timeouts_around_the_call() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     router.hold = True
     task = asyncio.current_task()
     assert task is not None
@@ -185,7 +193,7 @@ async def test_a_deadline_does_not_confuse_timeouts_around_the_call() -> None:
 
 
 async def test_a_caller_may_be_cancelled() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     router.hold = True
     async with serving(router) as server, RouterClient(at(server)) as client:
         with pytest.raises(TimeoutError):
@@ -196,7 +204,7 @@ async def test_a_caller_may_be_cancelled() -> None:
 
 
 async def test_nobody_there_is_a_typed_error() -> None:
-    async with serving(ScriptedRouter()) as server:
+    async with serving(scripted_router()) as server:
         address = at(server)
     async with RouterClient(address) as client:
         with pytest.raises(ConnectionFailedError, match=address) as caught:
@@ -222,17 +230,17 @@ async def test_a_peer_that_speaks_something_else_is_a_typed_error() -> None:
 
 
 async def test_a_service_without_the_method_is_a_typed_error() -> None:
-    async with serving(ScriptedWorker()) as server, RouterClient(at(server)) as client:
+    async with serving(scripted_worker()) as server, RouterClient(at(server)) as client:
         with pytest.raises(SluiceError, match="UNIMPLEMENTED") as caught:
             await client.list_workers()
         assert caught.value.kind == ErrorKind.FAILED_PRECONDITION
 
 
 async def test_a_restarted_router_is_found_again() -> None:
-    async with serving(ScriptedRouter("before"), listen=f"127.0.0.1:{free_port()}") as server:
+    async with serving(scripted_router("before"), listen=f"127.0.0.1:{free_port()}") as server:
         client = RouterClient(at(server))
         assert await names(client) == ["before"]
-    async with client, serving(ScriptedRouter("after"), listen=at(server)):
+    async with client, serving(scripted_router("after"), listen=at(server)):
         assert await names(client) == ["after"]
 
 
@@ -252,7 +260,7 @@ async def test_a_silent_peer_ends_a_watch() -> None:
 
 
 async def test_an_answering_peer_keeps_a_quiet_watch() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     async with (
         serving(router) as server,
         RouterClient(at(server), keepalive_s=2.0) as client,
@@ -264,7 +272,7 @@ async def test_an_answering_peer_keeps_a_quiet_watch() -> None:
 
 
 async def test_closing_the_client_ends_its_watch_without_an_error() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     async with serving(router) as server:
         client = RouterClient(at(server))
 
@@ -297,7 +305,7 @@ class Connecting:
 async def test_a_watch_leaves_a_replica_that_takes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     Connecting(monkeypatch, only_first=True)
     async with (
-        serving(ScriptedRouter()) as server,
+        serving(scripted_router()) as server,
         RouterClient("127.0.0.1:1", at(server), keepalive_s=1.0) as client,
         asyncio.timeout(20),
     ):
@@ -324,7 +332,7 @@ async def test_closing_the_client_ends_what_still_connects(monkeypatch: pytest.M
 
 
 async def test_leaving_a_watch_ends_it_on_the_router() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     async with serving(router) as server, RouterClient(at(server)) as client:
         async with aclosing(client.watch_workers()) as changes:
             await anext(changes)
@@ -333,7 +341,7 @@ async def test_leaving_a_watch_ends_it_on_the_router() -> None:
 
 
 async def test_a_watch_that_the_router_ends_is_a_typed_error() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     router.refuse = unavailable("Stopping.", code="stopping", retry_after_ms=100)
     async with serving(router) as server, RouterClient(at(server)) as client:
         with pytest.raises(UnavailableError) as caught:
@@ -345,7 +353,7 @@ async def test_a_watch_that_the_router_ends_is_a_typed_error() -> None:
 async def test_a_lost_watch_leaves_the_task_as_it_was() -> None:
     task = asyncio.current_task()
     assert task is not None
-    router = ScriptedRouter()
+    router = scripted_router()
     async with serving(router) as server:
         client = RouterClient(at(server))
         changes = client.watch_workers()
@@ -359,7 +367,7 @@ async def test_a_lost_watch_leaves_the_task_as_it_was() -> None:
 
 
 async def test_another_replica_is_asked_when_one_cannot_answer() -> None:
-    first, second = ScriptedRouter("first"), ScriptedRouter("second")
+    first, second = scripted_router("first"), scripted_router("second")
     async with serving(first) as one, serving(second) as two, RouterClient(at(one), at(two)) as client:
         assert await names(client) == ["first"]
         first.refuse = unavailable("Stopping.", code="stopping")
@@ -371,7 +379,7 @@ async def test_another_replica_is_asked_when_one_cannot_answer() -> None:
 
 
 async def test_the_error_of_the_last_replica_is_the_caller_s() -> None:
-    first, second = ScriptedRouter("first"), ScriptedRouter("second")
+    first, second = scripted_router("first"), scripted_router("second")
     first.refuse = unavailable("One.", code="one")
     second.refuse = unavailable("Two.", code="two")
     async with serving(first) as one, serving(second) as two, RouterClient(at(one), at(two)) as client:
@@ -381,7 +389,7 @@ async def test_the_error_of_the_last_replica_is_the_caller_s() -> None:
 
 
 async def test_a_mistake_of_the_caller_is_not_repeated() -> None:
-    first, second = ScriptedRouter("first"), ScriptedRouter("second")
+    first, second = scripted_router("first"), scripted_router("second")
     first.refuse = ServiceError(ServiceErrorKind.UNAUTHENTICATED, "Who are you?")
     async with serving(first) as one, serving(second) as two, RouterClient(at(one), at(two)) as client:
         with pytest.raises(UnauthenticatedError, match="Who"):
@@ -390,7 +398,7 @@ async def test_a_mistake_of_the_caller_is_not_repeated() -> None:
 
 
 async def test_token_and_metadata_travel() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     options: dict[str, Any] = {"token": "s3cret", "metadata": lambda: {"traceparent": "00-ab-cd-01"}}
     async with serving(router) as server, RouterClient(at(server), **options) as client:
         await client.list_workers()
@@ -399,7 +407,7 @@ async def test_token_and_metadata_travel() -> None:
 
 
 async def test_everything_that_is_asked_arrives() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     async with serving(router) as server, RouterClient(at(server)) as client:
         common: dict[str, Any] = {
             "lora": "l",
@@ -445,7 +453,7 @@ async def test_everything_that_is_asked_arrives() -> None:
 
 
 async def test_an_empty_candidate_set_is_not_an_unset_one() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     async with serving(router) as server, RouterClient(at(server)) as client:
         await client.query("m", [1], candidates=[])
         await client.query("m", [1])
@@ -453,7 +461,7 @@ async def test_an_empty_candidate_set_is_not_an_unset_one() -> None:
 
 
 async def test_the_router_hears_how_requests_go() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     async with serving(router) as server, RouterClient(at(server)) as client:
         assert await client.report_progress({"m:r": 12}) == 1
         [decision] = await client.get_decisions("m", 5)
@@ -473,7 +481,7 @@ async def test_the_router_hears_how_requests_go() -> None:
 
 
 async def test_a_router_that_cannot_be_told_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     router.refuse = unavailable("Stopping.", code="stopping")
     async with serving(router) as server, RouterClient(at(server)) as client:
         async with await client.select_and_reserve("r", "m", [1]) as reservation:
@@ -486,14 +494,14 @@ async def test_a_router_that_cannot_be_told_fails_no_request(caplog: pytest.LogC
 
 
 async def test_an_answer_without_a_worker_is_a_typed_error() -> None:
-    async with serving(ScriptedRouter("")) as server, RouterClient(at(server)) as client:
+    async with serving(scripted_router("")) as server, RouterClient(at(server)) as client:
         with pytest.raises(SluiceError) as caught:
             await client.select_and_reserve("r", "m", [1])
         assert caught.value.kind == ErrorKind.INTERNAL
 
 
 async def test_a_watch_may_be_a_lease() -> None:
-    router = ScriptedRouter()
+    router = scripted_router()
     async with (
         serving(router) as server,
         RouterClient(at(server)) as client,
@@ -526,7 +534,7 @@ async def test_tls_and_mtls(tmp_path: Path) -> None:
     cert, key = trust.server
     settings = {"tls_cert": cert, "tls_key": key, "tls_ca": trust.ca, "tls_require_client_cert": True}
     settings["tls_trust_domain"] = ""
-    async with serving(ScriptedRouter(), **settings) as server:
+    async with serving(scripted_router(), **settings) as server:
         proven = Tls(ca=trust.ca, cert=trust.client[0], key=trust.client[1], server_name="localhost")
         async with RouterClient(at(server), tls=proven) as client:
             assert await names(client) == ["w"]
@@ -543,7 +551,7 @@ async def test_tls_and_mtls(tmp_path: Path) -> None:
 
 async def test_a_generation_comes_as_deltas() -> None:
     usage = common_pb2.Usage(prompt_tokens=2, completion_tokens=3)
-    worker = ScriptedWorker(
+    worker = scripted_worker(
         delta(5, 6, cached_tokens=1), delta(7, finish_reason=common_pb2.FINISH_REASON_STOP, usage=usage)
     )
     async with serving(worker) as server, WorkerClient(at(server)) as client:
@@ -560,7 +568,7 @@ async def test_a_generation_that_fails_half_way_raises() -> None:
     error = common_pb2.ErrorDetail(
         kind=common_pb2.ERROR_KIND_ENGINE_SHUTDOWN, message="The engine is gone.", retryable=True
     )
-    worker = ScriptedWorker(delta(5), delta(finish_reason=common_pb2.FINISH_REASON_ERROR, error=error))
+    worker = scripted_worker(delta(5), delta(finish_reason=common_pb2.FINISH_REASON_ERROR, error=error))
     async with serving(worker) as server, WorkerClient(at(server)) as client:
         generation = client.generate("r", "m", [1])
         assert list((await anext(generation)).token_ids) == [5]
@@ -570,7 +578,7 @@ async def test_a_generation_that_fails_half_way_raises() -> None:
 
 
 async def test_a_generation_without_an_end_raises() -> None:
-    async with serving(ScriptedWorker(delta(5))) as server, WorkerClient(at(server)) as client:
+    async with serving(scripted_worker(delta(5))) as server, WorkerClient(at(server)) as client:
         generation = client.generate("r", "m", [1])
         await anext(generation)
         with pytest.raises(ConnectionFailedError) as caught:
@@ -579,7 +587,7 @@ async def test_a_generation_without_an_end_raises() -> None:
 
 
 async def test_a_reader_that_leaves_cancels_the_generation() -> None:
-    worker = ScriptedWorker(delta(5), hold=True)
+    worker = scripted_worker(delta(5), hold=True)
     async with serving(worker) as server, WorkerClient(at(server)) as client:
         async with aclosing(client.generate("r", "m", [1])) as generation:
             await anext(generation)
@@ -587,7 +595,7 @@ async def test_a_reader_that_leaves_cancels_the_generation() -> None:
 
 
 async def test_a_generation_has_a_deadline() -> None:
-    worker = ScriptedWorker(delta(5), hold=True)
+    worker = scripted_worker(delta(5), hold=True)
     async with serving(worker) as server, WorkerClient(at(server)) as client:
         with pytest.raises(DeadlineExceededError):
             async for _ in client.generate("r", "m", [1], timeout_s=0.3):
@@ -596,7 +604,7 @@ async def test_a_generation_has_a_deadline() -> None:
 
 
 async def test_a_lost_worker_ends_a_generation_with_a_typed_error() -> None:
-    worker = ScriptedWorker(delta(5), hold=True)
+    worker = scripted_worker(delta(5), hold=True)
     async with serving(worker) as server, WorkerClient(at(server)) as client:
         generation = client.generate("r", "m", [1])
         await anext(generation)

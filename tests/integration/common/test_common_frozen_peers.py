@@ -148,14 +148,15 @@ async def test_silent_call_to_a_server_with_grpc_s_default_policy_is_not_ended()
         raise AssertionError
 
     server = grpc.aio.server()
-    handlers = {"Hang": grpc.unary_unary_rpc_method_handler(hang)}
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Hang": grpc.unary_unary_rpc_method_handler(hang)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{port}", keepalive_ms=FOREIGN_KEEPALIVE_MS) as channel:
+            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/test.Test/Hang")
             with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await channel.unary_unary("/test.Test/Hang")(b"", timeout=75)
+                await call(b"", timeout=75)
             assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     finally:
         await server.stop(0)

@@ -83,9 +83,9 @@ Set = ReplicaSet[worker_pb2_grpc.WorkerStub]
 @asynccontextmanager
 async def suite(count: int, events: list[str] | None = None) -> AsyncIterator[tuple[list[Host], Set]]:
     hosts = [await Host(f"w{index}").start() for index in range(count)]
-    on_event = [].append if events is None else events.append
+    told: list[str] = [] if events is None else events
     addresses = [host.address for host in hosts]
-    chosen: Set = ReplicaSet("worker", addresses, worker_pb2_grpc.WorkerStub, on_event=on_event)
+    chosen: Set = ReplicaSet("worker", addresses, worker_pb2_grpc.WorkerStub, on_event=told.append)
     await chosen.start()
     try:
         await until(lambda: len(chosen.serving) == count)

@@ -179,7 +179,7 @@ async def test_the_model_cards_template_replaces_the_files_own(tmp_path: Path) -
     ):
         chat = preprocess_pb2.ChatInput(messages_json=b'[{"role": "user", "content": "hi"}]')
         stub = preprocess_pb2_grpc.PreprocessStub(channel)
-        answer = await stub.Render(preprocess_pb2.TokenizeRequest(model="tiny", chat=chat), timeout=60)
+        answer = await stub.Render(preprocess_pb2.RenderRequest(model="tiny", chat=chat), timeout=60)
     assert answer.text == "card:hi"
 
 

@@ -20,6 +20,7 @@ from services.gateway.core.request import (
     StructuredOutput,
 )
 from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.pipeline.pipeline import StreamedGeneration
 from services.gateway.placement.disaggregation_policy import NO_PREFILL, PREFILL_BUSY
 from services.gateway.streams.disaggregation import HANDOFF_REFUSED, PREFILL_FAILED
 from services.gateway.streams.migration_policy import MigrationPolicy
@@ -113,6 +114,7 @@ async def test_the_first_token_comes_from_the_prefill_worker_before_the_decode_w
     async with staged(folder, roles=("prefill", "decode"), speedup=1.0) as stage:
         client = Client()
         generation = await stage.pipeline.start(LONG, [cast(Any, client)])
+        assert isinstance(generation, StreamedGeneration)
         await until(lambda: len(generation.streams[0].tokens) == 1)
         await until(lambda: generation.streams[0].handed_over)
         await asyncio.sleep(0.05)  # the cache travels for hours

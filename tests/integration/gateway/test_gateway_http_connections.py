@@ -88,7 +88,7 @@ async def test_small_parts_of_an_answer_are_sent_at_once() -> None:
         writer.write(post(b'{"a":1}', "content-length: 7"))
         await reader.readuntil(b"\r\n\r\n")
         (connection,) = server._server.server_state.connections
-        accepted = connection.transport.get_extra_info("socket")  # type: ignore[union-attr]
+        accepted = connection.transport.get_extra_info("socket")
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
 

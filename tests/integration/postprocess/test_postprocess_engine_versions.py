@@ -90,7 +90,7 @@ async def test_parsers_of_an_old_version_are_replaced_and_their_process_is_start
                 tekken().encode("plain"), AUTO, vocabulary, FinishReason.STOP, "r"
             )
             assert finish.error is None
-            assert (said(events).content, said(events).degraded) == ("plain", {"engine_parser_replaced"})
+            assert (said(events).content, said(events).degraded) == ("plain", frozenset({"engine_parser_replaced"}))
             with raises_error(match=SENTENCE, code="engine_version", kind=ErrorKind.FAILED_PRECONDITION):
                 await stream_factory.prepare(stream_factory.plan(NAMED, vocabulary, "r"))
     finally:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -19,6 +20,7 @@ from services.common.errors import ErrorKind
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
+from services.common.rpc.server import GrpcServer
 from services.common.tasks import Stop
 from services.postprocess import service as postprocess
 from services.postprocess.settings import PostprocessSettings
@@ -31,6 +33,7 @@ from tests.support.data.vocabularies import byte_level
 WAIT_S = 60
 TEXT = "What is the weather in Paris today? 😀🎉 你好世界 Grüße. "
 Request = postprocess_pb2.PostSessionRequest
+Call: TypeAlias = "grpc.aio.StreamStreamCall[Request, postprocess_pb2.TextBatch]"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,7 @@ class Service:
 async def started(model: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> AsyncIterator[Service]:
     ports: asyncio.Queue[int] = asyncio.Queue()
 
-    class Reporting(postprocess.GrpcServer):
+    class Reporting(GrpcServer):
         async def start(self) -> None:
             await super().start()
             ports.put_nowait(self.port)
@@ -98,6 +101,12 @@ def columns(rows: list[tuple[int, list[int]]]) -> postprocess_pb2.TokenColumns:
     )
 
 
+async def one_batch(call: Call) -> postprocess_pb2.TextBatch:
+    batch = await asyncio.wait_for(call.read(), WAIT_S)
+    assert isinstance(batch, postprocess_pb2.TextBatch)
+    return batch
+
+
 class OutputBatch:
     """What a session said, by slot."""
 
@@ -115,7 +124,7 @@ class OutputBatch:
             assert event.slot not in self.events, "a second end"
             self.events[event.slot] = event
 
-    async def read(self, call: grpc.aio.StreamStreamCall[Request, postprocess_pb2.TextBatch], ends: int) -> None:
+    async def read(self, call: Call, ends: int) -> None:
         """Reads until `ends` streams have ended."""
         async with asyncio.timeout(WAIT_S):
             while len(self.events) < ends:
@@ -187,7 +196,7 @@ async def test_a_bad_stream_hurts_only_itself(service: Service) -> None:
     assert answers.texts == {6: "fine"}
     assert answers.events.pop(6).finish_reason == common_pb2.FINISH_REASON_LENGTH
     assert {event.finish_reason for event in answers.events.values()} == {common_pb2.FINISH_REASON_ERROR}
-    found = {slot: (event.error.kind, event.error.param) for slot, event in answers.events.items()}
+    found = {slot: (ErrorKind(event.error.kind), event.error.param) for slot, event in answers.events.items()}
     assert found == {
         1: (ErrorKind.NOT_FOUND, "model"),
         2: (ErrorKind.INVALID_ARGUMENT, "tool_parser"),
@@ -280,7 +289,7 @@ async def test_a_drained_service_lets_streams_finish_and_ends_idle_sessions(serv
     await idle.write(Request(opens=[opening(1)], ends=[postprocess_pb2.EndStream(slot=1)]))
     await OutputBatch().read(idle, 1)
     await busy.write(Request(opens=[opening(1)], tokens=columns([(1, byte_level().encode("one "))])))
-    assert (await asyncio.wait_for(busy.read(), WAIT_S)).text == "one "
+    assert (await one_batch(busy)).text == "one "
     service.stop.set()
     assert await asyncio.wait_for(idle.read(), WAIT_S) == postprocess_pb2.TextBatch(draining=True)
     assert await asyncio.wait_for(idle.read(), WAIT_S) is grpc.aio.EOF
@@ -302,7 +311,7 @@ async def test_a_stream_moves_from_a_replica_that_leaves_to_another_one(service:
     opens.request_id = "r"
     at = len(ids) // 2
     await first.write(Request(opens=[opens], tokens=columns([(1, ids[:at])])))
-    got = await asyncio.wait_for(first.read(), WAIT_S)
+    got = await one_batch(first)
     calls = [call for event in got.events for call in event.tool_calls]
     sent = "".join(call.arguments for call in calls)
     told = sum(len(unpack_u32(event.tokens.lengths)) for event in got.events)
@@ -313,7 +322,7 @@ async def test_a_stream_moves_from_a_replica_that_leaves_to_another_one(service:
     opens.resume.calls.add(index=0, arguments_sent=len(sent))
     end = postprocess_pb2.EndStream(slot=1, finish_reason=common_pb2.FINISH_REASON_STOP)
     await second.write(Request(opens=[opens], tokens=columns([(1, ids[at:])]), ends=[end]))
-    rest = await asyncio.wait_for(second.read(), WAIT_S)
+    rest = await one_batch(second)
     more = [call for event in rest.events for call in event.tool_calls]
     assert [call.id for call in more if call.id] == [], "the call has begun"
     assert sent + "".join(call.arguments for call in more) == '{"a": "long text"}'

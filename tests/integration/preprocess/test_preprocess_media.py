@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -40,7 +40,7 @@ from tests.support.data.loaded_tokenizers import limits, tiny_folder
 from tests.support.data.tiny_vlm import VisionFolders, build_vision_models
 from tests.support.servers.media_host import MediaHost, media_host, response
 
-Stub = preprocess_pb2_grpc.PreprocessStub
+Stub: TypeAlias = "preprocess_pb2_grpc.PreprocessAsyncStub"
 BLOCK = 8
 TOTAL_BYTES = 3 << 19
 PART = "messages[0].content[0]"
@@ -72,7 +72,7 @@ async def process(folders: VisionFolders, *arguments: str) -> AsyncIterator[Stub
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
                 break
         watch.cancel()
-        yield Stub(channel)
+        yield preprocess_pb2_grpc.PreprocessStub(channel)
     finally:
         await channel.close()
         running.terminate()
@@ -106,7 +106,7 @@ async def fetching(folders: VisionFolders, host: MediaHost) -> AsyncIterator[Stu
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.port}")
     try:
-        yield Stub(channel)
+        yield preprocess_pb2_grpc.PreprocessStub(channel)
     finally:
         await channel.close()
         await server.stop(0)
@@ -163,7 +163,11 @@ async def test_process_expands_images_and_mixes_them_into_block_hashes(folders: 
     text_blocks = spans[0].offset // BLOCK
     assert common_blocks(first, swapped) == text_blocks
     assert common_blocks(first, other) == text_blocks
-    assert (hashes.block_hashes, hashes.media[:], hashes.prompt_tokens) == (first.block_hashes, first.media, len(ids))
+    assert (hashes.block_hashes, hashes.media[:], hashes.prompt_tokens) == (
+        first.block_hashes,
+        first.media[:],
+        len(ids),
+    )
     assert not hashes.token_ids
     fingerprints = {each.model: each.tokenizer.media_fingerprint for each in models}
     assert fingerprints[model]
@@ -224,7 +228,8 @@ async def test_files_that_are_too_large_together_are_refused_and_repeated_ones_a
         links = [f"https://media.test:{host.port}/{number}" for number in range(2)]
         found = await stub.Tokenize(asked("qwen", [links[0]] * 3))
         assert (len(found.media), len(found.fetched)) == (3, 1)
-        for files in (links, large, [links[0], large[1]]):
+        refused_together: tuple[Sequence[bytes | str], ...] = (links, large, [links[0], large[1]])
+        for files in refused_together:
             error = await error_of(stub, asked("qwen", files))
             assert (error.kind, error.code) == (ErrorKind.TOO_LARGE, "media_too_large")
             assert error.param.startswith("messages[0].content[")

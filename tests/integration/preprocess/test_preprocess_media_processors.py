@@ -80,7 +80,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[Stub]:
     await server.start()
     channel = open_channel(f"127.0.0.1:{server.port}")
     try:
-        yield Stub(channel)
+        yield preprocess_pb2_grpc.PreprocessStub(channel)
     finally:
         await channel.close()
         await server.stop(0)
@@ -153,7 +153,7 @@ async def test_sizes_that_only_another_process_knows_are_looked_up_off_the_event
 
 @pytest.mark.parametrize("model", sorted(PLACEHOLDERS))
 async def test_rendered_chat_shows_one_placeholder_for_each_image(model: str, tmp_path: Path) -> None:
-    files = [image_file(40, 30), image_file(70, 30), "https://images.example.com/a.png"]
+    files: list[bytes | str] = [image_file(40, 30), image_file(70, 30), "https://images.example.com/a.png"]
     async with serving(tmp_path) as stub:
         chat = asked(model, files).chat
         text = (await stub.Render(pb.RenderRequest(model=model, chat=chat))).text

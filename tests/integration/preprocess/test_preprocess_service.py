@@ -9,8 +9,9 @@ from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -36,12 +37,16 @@ from tests.support.data.tiny_models import build_tiny_model
 USER = {"role": "user", "content": "What is the weather in Paris today?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
 MAX_PROMPT = 100_000
+Hog: TypeAlias = (
+    "grpc.aio.UnaryUnaryCall[pb.RenderRequest, pb.RenderResponse]"
+    " | grpc.aio.UnaryUnaryCall[pb.TokenizeRequest, pb.TokenizeResponse]"
+)
 
 
 @asynccontextmanager
 async def serving(
     inline_bytes: int = 8192, tokenize_threads: int = 2
-) -> AsyncIterator[tuple[preprocess_pb2_grpc.PreprocessStub, ModelRegistry]]:
+) -> AsyncIterator[tuple[preprocess_pb2_grpc.PreprocessAsyncStub, ModelRegistry]]:
     models = (f"tiny={tiny_folder()}", f"again={tiny_folder()}@hf", "tekken=mistral-common:tekken_240911")
     settings = PreprocessSettings.load(["--listen", "127.0.0.1:0", "--models", ",".join(models)])
     known = {"tiny": tiny_hf, "tekken": tekken}
@@ -63,13 +68,13 @@ async def serving(
 
 
 @pytest.fixture
-async def stub() -> AsyncIterator[preprocess_pb2_grpc.PreprocessStub]:
+async def stub() -> AsyncIterator[preprocess_pb2_grpc.PreprocessAsyncStub]:
     async with serving() as (made, _):
         yield made
 
 
 def chat(*messages: dict[str, Any], **parts: Any) -> pb.ChatInput:
-    encoded = {
+    encoded: dict[str, Any] = {
         name: json.dumps(part, ensure_ascii=False).encode() if name.endswith("_json") else part
         for name, part in parts.items()
     }
@@ -96,7 +101,7 @@ async def test_a_chat_becomes_ids_with_all_that_belongs_to_them(model: str, inli
     assert reply.fingerprint == tokenizer.facts.fingerprint
 
 
-async def test_every_part_of_a_chat_reaches_the_template(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_every_part_of_a_chat_reaches_the_template(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     template = (
         "{{ messages[0].content }}|{{ tools[0].function.name }}|{{ documents[0].title }}|{{ mood }}|"
         "{{ add_generation_prompt }}"
@@ -117,7 +122,7 @@ async def test_every_part_of_a_chat_reaches_the_template(stub: preprocess_pb2_gr
     assert without.text == "None"
 
 
-async def test_the_last_message_can_be_left_open(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_the_last_message_can_be_left_open(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     request = chat(USER, {"role": "assistant", "content": "It is"}, continue_final_message=True)
     for model, ending in (("tiny", "<|im_start|>assistant\nIt is"), ("tekken", "[/INST]It is")):
         assert (await stub.Render(pb.RenderRequest(model=model, chat=request))).text.endswith(ending)
@@ -137,7 +142,12 @@ async def test_the_last_message_can_be_left_open(stub: preprocess_pb2_grpc.Prepr
     ],
 )
 async def test_thought_that_the_continued_message_leaves_open_is_reported(
-    stub: preprocess_pb2_grpc.PreprocessStub, model: str, content: Any, continued: bool, thinking: bool, length: int
+    stub: preprocess_pb2_grpc.PreprocessAsyncStub,
+    model: str,
+    content: Any,
+    continued: bool,
+    thinking: bool,
+    length: int,
 ) -> None:
     filled = json.loads(json.dumps(content).replace("{}", "much ü " * length + "more"))
     request = chat(USER, {"role": "assistant", "content": filled}, continue_final_message=continued)
@@ -145,7 +155,7 @@ async def test_thought_that_the_continued_message_leaves_open_is_reported(
     assert reply.thinking == thinking
 
 
-async def test_text_becomes_ids(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_text_becomes_ids(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     for special in (None, True, False):
         reply = await stub.Tokenize(
             pb.TokenizeRequest(model="tekken", text=pb.TextInput(text="hello ü", add_special_tokens=special))
@@ -154,7 +164,7 @@ async def test_text_becomes_ids(stub: preprocess_pb2_grpc.PreprocessStub) -> Non
         assert reply.block_hashes == b""
 
 
-async def test_ids_are_checked_hashed_and_passed_on(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_ids_are_checked_hashed_and_passed_on(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     packed = pack_u32(range(100))
     reply = await stub.Tokenize(pb.TokenizeRequest(model="tiny", tokens=pb.TokenInput(token_ids=packed), block_size=16))
     assert reply.token_ids == packed
@@ -168,7 +178,7 @@ async def test_ids_are_checked_hashed_and_passed_on(stub: preprocess_pb2_grpc.Pr
     assert "not a multiple of 4" in error.message
 
 
-async def test_ids_become_text_again(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_ids_become_text_again(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     text = "Grüße 😀 你好"
     for model in ("tiny", "tekken"):
         ids = await stub.Tokenize(pb.TokenizeRequest(model=model, text=pb.TextInput(text=text)))
@@ -243,7 +253,11 @@ BAD_REQUESTS: list[tuple[pb.TokenizeRequest, ErrorKind, str, str]] = [
 
 @pytest.mark.parametrize(("request_", "kind", "param", "sentence"), BAD_REQUESTS)
 async def test_a_bad_request_is_a_typed_error(
-    stub: preprocess_pb2_grpc.PreprocessStub, request_: pb.TokenizeRequest, kind: ErrorKind, param: str, sentence: str
+    stub: preprocess_pb2_grpc.PreprocessAsyncStub,
+    request_: pb.TokenizeRequest,
+    kind: ErrorKind,
+    param: str,
+    sentence: str,
 ) -> None:
     error = await refused(stub.Tokenize(request_))
     assert (error.kind, error.param) == (kind, param)
@@ -253,7 +267,7 @@ async def test_a_bad_request_is_a_typed_error(
 
 @pytest.mark.parametrize("megabytes", [10, 20])
 async def test_a_huge_message_is_refused_and_the_next_request_works(
-    stub: preprocess_pb2_grpc.PreprocessStub, megabytes: int
+    stub: preprocess_pb2_grpc.PreprocessAsyncStub, megabytes: int
 ) -> None:
     huge = pb.TokenizeRequest(model="tiny", chat=chat({"role": "user", "content": "x" * megabytes * 1_000_000}))
     assert (await refused(stub.Tokenize(huge))).kind is ErrorKind.TOO_LARGE
@@ -275,7 +289,7 @@ async def test_a_defect_is_answered_without_its_text() -> None:
     assert "secret" not in error.message
 
 
-async def test_a_large_prompt_does_not_hold_up_small_ones(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_a_large_prompt_does_not_hold_up_small_ones(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     hostile = pb.TokenizeRequest(
         model="tiny",
         chat=chat(chat_template="{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
@@ -287,7 +301,7 @@ async def test_a_large_prompt_does_not_hold_up_small_ones(stub: preprocess_pb2_g
     assert "did not finish" in (await refused(slow)).message
 
 
-async def test_many_requests_at_once_all_get_their_own_ids(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_many_requests_at_once_all_get_their_own_ids(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     async def one(index: int) -> None:
         model, tokenizer = (("tiny", tiny_hf()), ("tekken", tekken()))[index % 2]
         messages = [{"role": "user", "content": f"number {index} " * (index * 10 + 1)}]
@@ -347,23 +361,23 @@ async def test_the_process_says_why_it_cannot_start(arguments: list[str], code: 
     assert "Traceback" not in printed.decode()
 
 
-async def test_templates_of_different_origins_take_turns(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_templates_of_different_origins_take_turns(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     slow = "{% for i in range(1000) %}{% for j in range(600) %}{% endfor %}{% endfor %}"
     request = chat(USER, chat_template=slow, origin="hog")
     quick = pb.RenderRequest(model="tiny", chat=chat(USER, chat_template="{{ 1 + 1 }}", origin="other"))
     await stub.Render(quick)  # the processes have started
-    hogs = [
+    hogs: list[Hog] = [
         *(stub.Render(pb.RenderRequest(model="tiny", chat=request)) for _ in range(20)),
         *(stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=request)) for _ in range(20)),
     ]
-    await asyncio.wait(map(asyncio.ensure_future, hogs[:1]))
+    await asyncio.wait([asyncio.ensure_future(hogs[0])])
     assert (await stub.Render(quick)).text == "2"
     assert sum(hog.done() for hog in hogs) < len(hogs) // 2
     for hog in hogs:
         hog.cancel()
 
 
-async def test_origin_of_a_template_is_bounded(stub: preprocess_pb2_grpc.PreprocessStub) -> None:
+async def test_origin_of_a_template_is_bounded(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     request = pb.RenderRequest(model="tiny", chat=chat(USER, chat_template="x", origin="o" * 257))
     error = await refused(stub.Render(request))
     assert error.kind is ErrorKind.INVALID_ARGUMENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def every_rpc(stub: Any) -> list[tuple[str, Callable[[], Any]]]:
     for method in SERVICE.methods:
         request: type[Message] = getattr(router_pb2, method.input_type.name)
         invoke = getattr(stub, method.name)
-        calls.append((method.name, invoke if method.client_streaming else lambda i=invoke, r=request: i(r())))
+        calls.append((method.name, invoke if method.client_streaming else partial(invoke, request())))
     return calls
 
 
@@ -136,7 +137,7 @@ async def test_gateway_clients_and_workers_show_their_token() -> None:
     async with routers(token=SecretStr("right")) as (router,):
         caller = Caller(router, "right")
         worker = FakeWorker("a")
-        await worker.attach(caller)  # type: ignore[arg-type]  # all it needs is a stub
+        await worker.attach(caller)
         credentials = PeerCredentials(None, shows("right", "router"))
         client = RouterClient([f"127.0.0.1:{router.port}"], credentials, 20, owner="me")
         catalogue = WorkerRegistry(client.replicas, lambda entry: None, lambda worker_id: None, client.owner)

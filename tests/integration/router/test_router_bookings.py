@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,7 +30,7 @@ LEASE_MS = 3_000
 async def pair(redis: RedisServer) -> AsyncIterator[list[RouterProcess]]:
     async with routers(2, redis_url=redis.url, redis_timeout_s=5, owner_lease_ms=LEASE_MS, drain_s=5) as replicas:
         for replica in replicas:
-            await until(lambda stub=replica.stub: ready(stub))
+            await until(partial(ready, replica.stub))
         yield replicas
 
 
@@ -170,11 +171,10 @@ async def test_unknown_and_foreign_reservations_are_counted(pair: list[RouterPro
     await workers(pair, "a")
     answer = await pair[0].stub.RouteQuery(reserve("r1", ttl_ms=3_000))
     ids = [f"{MODEL}:other", "elsewhere:r1", "", ":", "nonsense"]
-    for call, request in (
-        (pair[1].stub.MarkPrefillComplete, router_pb2.MarkPrefillCompleteRequest(reservation_ids=ids)),
-        (pair[1].stub.FreeRequest, router_pb2.FreeRequestRequest(reservation_ids=ids)),
-    ):
-        assert (await call(request)).unknown == len(ids)
+    marked = await pair[1].stub.MarkPrefillComplete(router_pb2.MarkPrefillCompleteRequest(reservation_ids=ids))
+    assert marked.unknown == len(ids)
+    told = await pair[1].stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))
+    assert told.unknown == len(ids)
     assert await booked(pair[0]) == 1
 
     async def expired() -> bool:
@@ -303,7 +303,7 @@ async def test_whichever_replica_decided_hears_what_became_of_it(pair: list[Rout
         gateway.client.free(route.reservation_id, number, 2 * number)
     await gateway.client.flush_reports(20)
     assert await booked(pair[0]) == 0
-    records = {}
+    records: dict[str, tuple[int, int]] = {}
     for replica in pair:
         answer = await replica.stub.GetDecisions(router_pb2.GetDecisionsRequest())
         records |= {each.request_id: (each.delivered_cached_tokens, each.output_tokens) for each in answer.decisions}
@@ -331,8 +331,8 @@ async def test_no_owner_loses_anything_while_redis_is_away(pair: list[RouterProc
     await asyncio.sleep(2 * LEASE_MS / 1000)
     assert await settled(2), "the lease of the one that is there was renewed before anything was cleared"
     ids = [f"{MODEL}:before-held", f"{MODEL}:meanwhile-held"]
-    freed = await pair[1].stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))
-    assert freed.unknown == 0
+    told = await pair[1].stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))
+    assert told.unknown == 0
     await held.end()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from services.common.hashing import block_hashes
@@ -22,6 +24,10 @@ async def served(router: RouterProcess) -> str:
 
 async def names(router: RouterProcess) -> list[str]:
     return [each.worker_id for each in (await router.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers]
+
+
+def has_ended(worker: FakeWorker) -> bool:
+    return worker.ended is not None
 
 
 def cut_off(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -65,7 +71,7 @@ async def test_blocks_beyond_the_card_and_garbage_leave_nothing_behind(caplog: p
             await bad.store([5, 6, 7])
             batch = router_pb2.KvEventBatch(sequence=2, events=[router_pb2.KvEvent(stored=nonsense)])
             await bad.write(router_pb2.AttachRequest(events=batch))
-            await until(lambda bad=bad: bad.ended is not None)
+            await until(partial(has_ended, bad))
         assert cut_off(caplog) == ["liar", "babbler"]
 
         async def only_good() -> bool:

@@ -59,7 +59,7 @@ async def test_redis_away_for_20_s_under_load_fails_no_query(redis: RedisServer,
     async with router_children(2, tmp_path, *flags) as routers:
         workers = [FakeWorker(f"w{number}") for number in range(4)]
         for number, worker in enumerate(workers):
-            await worker.attach(routers[number % 2])  # type: ignore[arg-type]
+            await worker.attach(routers[number % 2])
             worker.keep_beating()
         load = Load(routers)
         calls = [asyncio.create_task(load.call(caller)) for caller in range(CALLERS)]
@@ -107,7 +107,7 @@ async def test_a_killed_router_is_replaced_by_the_other(redis: RedisServer, tmp_
     flags = ("--redis-url", redis.url, "--redis-timeout-s", "10", "--lease-ms", "60000")
     async with router_children(2, tmp_path, *flags) as (killed, stays):
         worker = FakeWorker("w")
-        await worker.attach(killed)  # type: ignore[arg-type]
+        await worker.attach(killed)
         await worker.store([1, 2, 3])
 
         async def agree() -> bool:
@@ -119,7 +119,7 @@ async def test_a_killed_router_is_replaced_by_the_other(redis: RedisServer, tmp_
         await killed.kill()
         again = await stays.stub.RouteQuery(query(prompt(*tokens), "r"), timeout=20)
         assert (again.decode.worker_id, again.reservation_id) == ("w", booked_at_first.reservation_id)
-        await worker.attach(stays)  # type: ignore[arg-type]
+        await worker.attach(stays)
         assert worker.attached is not None
         assert dict(worker.attached.sequences) == {0: 1}
         await killed.start()

@@ -264,7 +264,12 @@ async def test_saturated_workers_shed_by_priority_with_the_reason() -> None:
 
 
 async def test_objective_and_deadline_order_the_queue() -> None:
-    settings = {"names": ("a",), "busy_requests": 1, "wait_ms": 20_000, "picker_objectives": ["chat=10", "batch=-5"]}
+    settings: dict[str, Any] = {
+        "names": ("a",),
+        "busy_requests": 1,
+        "wait_ms": 20_000,
+        "picker_objectives": ["chat=10", "batch=-5"],
+    }
     async with picker(**settings) as found:
         exchanges = [found.exchange()]
         assert (await exchanges[0].request(CHAT)).endpoints == [http(1)]
@@ -280,6 +285,9 @@ async def test_objective_and_deadline_order_the_queue() -> None:
             answer = await found.router.stub.GetQueues(router_pb2.GetQueuesRequest())
             return sum(each.requests for each in answer.queues) == number
 
+        def is_served(name: str) -> bool:
+            return served[-1:] == [name]
+
         waiting = []
         for name, headers in (
             ("batch", {"x-gateway-inference-objective": "batch"}),
@@ -291,7 +299,7 @@ async def test_objective_and_deadline_order_the_queue() -> None:
             await until(lambda: queued(len(waiting)))
         exchanges[0].cut()
         for expected in ("chat", "due", "plain", "batch"):
-            await until(lambda expected=expected: served[-1:] == [expected])
+            await until(partial(is_served, expected))
             finished = next(each for each in waiting if each.done() and each.result() not in exchanges)
             exchanges.append(finished.result())
             exchanges[-1].cut()
@@ -340,7 +348,8 @@ async def test_booking_follows_the_endpoint_that_served(how: str) -> None:
         exchange = found.exchange()
         first, second, *_ = (await exchange.request(CHAT)).endpoints
         assert set(await found.bookings()) == {NAMES[int(first.split(".")[3][0]) - 1]}
-        await exchange.respond([b"{"], open_end=True, **{how: second})
+        served, upstream = (second, "") if how == "served" else ("", second)
+        await exchange.respond([b"{"], served=served, upstream=upstream, open_end=True)
 
         async def moved() -> bool:
             return set(await found.bookings()) == {NAMES[int(second.split(".")[3][0]) - 1]}
@@ -469,7 +478,7 @@ async def test_pairs_are_booked_and_sent_in_the_headers() -> None:
 
 async def test_two_pickers_on_one_redis_never_overbook(redis: RedisServer) -> None:
     most = 3
-    shared = {"redis_url": redis.url, "busy_requests": most}
+    shared: dict[str, Any] = {"redis_url": redis.url, "busy_requests": most}
     async with picker(**shared) as one, picker(names=(), **shared) as two:
 
         async def listed() -> bool:

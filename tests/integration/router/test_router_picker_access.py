@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -61,7 +62,7 @@ async def test_only_schedulers_with_a_token_are_served(tmp_path: Path) -> None:
             ("other", (ErrorKind.PERMISSION_DENIED, "caller_not_allowed")),
             ("right", None),
         ):
-            async with BearerChannel(open_channel(listen), lambda token=token: token) as channel:
+            async with BearerChannel(open_channel(listen), partial(str, token)) as channel:
                 assert await refusal_of(channel) == expected
                 health = health_pb2_grpc.HealthStub(channel)
                 answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE), timeout=10)
@@ -72,7 +73,7 @@ async def test_health_needs_a_token_if_it_is_not_open() -> None:
     listen = f"127.0.0.1:{free_port()}"
     async with routers(picker_listen=listen, token=SecretStr("right"), open_health=False):
         for token in ("", "right"):
-            async with BearerChannel(open_channel(listen), lambda token=token: token) as channel:
+            async with BearerChannel(open_channel(listen), partial(str, token)) as channel:
                 call = health_pb2_grpc.HealthStub(channel).Check(
                     health_pb2.HealthCheckRequest(), timeout=10, wait_for_ready=True
                 )
@@ -110,8 +111,9 @@ async def test_unknown_methods_and_services_are_unimplemented() -> None:
     async with routers(picker_listen=listen) as [_]:
         await until(lambda: serves(listen, None))
         async with open_channel(listen) as channel:
+            other: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{SERVICE}/Other")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await channel.unary_unary(f"/{SERVICE}/Other")(b"", timeout=10)
+                await other(b"", timeout=10)
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
             with pytest.raises(grpc.aio.AioRpcError) as unknown:
                 await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="x"), timeout=10)

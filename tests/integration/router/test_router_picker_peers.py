@@ -272,7 +272,7 @@ async def test_headers_that_are_not_utf8_are_passed_over() -> None:
         assert (await exchange.answer()).endpoints
         exchange.cut()
         exchange = found.exchange()
-        await head(exchange, **{f"x-{number}": "v" * 4_000 for number in range(300)})
+        await head(exchange, False, **{f"x-{number}": "v" * 4_000 for number in range(300)})
         await chunk(exchange, TEXT, True)
         assert (await exchange.answer()).endpoints
         exchange.cut()
@@ -281,7 +281,10 @@ async def test_headers_that_are_not_utf8_are_passed_over() -> None:
 
 async def test_message_that_is_no_message_ends_only_its_stream() -> None:
     async with picker() as found:
-        call = found.channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")()
+        process: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = found.channel.stream_stream(
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+        )
+        call = process()
         await call.write(b"\xff" * 100)
         with pytest.raises(grpc.aio.AioRpcError):
             await asyncio.wait_for(call.read(), 20)
@@ -335,7 +338,8 @@ async def served(found: Picker) -> bool:
 async def test_response_body_mode_that_buffers_is_named() -> None:
     async with picker() as found:
         exchange = found.exchange()
-        modes = ext_proc.ProtocolConfiguration(request_body_mode=FULL_DUPLEX, response_body_mode=2)
+        buffered = ext_proc.ProtocolConfiguration.BUFFERED
+        modes = ext_proc.ProtocolConfiguration(request_body_mode=FULL_DUPLEX, response_body_mode=buffered)
         await exchange.send(request_headers=ext_proc.HttpHeaders(headers=header_map(POST)), protocol_config=modes)
         answered = await exchange.answer()
         assert answered.status == 400
@@ -411,7 +415,12 @@ async def test_error_about_a_body_names_the_body_that_the_client_sent() -> None:
 
 
 async def test_priority_in_the_body_does_not_overrule_objectives() -> None:
-    settings = {"names": ("a",), "busy_requests": 1, "wait_ms": 60_000, "picker_objectives": ["chat=10"]}
+    settings: dict[str, Any] = {
+        "names": ("a",),
+        "busy_requests": 1,
+        "wait_ms": 60_000,
+        "picker_objectives": ["chat=10"],
+    }
     async with picker(**settings) as found:
         running, served = found.exchange(), []
         await running.request(CHAT)

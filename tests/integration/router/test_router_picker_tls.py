@@ -49,7 +49,7 @@ async def test_picker_with_its_own_certificate_requires_none_of_envoy(tmp_path: 
     ) as [router]:
 
         async def serves() -> bool:
-            return await health(listen, without) == SERVING
+            return bool(await health(listen, without) == SERVING)
 
         await until(serves)
         assert await health(health_listen, without) == SERVING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ OTHER = list(range(9_000, 11_000))
 async def pair(redis: RedisServer) -> AsyncIterator[list[RouterProcess]]:
     async with routers(2, redis_url=redis.url, drain_s=5, redis_timeout_s=10, lease_ms=60_000) as replicas:
         for replica in replicas:
-            await until(lambda replica=replica: serving(replica))
+            await until(partial(serving, replica))
         yield replicas
 
 
 async def serving(router: RouterProcess) -> bool:
     answer = await health_pb2_grpc.HealthStub(router.channel).Check(health_pb2.HealthCheckRequest())
-    return answer.status == health_pb2.HealthCheckResponse.SERVING
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def names(router: RouterProcess) -> list[str]:
@@ -117,6 +118,7 @@ async def test_watchers_at_one_replica_hear_of_workers_at_the_other(pair: list[R
 
     async def heard() -> tuple[int, str]:
         change = await asyncio.wait_for(watch.read(), 20)
+        assert isinstance(change, router_pb2.WorkerChange)
         return change.kind, change.worker.worker_id
 
     assert await heard() == (router_pb2.WorkerChange.KIND_SYNCED, "")
@@ -236,7 +238,7 @@ async def test_without_redis_the_router_waits_and_says_not_serving(
 async def test_an_outage_degrades_visibly_and_heals(redis: RedisServer, how: str) -> None:
     async with routers(2, redis_url=redis.url, redis_timeout_s=2, lease_ms=6_000) as (first, second):
         for replica in (first, second):
-            await until(lambda replica=replica: serving(replica))
+            await until(partial(serving, replica))
         w1, w2 = FakeWorker("w1"), FakeWorker("w2")
         await w1.attach(first)
         await w2.attach(second)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ async def requests(router: RouterProcess) -> dict[str, int]:
     return {load.worker_id: load.requests for load in loads}
 
 
+def settings_of(redis: RedisServer, folder: Path) -> dict[str, Any]:
+    """Settings of replicas that share Redis, under a prefix of the test's own."""
+    return {"redis_url": redis.url, "redis_prefix": folder.name, "redis_timeout_s": 10}
+
+
 async def _lists(router: RouterProcess, count: int | None = None) -> bool:
     """Whether it is ready, and knows so many workers."""
     try:
@@ -55,11 +61,11 @@ async def _lists(router: RouterProcess, count: int | None = None) -> bool:
 async def test_sessions_stay_where_they_were_at_every_replica(
     shared: bool, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
-    more = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
+    more = settings_of(shared_redis, tmp_path) if shared else {}
     async with routers(2 if shared else 1, drain_s=5, **more) as replicas:
         workers = await attached(replicas[0], "a", "b")
         for replica in replicas:
-            await until(lambda replica=replica: _lists(replica, 2))
+            await until(partial(_lists, replica, 2))
         first = await replicas[0].stub.RouteQuery(query(prompt(*range(64)), "r1", session_id="s"))
         assert not first.session_hit
         again = await replicas[-1].stub.RouteQuery(query(prompt(*range(500, 564)), "r2", session_id="s"))
@@ -75,11 +81,11 @@ async def test_overload_is_shed_with_a_time_to_come_again(
     shared: bool, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
     """One worker, blocks of 4, 64 of them, threshold 0.2: the surplus is refused, by all replicas together."""
-    more = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
+    more = settings_of(shared_redis, tmp_path) if shared else {}
     async with routers(2 if shared else 1, drain_s=5, busy_kv_share=0.2, **more) as replicas:
         await attached(replicas[0], "a", block_size=4, total_blocks=64)
         for replica in replicas:
-            await until(lambda replica=replica: _lists(replica, 1))
+            await until(partial(_lists, replica, 1))
         calls = [
             replicas[n % len(replicas)].stub.RouteQuery(query(prompt(*range(1000 * n, 1000 * n + 20)), f"r{n}"))
             for n in range(50)
@@ -107,7 +113,7 @@ async def test_with_the_threshold_off_nobody_is_refused() -> None:
 async def test_those_who_wait_are_served_in_order_and_who_leaves_is_not(
     shared: bool, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
-    more = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
+    more = settings_of(shared_redis, tmp_path) if shared else {}
     async with routers(drain_s=5, busy_requests=1, **more) as (router,):
         await attached(router, "a")
         running = await router.stub.RouteQuery(query(prompt(1, 2), "r0"))
@@ -139,7 +145,7 @@ async def _idle(router: RouterProcess) -> bool:
 async def test_growing_prompts_go_to_one_prefill_worker_outside_the_decode_set(
     shared: bool, shared_redis: RedisServer, tmp_path: Path
 ) -> None:
-    more = {"redis_url": shared_redis.url, "redis_prefix": tmp_path.name, "redis_timeout_s": 10} if shared else {}
+    more = settings_of(shared_redis, tmp_path) if shared else {}
     async with routers(drain_s=5, **more) as (router,):
         prefill = await attached(router, "p1", "p2", role=common_pb2.WORKER_ROLE_PREFILL)
         await attached(router, "d1", "d2", role=common_pb2.WORKER_ROLE_DECODE)

@@ -199,6 +199,7 @@ async def test_watchers_hear_up_synced_down(router: RouterProcess) -> None:
 
     async def heard() -> tuple[int, str, bool]:
         change = await asyncio.wait_for(watch.read(), 20)
+        assert isinstance(change, router_pb2.WorkerChange)
         return change.kind, change.worker.worker_id, change.worker.draining
 
     assert await heard() == (kinds.KIND_UP, "a", False)
@@ -366,8 +367,11 @@ async def test_streams_end_at_once_when_the_router_stops() -> None:
     await router.start()
     (a,) = await attached(router, "a")
     watch = router.stub.WatchWorkers(router_pb2.WatchWorkersRequest())
-    assert (await watch.read()).worker.worker_id == "a"
-    assert (await watch.read()).kind == router_pb2.WorkerChange.KIND_SYNCED
+    up, synced = await watch.read(), await watch.read()
+    assert isinstance(up, router_pb2.WorkerChange)
+    assert up.worker.worker_id == "a"
+    assert isinstance(synced, router_pb2.WorkerChange)
+    assert synced.kind == router_pb2.WorkerChange.KIND_SYNCED
     end = asyncio.create_task(refused(watch.read()))
     await router.stop()
     assert (await end).code == "stopping"

@@ -145,7 +145,8 @@ async def test_a_model_whose_reading_fails_is_read_again_after_a_while(
     redis: Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(keeper, "REREAD_AFTER_S", 0.2)
-    load, failed_at = RedisStore.load, []
+    load = RedisStore.load
+    failed_at: list[float] = []
 
     async def broken(self: RedisStore, model: str) -> StoredModel:
         if len(failed_at) < 3:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ async def test_priority_and_deadline_hold_across_replicas(redis: RedisServer) ->
         patient = {"max_wait_ms": 20_000}
         served: list[str] = []
         asked = []
+
+        def note(name: str, _: asyncio.Task[router_pb2.RouteQueryResponse]) -> None:
+            served.append(name)
+
+        def served_more_than(count: int) -> bool:
+            return len(served) > count
+
         for name, router, fields in (
             ("last", one, {"priority": 5}),
             ("plain", two, {}),
@@ -98,7 +106,7 @@ async def test_priority_and_deadline_hold_across_replicas(redis: RedisServer) ->
             ("urgent", two, {"priority": -1}),
         ):
             asked.append(ask(router, name, **patient, **fields))
-            asked[-1].add_done_callback(lambda _, name=name: served.append(name))
+            asked[-1].add_done_callback(partial(note, name))
 
         async def queued() -> bool:
             return sum([*(await waiting(one)).values(), *(await waiting(two)).values()]) == 4
@@ -106,7 +114,7 @@ async def test_priority_and_deadline_hold_across_replicas(redis: RedisServer) ->
         await until(queued)
         for count in range(4):
             await free(one, running)  # at a replica that may not be the one with the first request
-            await until(lambda count=count: len(served) > count)
+            await until(partial(served_more_than, count))
             running = f"{MODEL}:{served[-1]}"
         assert served == ["urgent", "due", "plain", "last"]
         await asyncio.gather(*asked)
@@ -185,6 +193,7 @@ async def test_event_and_metric_say_what_waits_for_what(tmp_path: Path) -> None:
 
     async def next_event() -> list[tuple[str, int, int]]:
         event = await asyncio.wait_for(watch.read(), 20)
+        assert isinstance(event, router_pb2.GetQueuesResponse)
         return [(each.model, each.reason, each.requests) for each in event.queues]
 
     async def gauge() -> list[str]:

@@ -32,6 +32,7 @@ from tests.support.oracles.errors import raises_error
 
 PROMPT = list(range(10, 10 + 2 * BLOCK + 3))
 Make = Callable[..., FakeServer]
+MakeVllm = Callable[..., FakeVllm]
 MAKERS: dict[str, Make] = {
     "vllm": FakeVllm,
     "vllm-generate": lambda root, **more: FakeVllm(root, scale_out=True, **more),
@@ -47,7 +48,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 
 
 @pytest.fixture
-def make_vllm(tmp_path: Path) -> Make:
+def make_vllm(tmp_path: Path) -> MakeVllm:
     root = str(build_tiny_model(tmp_path))
     return lambda **more: FakeVllm(root, **more)
 
@@ -152,7 +153,7 @@ async def test_generations_of_a_stopped_server_fail_and_new_ones_until_it_runs_a
 
 
 async def test_server_that_generates_while_its_probes_hang_is_not_taken_for_stopped(
-    make_vllm: Make, monkeypatch: pytest.MonkeyPatch
+    make_vllm: MakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def slow_steps(request: Request, count: int) -> AsyncIterator[int]:
         for index in range(count):
@@ -168,7 +169,7 @@ async def test_server_that_generates_while_its_probes_hang_is_not_taken_for_stop
         runs.set()
 
 
-async def test_server_that_answers_probes_during_a_long_prefill_is_not_taken_for_stopped(make_vllm: Make) -> None:
+async def test_server_that_answers_probes_during_a_long_prefill_is_not_taken_for_stopped(make_vllm: MakeVllm) -> None:
     fake = make_vllm()
     async with started(fake, silent_s=0.5) as (one, _):
         fake.gate.clear()
@@ -271,7 +272,7 @@ async def test_generation_whose_stream_breaks_can_be_retried_elsewhere(make: Mak
         assert (await answer(one, asked()))[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_generation_with_an_adapter_asks_for_it(make_vllm: Make) -> None:
+async def test_generation_with_an_adapter_asks_for_it(make_vllm: MakeVllm) -> None:
     fake = make_vllm()
     async with started(fake) as (one, config):
         assert config.adapters == ("poet",)
@@ -279,7 +280,7 @@ async def test_generation_with_an_adapter_asks_for_it(make_vllm: Make) -> None:
         assert fake.bodies[-1]["model"] == "poet"
 
 
-async def test_trace_headers_reach_the_server(make_vllm: Make) -> None:
+async def test_trace_headers_reach_the_server(make_vllm: MakeVllm) -> None:
     fake = make_vllm()
     async with started(fake) as (one, _):
         trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
@@ -301,14 +302,14 @@ async def test_load_is_the_servers_own(make: Make, monkeypatch: pytest.MonkeyPat
         await deltas.aclose()
 
 
-async def test_server_with_an_api_key_accepts_the_key_of_the_file(make_vllm: Make, tmp_path: Path) -> None:
+async def test_server_with_an_api_key_accepts_the_key_of_the_file(make_vllm: MakeVllm, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("s3cret\n")
     fake = make_vllm(api_key="s3cret")
     async with started(fake, api_key_file=str(tmp_path / "key")) as (one, _):
         assert len(await answer(one, asked())) > 1
 
 
-async def test_server_with_an_api_key_that_is_not_given_fails_the_start(make_vllm: Make) -> None:
+async def test_server_with_an_api_key_that_is_not_given_fails_the_start(make_vllm: MakeVllm) -> None:
     with pytest.raises(SluiceError, match="did not accept the worker's API key"):
         async with started(make_vllm(api_key="s3cret")):
             pass
@@ -427,7 +428,7 @@ async def test_events_with_another_block_size_than_declared_fail_the_start(make:
     assert caught.value.param == "block_size"
 
 
-async def test_events_whose_block_size_is_not_the_reported_one_fail_the_start(make_vllm: Make) -> None:
+async def test_events_whose_block_size_is_not_the_reported_one_fail_the_start(make_vllm: MakeVllm) -> None:
     fake = make_vllm()
 
     def lying(prompt: Sequence[int]) -> tuple[int, dict[str, Any]]:
@@ -501,7 +502,7 @@ async def test_events_at_a_configured_endpoint_are_followed(make: Make) -> None:
 
 @pytest.mark.parametrize("usage_s", [0.0, 0.3])
 @pytest.mark.parametrize("scale_out", [False, True])
-async def test_vllm_last_tokens_come_with_the_usage(make_vllm: Make, scale_out: bool, usage_s: float) -> None:
+async def test_vllm_last_tokens_come_with_the_usage(make_vllm: MakeVllm, scale_out: bool, usage_s: float) -> None:
     fake = make_vllm(scale_out=scale_out)
     async with started(fake) as (one, _):
         await answer(one, asked())
@@ -521,7 +522,7 @@ async def test_vllm_last_tokens_come_with_the_usage(make_vllm: Make, scale_out: 
 
 
 async def test_vllm_usage_that_never_comes_is_waited_for_briefly(
-    make_vllm: Make, monkeypatch: pytest.MonkeyPatch
+    make_vllm: MakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "TRAILING_S", 0.1)
     fake = make_vllm()

@@ -175,7 +175,7 @@ async def test_its_endpoint_says_how_it_is_and_has_the_engines_metrics(folder: P
         process(*flags, "--metrics-listen", metrics.removeprefix("http://")) as child,
         httpx.AsyncClient() as web,
     ):
-        said = []
+        said: list[dict[str, str]] = []
         async with asyncio.timeout(DEADLINE_S):
             while not said or said[-1]["status"] != "ok":
                 try:

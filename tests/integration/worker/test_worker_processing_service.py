@@ -22,7 +22,8 @@ from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
-from services.gateway.workers.tokenizer_parity import DIFFERS, PROVEN, TokenizerIdentity, compare
+from services.gateway.clients.preprocess import TokenizerIdentity
+from services.gateway.workers.tokenizer_parity import DIFFERS, PROVEN, compare
 from services.postprocess.detokenize.stream import Limits
 from services.postprocess.service import PostprocessService
 from services.postprocess.settings import PostprocessSettings
@@ -66,8 +67,8 @@ class Services:
     """A worker that does everything, and the services that do it otherwise."""
 
     worker: worker_pb2_grpc.WorkerAsyncStub
-    preprocess: preprocess_pb2_grpc.PreprocessStub
-    postprocess: postprocess_pb2_grpc.PostprocessStub
+    preprocess: preprocess_pb2_grpc.PreprocessAsyncStub
+    postprocess: postprocess_pb2_grpc.PostprocessAsyncStub
 
 
 @dataclass
@@ -198,7 +199,7 @@ async def test_a_chat_through_the_worker_equals_the_separate_services(
             except grpc.aio.AioRpcError as error:
                 refused = from_rpc_error(error, "preprocess")
                 ours = await generate(suite.worker, request)
-                assert (ours.end.error.kind, ours.end.error.param) == (refused.kind, refused.param)
+                assert (ErrorKind(ours.end.error.kind), ours.end.error.param) == (refused.kind, refused.param)
                 assert ours.end.error.message == refused.message
                 continue
             ours = await generate(suite.worker, request)
@@ -327,7 +328,7 @@ async def test_what_is_wrong_is_named_and_the_next_request_works(
         await caller.ended(1)
         assert caller.terminals[1].finish_reason == ERROR
         error = caller.terminals[1].error
-        assert (error.kind, error.param) == (kind, param)
+        assert (ErrorKind(error.kind), error.param) == (kind, param)
         assert "Traceback" not in error.message
         assert 1 not in caller.token_ids
         await caller.send({2: of_chat(CHAT, "after", postprocess=postprocess_pb2.StreamOptions())})
@@ -408,7 +409,7 @@ async def test_a_worker_that_shuts_down_finishes_what_it_tokenizes(gate: Admissi
         await asyncio.sleep(0)
         await caller.send({1: held("r1")})
         await caller.ended(1)
-        assert caller.terminals[1].error.kind == ErrorKind.ENGINE_SHUTDOWN
+        assert ErrorKind(caller.terminals[1].error.kind) is ErrorKind.ENGINE_SHUTDOWN
         gate.open.set()
         await caller.ended(0)
         await draining
@@ -423,7 +424,7 @@ async def test_what_waits_counts_for_the_limit_of_requests(monkeypatch: pytest.M
         caller = Caller(stub)
         await caller.send({0: held("r0"), 1: held("r1")})
         await caller.ended(1)
-        assert caller.terminals[1].error.kind == ErrorKind.OVERLOADED
+        assert ErrorKind(caller.terminals[1].error.kind) is ErrorKind.OVERLOADED
         gate.open.set()
         await caller.ended(0)
         await caller.close()
@@ -440,7 +441,7 @@ async def test_prompts_that_wait_are_bounded_in_memory(host: WorkerServer, gate:
             request.text = "x" * 1_000
         await caller.send(texts)
         await until(lambda: len(caller.terminals) == 136)
-        assert {terminal.error.kind for terminal in caller.terminals.values()} == {ErrorKind.OVERLOADED}
+        assert {ErrorKind(terminal.error.kind) for terminal in caller.terminals.values()} == {ErrorKind.OVERLOADED}
         gate.open.set()
         await caller.ended(*texts)
         await caller.close()
@@ -458,6 +459,7 @@ class Said:
 
     fingerprint: str
     prompt_fingerprint: str
+    media_fingerprint: str = ""
 
 
 async def card_of(host: WorkerServer) -> common_pb2.ModelCard:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from services.common import models
-from services.common.errors import ErrorKind
+from services.common.errors import ErrorKind, SluiceError
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import from_rpc_error
 from services.worker.server import WorkerServer
@@ -45,10 +46,10 @@ async def stub(host: WorkerServer) -> AsyncIterator[worker_pb2_grpc.WorkerAsyncS
         yield stub
 
 
-async def failure(call: object) -> object:
+async def failure(call: Awaitable[object]) -> SluiceError:
     """The typed error of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call  # type: ignore[misc]
+        await call
     return from_rpc_error(raised.value, "worker")
 
 
@@ -143,7 +144,7 @@ async def test_bad_requests_end_their_own_slot_and_nothing_else(stub: worker_pb2
     for slot, (_, kind, code) in bad.items():
         terminal = caller.terminals[slot]
         assert terminal.finish_reason == ERROR
-        assert terminal.error.kind == kind
+        assert ErrorKind(terminal.error.kind) is kind
         assert terminal.error.code.startswith(code)
         assert "Traceback" not in terminal.error.message
         assert slot not in caller.token_ids
@@ -218,7 +219,7 @@ async def test_a_dropped_generate_cancels(slow: WorkerServer) -> None:
 
 
 async def test_stop_options_reach_the_engine(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-    async def tokens(request_id: str, **stop: object) -> list[int]:
+    async def tokens(request_id: str, **stop: Any) -> list[int]:
         deltas = [delta async for delta in stub.Generate(generation(request_id, **stop))]
         return [token_id for delta in deltas for token_id in unpack_u32(delta.token_ids)]
 
@@ -306,7 +307,7 @@ async def test_requests_that_outlast_the_drain_hear_why(slow: WorkerServer) -> N
         async with asyncio.timeout(10):
             await slow.shut_down()
         await caller.ended(1)
-        assert caller.terminals[1].error.kind == ErrorKind.ENGINE_SHUTDOWN
+        assert ErrorKind(caller.terminals[1].error.kind) is ErrorKind.ENGINE_SHUTDOWN
         assert caller.terminals[1].error.retryable
         assert caller.terminals[1].usage.completion_tokens == len(caller.token_ids[1])
         await caller.close()
