@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,5 +71,8 @@ def test_billing_line_leaves_the_prefix_alone(url: str) -> None:
 
 
 def test_models_entry_says_what_the_template_shows(url: str) -> None:
-    shown = httpx.get(f"{url}/v1/models/tiny", timeout=60).json()["tokenizer"]["template"]
+    deadline = time.monotonic() + 30
+    while (shown := httpx.get(f"{url}/v1/models/tiny", timeout=60).json()["tokenizer"]["template"]) is None:
+        assert time.monotonic() < deadline, "the gateway does not learn of it"
+        time.sleep(0.5)
     assert (shown["system"], shown["late_system"], shown["second_system"]) == (True, False, False)

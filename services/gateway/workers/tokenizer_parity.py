@@ -85,20 +85,31 @@ class TokenizerParity:
         self._on_media = on_media
         self._ours: dict[str, TokenizerIdentity] = {}
         self._refreshed_at = float("-inf")
+        self._refreshing = asyncio.Lock()
         self._last_states: dict[str, str] = {}
         watch(PARITY, self._observe)
 
     async def run(self) -> None:
         """Compares periodically until cancelled."""
         while True:
-            await self._refresh()
+            async with self._refreshing:
+                await self._refresh()
             await asyncio.sleep(REFRESH_EVERY_S)
 
     async def freshen(self) -> None:
-        """Refreshes if the tokenizer of a served model is missing, at most once per MIN_REFRESH_S."""
-        unknown = any(model not in self._ours for model in self._models())
-        if unknown and asyncio.get_running_loop().time() - self._refreshed_at > MIN_REFRESH_S:
-            await self._refresh()
+        """Refreshes if the tokenizer of a served model is missing, at most once per MIN_REFRESH_S.
+
+        A refresh that is running is waited for: its result may have the tokenizer.
+        """
+        if not self._lacks_one:
+            return
+        async with self._refreshing:
+            if self._lacks_one and asyncio.get_running_loop().time() - self._refreshed_at > MIN_REFRESH_S:
+                await self._refresh()
+
+    @property
+    def _lacks_one(self) -> bool:
+        return any(model not in self._ours for model in self._models())
 
     async def _refresh(self) -> None:
         self._refreshed_at = asyncio.get_running_loop().time()

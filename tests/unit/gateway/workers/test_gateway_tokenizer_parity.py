@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from services.gateway.workers.tokenizer_parity import (
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.probes import PROBES, prompt_fingerprint
 from tests.support.data.loaded_tokenizers import tekken, tiny_hf
+from tests.support.waiting import settle
 
 
 def worker(fingerprint: str = "", prompts: str = "", media: str = "") -> SimpleNamespace:
@@ -72,6 +74,25 @@ async def test_the_worst_of_a_models_workers_counts_and_is_asked_for_when_unknow
         "worker_fingerprints": ["f", "g"],
         "worker_prompt_fingerprints": ["a"],
     }
+
+
+async def test_model_entry_while_a_refresh_runs_waits_for_its_result() -> None:
+    listed = asyncio.Event()
+
+    async def ask() -> dict[str, TokenizerIdentity]:
+        await listed.wait()
+        return {"m": TokenizerIdentity("hf", "f", "a")}
+
+    parity = TokenizerParity(ask, lambda model: [worker("f")], lambda: ["m"])
+    periodic = asyncio.create_task(parity.run())
+    await settle()
+    freshened = asyncio.create_task(parity.freshen())
+    await settle()
+    assert not freshened.done()
+    listed.set()
+    await freshened
+    assert parity.of_model("m")["fingerprint"] == "f"
+    periodic.cancel()
 
 
 @pytest.mark.parametrize(
