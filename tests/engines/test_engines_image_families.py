@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from services.common.media.facts import ImageFacts
 from services.common.media.spans import MediaKind
 from services.common.packing import unpack_u32
 from services.preprocess.media.expansion import expand
@@ -113,7 +114,7 @@ def test_size_that_the_processor_refuses_completes_the_sentence(tmp_path: Path) 
         assert MediaKind.IMAGE in tokenizer.media_rules
         for _ in range(2):  # from the process, and from the known sizes
             with pytest.raises(ValueError, match=r"refused by the model's processor: .*ratio"):
-                tokenizer.media_rules[MediaKind.IMAGE].ids(1, 500)
+                tokenizer.media_rules[MediaKind.IMAGE].ids_of(ImageFacts(1, 500, "PNG"))
     finally:
         tokenizer.close()
 

@@ -95,9 +95,9 @@ def test_image_rule_ids_equal_those_of_the_models_processor(kind: str, bounds: s
     for size, count in zip(request["sizes"], theirs["counts"], strict=True):
         if count is None:
             with pytest.raises(ValueError, match="ratio"):
-                rule.ids(*size)
+                rule.ids_of(ImageFacts(*size, "PNG"))
         else:
-            assert len(rule.ids(*size)) == count, size
+            assert len(rule.ids_of(ImageFacts(*size, "PNG"))) == count, size
     for each, ids in zip(request["prompts"], theirs["ids"], strict=True):
         packed = tokenizer.pack_chat(ChatRequest(numbered(each["messages"])))
         expanded, _ = expand(packed, {MediaKind.IMAGE: rule}, items(each["sizes"]))
