@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.common.media.facts import ImageFacts
-from services.common.media.spans import MediaKind
+from services.common.media.spans import SAMPLES, MediaKind
 from services.common.packing import unpack_u32
 from services.preprocess.media.expansion import expand
 from services.preprocess.protocol import ChatRequest
@@ -79,12 +79,17 @@ def test_ids_of_the_processor_equal_those_of_the_built_in_rule(kind: str, enviro
             assert expand(packed, {MediaKind.IMAGE: rule}, counted) == expand(packed, built_in.media_rules, counted), (
                 each
             )
-        assert media_fingerprint(tokenizer) == media_fingerprint(built_in)
+        assert samples_of_images(tokenizer) == samples_of_images(built_in)
     finally:
         tokenizer.close()
 
 
 MEDIA_RULES = hf.media_rules
+
+
+def samples_of_images(tokenizer: HfTokenizer) -> list[str]:
+    """Returns the part of the fingerprint that is of images: a processor of images takes nothing else."""
+    return media_fingerprint(tokenizer).split(",")[: SAMPLES[MediaKind.IMAGE]]
 
 
 def test_ids_of_llava_next_equal_those_of_its_processor(tmp_path: Path) -> None:
@@ -102,7 +107,7 @@ def test_ids_of_llava_next_equal_those_of_its_processor(tmp_path: Path) -> None:
             assert unpack_u32(expanded).tolist() == ids, each
             lengths |= {span.length for span in spans}
         assert len(lengths) > 3
-        assert "-" not in media_fingerprint(tokenizer).split(",")
+        assert "-" not in samples_of_images(tokenizer)
     finally:
         tokenizer.close()
 
