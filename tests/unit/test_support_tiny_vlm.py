@@ -154,7 +154,7 @@ def test_qwen_template_places_videos_and_images_in_order(folders: VisionFolders)
 def test_audio_template_numbers_the_clips_of_all_messages(tmp_path: Path) -> None:
     folder = build_qwen2_audio(tmp_path / "audio")
     clip = {"type": "audio"}
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "user", "content": [clip, {"type": "text", "text": "a"}]},
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": [clip, clip]},

@@ -48,7 +48,7 @@ def test_a_key_is_changed_in_place_and_keeps_its_secret(tmp_path: Path) -> None:
     made = sluice("create", "team a", "--file", str(file), *fields)
     shown = made.stdout.strip()
     (record,) = read(file)
-    assert (record.scopes, record.tenant) == ({Scope.INFER, Scope.PRIORITY}, "acme")
+    assert (record.scopes, record.tenant) == (frozenset({Scope.INFER, Scope.PRIORITY}), "acme")
     changes = ("--scope", "infer", "--scope", "operate", "--requests-per-minute", "5")
     changed = sluice("set", record.id, "--file", str(file), *changes)
     assert changed.returncode == 0, changed.stderr

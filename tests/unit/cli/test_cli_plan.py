@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from services.common import models
 from services.common.settings import spelled_out
 from services.gateway.settings import GatewaySettings
-from sluice.cli import commands
+from sluice.cli import commands, commands_up
 from sluice.cli.errors import BadFlag
 from sluice.cli.up import supervisor as supervisor
 from sluice.cli.up.pipeline import PipelineFlags
@@ -159,7 +161,12 @@ def test_other_gateways_names_of_knobs_reach_the_gateway(
     flags: tuple[str, ...], wanted: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Process] = []
-    monkeypatch.setattr(supervisor, "run", lambda processes, *more: started.extend(processes) or 0)
+
+    def run(processes: Sequence[Process], *more: object) -> int:
+        started.extend(processes)
+        return 0
+
+    monkeypatch.setattr(supervisor, "run", run)
     assert commands.invoke(["up", "--port", "0", "--base-grpc-port", "0", *flags]) == 0
     given = {flag for flag in started[-1].arguments if flag.endswith(("-route", "migration", "migration-enabled"))}
     assert given == wanted
@@ -400,7 +407,12 @@ def test_switches_with_words_configure_the_gateway_and_the_suite(monkeypatch: py
     assert GatewaySettings.load(["--migration-enabled", "false"]).pipeline.migration is False
     assert GatewaySettings.load(["--migration", "true", "--ui", "false"]).ui is False
     plans: list[Options] = []
-    monkeypatch.setattr(commands.commands_up, "check", lambda options: plans.append(options) or sys.exit(0))
+
+    def keep(options: Options) -> NoReturn:
+        plans.append(options)
+        sys.exit(0)
+
+    monkeypatch.setattr(commands_up, "check", keep)
     with pytest.raises(SystemExit):
         commands.invoke(["up", "--migration-enabled", "false"])
     assert plans[0].pipeline.migration is False

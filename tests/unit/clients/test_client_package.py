@@ -64,6 +64,7 @@ GENERATED_MESSAGES = [
 
 @pytest.mark.parametrize("message", GENERATED_MESSAGES, ids=lambda message: message.__name__)
 def test_no_field_hides_a_method_of_its_message(message: type[betterproto2.Message]) -> None:
+    assert dataclasses.is_dataclass(message)
     assert {field.name for field in dataclasses.fields(message)} & set(dir(betterproto2.Message)) == set()
 
 

@@ -14,7 +14,6 @@ import yaml
 
 from tests.support.oracles.kustomized import (
     OVERLAYS,
-    ROOT,
     SETTINGS,
     Object,
     matches,
@@ -26,6 +25,7 @@ from tests.support.oracles.kustomized import (
     with_components,
     workloads,
 )
+from tests.support.repository import ROOT
 
 
 def replicas_of(workload: Object) -> int | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from services.common.rpc.health import LIVE
@@ -17,7 +18,8 @@ from sluice.cli.up.engines.entries import MAX_ENGINES, EngineEntry
 from sluice.cli.up.engines.file import EngineFile
 from sluice.cli.up.engines.slice_query import SliceQuery
 from sluice.cli.up.follow import KILL_AFTER_DRAIN_S, FollowOptions
-from tests.support.oracles.kustomized import ROOT, container_of, name_of, ports_of, with_components
+from tests.support.oracles.kustomized import container_of, name_of, ports_of, with_components
+from tests.support.repository import ROOT
 
 
 def test_engines_component_runs_the_follower_with_one_right(tmp_path: Path) -> None:
@@ -85,7 +87,9 @@ def test_engines_component_passes_a_valid_list_and_valid_flags(tmp_path: Path) -
     entrypoint = dockerfile_entrypoint("engines")
     assert entrypoint[:2] == ["sluice", "follow"]
     given = {**dict(zip(entrypoint[2::2], entrypoint[3::2], strict=True)), **flags}
-    offered = {option for one in get_command(app).commands["follow"].params for option in one.opts}
+    commands = get_command(app)
+    assert isinstance(commands, TyperGroup)
+    offered = {option for one in commands.commands["follow"].params for option in one.opts}
     assert given.keys() <= offered
     options = FollowOptions(
         file,

@@ -17,7 +17,6 @@ from sluice.cli import tokens as made_tokens
 from tests.support.oracles.kustomized import (
     KUBERNETES,
     OVERLAYS,
-    ROOT,
     SETTINGS,
     Object,
     container_of,
@@ -30,6 +29,7 @@ from tests.support.oracles.kustomized import (
     with_components,
     workloads,
 )
+from tests.support.repository import ROOT
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

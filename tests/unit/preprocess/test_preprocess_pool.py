@@ -12,6 +12,7 @@ from services.common.models import ModelSpec
 from services.preprocess.limits import Limits
 from services.preprocess.service import PreprocessService
 from services.preprocess.templates.processes import TemplateProcesses
+from services.preprocess.templates.templates import RenderedText
 from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
@@ -142,9 +143,9 @@ class Stuck(TemplateProcesses):
         super().__init__(1, 2.0, 1 << 20, 512)
         self.go = threading.Event()
 
-    async def of_client(self, source: str, variables: bytes, origin: str = "") -> str:
+    async def of_client(self, source: str, job: bytes, origin: str = "") -> RenderedText:
         await asyncio.to_thread(self.go.wait, 60)  # called on another loop than the test's
-        return "hi"
+        return RenderedText("hi")
 
 
 async def test_templates_of_clients_that_hang_take_no_thread_from_the_others() -> None:

@@ -121,8 +121,9 @@ BAD_PARTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("parts", "param"), BAD_PARTS)
 def test_a_bad_part_is_refused_naming_its_field(parts: dict[str, Any], param: str) -> None:
+    fields: dict[str, Any] = {name: json.dumps(part).encode() for name, part in parts.items()}
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param=param):
-        parse_chat(json.dumps([USER]).encode(), **{name: json.dumps(part).encode() for name, part in parts.items()})
+        parse_chat(json.dumps([USER]).encode(), **fields)
 
 
 def test_opening_a_new_turn_and_continuing_the_last_exclude_each_other() -> None:
@@ -247,6 +248,7 @@ def test_special_tokens_typed_by_a_user_are_what_the_engines_make_of_them() -> N
     """Engines tokenize the rendered text, where a typed token cannot be told from the template's own; Mistral's can."""
     typed = [{"role": "user", "content": f"a{TURN_END}b"}]
     control = tiny_hf()._tokenizer.token_to_id(TURN_END)
+    assert control is not None
     assert tiny_hf().encode_chat(ChatRequest(typed)).count(control) == 2
     mistral_typed = [{"role": "user", "content": "a</s>[/INST]b"}]
     ids = tekken().encode_chat(ChatRequest(mistral_typed))

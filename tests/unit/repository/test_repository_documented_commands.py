@@ -18,7 +18,8 @@ from services.preprocess.settings import PreprocessSettings
 from services.router.settings import RouterSettings
 from services.worker.settings import WorkerSettings
 from sluice.cli.commands import app
-from tests.support.data.documented import ROOT, Document, documents, flags_of
+from tests.support.data.documented import Document, documents, flags_of
+from tests.support.repository import ROOT
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "gateway": GatewaySettings,

@@ -91,7 +91,9 @@ def _file_of(module: str) -> Path | None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_image_of_a_service_has_every_package_that_its_code_imports(service: str) -> None:
-    waiting, seen, packages = [*(ROOT / "services" / service).rglob("*.py")], set(), {}
+    waiting = [*(ROOT / "services" / service).rglob("*.py")]
+    seen: set[Path] = set()
+    packages: dict[str, str] = {}
     while waiting:
         path = waiting.pop()
         if path in seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -80,7 +81,7 @@ def test_slices_of_a_large_text_are_bounded(text: bytes, monkeypatch: pytest.Mon
         pieces.append(len(piece))
         return loads(piece)
 
-    monkeypatch.setattr(json_slices.orjson, "loads", recorded)
+    monkeypatch.setattr(orjson, "loads", recorded)
     parser = SlicedParser(text)
     slices = sum(1 for _ in parser.slices())
     monkeypatch.undo()
@@ -222,8 +223,12 @@ async def test_body_beyond_those_that_may_wait_for_their_turn_is_refused(monkeyp
     monkeypatch.setattr(budgets, "on_refused", refused.append)
     pace, go_on = BodyPace(1.0, "", max_waiting=2), asyncio.Event()
 
+    def slices() -> Iterator[None]:
+        while not go_on.is_set():
+            yield
+
     async def holder() -> None:
-        await pace.turn(5, iter(lambda: None if not go_on.is_set() else True, True))
+        await pace.turn(5, slices())
 
     tasks = [asyncio.create_task(holder())]
     await asyncio.sleep(0)

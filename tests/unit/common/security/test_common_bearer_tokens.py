@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,11 @@ def test_token_of_the_setting_precedes_those_of_the_file(tmp_path: Path) -> None
 def test_a_token_that_is_not_for_one_service_is_refused_without_being_repeated(tmp_path: Path, line: str) -> None:
     path = tmp_path / "shown"
     path.write_text(f"fine router\n{line}\n")
-    for read in (lambda: shown(peer_file=path), lambda: shown(f"fine router\n{line}")):
+    ways: tuple[Callable[[], ShownTokens], ...] = (
+        lambda: shown(peer_file=path),
+        lambda: shown(f"fine router\n{line}"),
+    )
+    for read in ways:
         with raises_error(match="Line 2 of the peer token", kind=ErrorKind.FAILED_PRECONDITION) as refused:
             read()
         assert "hush" not in refused.value.message

@@ -208,7 +208,8 @@ def test_fields_of_agents_without_effect_are_accepted_and_reported_if_they_would
     scoped = {"type": "text", "text": "s", "cache_control": {"type": "ephemeral", "scope": "global"}}
     body = {**BODY, "system": [scoped], "context_management": CLEAR, "tools": [TOOL, SEARCH]}
     assert request_of(MessagesRequest, body).generation.degraded == ("left_out:web_search_20250305",)
-    for edits in ({"edits": []}, {}, None):
+    without_edits: tuple[dict[str, list[object]] | None, ...] = ({"edits": []}, {}, None)
+    for edits in without_edits:
         assert not request_of(MessagesRequest, {**BODY, "context_management": edits}).generation.degraded
     clear = {"edits": [{"type": "clear_tool_uses_20250919"}]}
     redacted = {

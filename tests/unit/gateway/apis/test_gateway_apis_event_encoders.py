@@ -150,7 +150,8 @@ def test_a_streamed_response_is_the_whole_one(
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
-    return event["type"].endswith((".output_text.done", "arguments.done", "reasoning_text.done", "summary_text.done"))
+    kind: str = event["type"]
+    return kind.endswith((".output_text.done", "arguments.done", "reasoning_text.done", "summary_text.done"))
 
 
 def understood(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -195,10 +196,10 @@ def test_a_streamed_message_is_the_whole_one(
         "message_stop",
     ]
     assert sum(event["type"] == "ping" for event in events) == bool(expected["content"])
-    message = understood(events)
-    assert message["stop_reason"] == expected["stop_reason"]
-    assert len(message["content"]) == len(expected["content"])
-    for block, wanted in zip(message["content"], expected["content"], strict=True):
+    whole = understood(events)
+    assert whole["stop_reason"] == expected["stop_reason"]
+    assert len(whole["content"]) == len(expected["content"])
+    for block, wanted in zip(whole["content"], expected["content"], strict=True):
         arguments = block.pop("json")
         if wanted["type"] == "tool_use":
             block["input"] = _parsed(arguments)

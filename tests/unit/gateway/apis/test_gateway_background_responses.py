@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.responses.background import BackgroundResponses, BackgroundRun
 from services.gateway.apis.responses.event_log import PER_EVENT, EventLog
-from services.gateway.apis.responses.store import MemoryStore, StoreLimits
+from services.gateway.apis.responses.store import MemoryStore, StoredResponse, StoreLimits
 from services.gateway.settings import GatewaySettings
 from tests.support.fakes.clock import Clock
 from tests.support.oracles.errors import raises_error
@@ -75,8 +75,8 @@ async def test_a_running_response_renews_its_lease() -> None:
     renewed = asyncio.Event()
     put = gateways.store.put
 
-    def counted(*arguments: Any) -> None:
-        put(*arguments)
+    def counted(owner: str, response_id: str, stored: StoredResponse) -> None:
+        put(owner, response_id, stored)
         renewed.set()
 
     gateways.store.put = counted  # type: ignore[method-assign]

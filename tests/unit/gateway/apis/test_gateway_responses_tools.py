@@ -123,7 +123,8 @@ def test_calls_of_the_history_become_calls_of_the_flattened_functions() -> None:
 @given(text=st.text(), cuts=st.lists(st.integers(1, 7), min_size=1), ascii_only=st.booleans())
 def test_input_of_a_custom_call_is_decoded_at_any_split(text: str, cuts: list[int], ascii_only: bool) -> None:
     arguments, reader = json.dumps({"input": text}, ensure_ascii=ascii_only), InputReader()
-    pieces, start = [], 0
+    pieces: list[str] = []
+    start = 0
     while start < len(arguments):
         size = cuts[len(pieces) % len(cuts)]
         pieces.append(reader.feed(arguments[start : start + size]))

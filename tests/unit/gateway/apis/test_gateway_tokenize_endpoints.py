@@ -18,7 +18,7 @@ from services.gateway.apis.openai.scores import ScoreEndpoints
 from services.gateway.apis.openai.tokens import TokenEndpoints
 from services.gateway.app import create_app
 from services.gateway.core.request import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokenizedPrompt
-from services.gateway.pipeline.pipeline import Pipeline
+from services.gateway.pipeline.models import Pipelines
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
@@ -73,10 +73,10 @@ class Gateway:
         self.registry.workers["w"] = entry("w", "m")
         settings = GatewaySettings(max_body_mb=0.01)
         bodies = BodyReader(settings)
-        pipeline = cast(Pipeline, SimpleNamespace(preprocess=self.preprocess, registry=self.registry))
-        openai = OpenAIEndpoints(pipeline, settings, cast(Any, None), cast(Any, None), cast(Any, None), bodies)
-        tokens = TokenEndpoints(pipeline, settings, bodies)
-        embeddings = EmbeddingEndpoints(pipeline, cast(Any, None), settings, bodies)
+        pipelines = cast(Pipelines, SimpleNamespace(preprocess=self.preprocess, registry=self.registry))
+        openai = OpenAIEndpoints(pipelines, settings, cast(Any, None), cast(Any, None), cast(Any, None), bodies)
+        tokens = TokenEndpoints(pipelines, settings, bodies)
+        embeddings = EmbeddingEndpoints(pipelines, cast(Any, None), settings, bodies)
         scores = ScoreEndpoints(embeddings, settings, bodies)
         app = create_app(openai, tokens, embeddings, scores, cast(Readiness, None))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")

@@ -82,7 +82,7 @@ def begin(link: WorkerLink, slot: int, prompt: TokenizedPrompt) -> GenerationStr
 
 
 async def test_files_arrive_before_the_start_and_once_for_two_streams() -> None:
-    worker, ends = MediaWorker(), Ends()
+    worker, ends = MediaWorker(), Ends()  # type: ignore[abstract]
     async with linked(worker, ends) as link:
         large = b"x" * 600_000
         begin(link, 1, prompt_with(large, b"small"))
@@ -96,7 +96,7 @@ async def test_files_arrive_before_the_start_and_once_for_two_streams() -> None:
 
 
 async def test_text_stream_starts_before_the_file_of_another_is_complete() -> None:
-    worker, ends = MediaWorker(), Ends()
+    worker, ends = MediaWorker(), Ends()  # type: ignore[abstract]
     async with linked(worker, ends) as link:
         begin(link, 1, prompt_with(b"x" * (20 << 20)))
         begin(link, 2, PROMPT)
@@ -108,7 +108,7 @@ async def test_text_stream_starts_before_the_file_of_another_is_complete() -> No
 
 @pytest.mark.parametrize(("times", "succeeds"), [(1, True), (2, False)])
 async def test_start_whose_file_is_missing_is_repeated_once_with_the_file(times: int, succeeds: bool) -> None:
-    worker, ends = MediaWorker(), Ends()
+    worker, ends = MediaWorker(), Ends()  # type: ignore[abstract]
     async with linked(worker, ends) as link:
         worker.forgets = times
         begin(link, 1, prompt_with(b"small"))
@@ -121,7 +121,7 @@ async def test_start_whose_file_is_missing_is_repeated_once_with_the_file(times:
 
 
 async def test_file_reported_as_dropped_is_sent_before_the_next_start() -> None:
-    worker, ends = MediaWorker(), Ends()
+    worker, ends = MediaWorker(), Ends()  # type: ignore[abstract]
     worker.drops = True
     async with linked(worker, ends) as link:
         for slot in (1, 2):
@@ -131,7 +131,7 @@ async def test_file_reported_as_dropped_is_sent_before_the_next_start() -> None:
 
 
 async def test_stream_released_before_its_files_are_sent_never_starts() -> None:
-    worker, ends = MediaWorker(), Ends()
+    worker, ends = MediaWorker(), Ends()  # type: ignore[abstract]
     async with linked(worker, ends) as link:
         stream = begin(link, 1, prompt_with(b"x" * (4 << 20)))
         link.release(stream)
@@ -142,7 +142,7 @@ async def test_stream_released_before_its_files_are_sent_never_starts() -> None:
 
 
 async def test_released_stream_leaves_its_file_to_nothing_else() -> None:
-    worker, ends = MediaWorker(), Ends()
+    worker, ends = MediaWorker(), Ends()  # type: ignore[abstract]
     async with linked(worker, ends) as link:
         stream = begin(link, 1, prompt_with(b"x" * 300_000))
         await until(lambda: 1 in ends.by_slot)
@@ -185,7 +185,7 @@ CHAT = ChatPrompt(
 
 
 async def test_tokenize_with_media_returns_spans_with_sent_and_fetched_files() -> None:
-    service = MediaPreprocess()
+    service = MediaPreprocess()  # type: ignore[abstract]
     service.fetchable["https://example.org/a"] = b"fetched"
     async with preprocess(service) as client:
         prompt = await client.tokenize("m", CHAT)
@@ -200,7 +200,7 @@ async def test_tokenize_with_media_returns_spans_with_sent_and_fetched_files() -
 
 @pytest.mark.parametrize("field", ["media", "fetched"])
 async def test_tokenize_with_a_response_that_lacks_an_item_fails(field: str) -> None:
-    service = MediaPreprocess()
+    service = MediaPreprocess()  # type: ignore[abstract]
     service.fetchable["https://example.org/a"] = b"fetched"
 
     def drop(response: preprocess_pb2.TokenizeResponse) -> None:

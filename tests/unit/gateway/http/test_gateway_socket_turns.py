@@ -101,7 +101,7 @@ class Client:
             body, more = body + message["body"], message["more_body"]
         self.requests.append((scope, body))
         if self._answer == "wait":
-            waiting = asyncio.create_task(receive())
+            waiting = asyncio.ensure_future(receive())
             await asyncio.wait((waiting, asyncio.create_task(self.ends.wait())), return_when="FIRST_COMPLETED")
             waiting.cancel()
         await self._respond(send, 200, b'event: a\ndata: {"type":"a"}\n\n: c\n\nevent: b\ndata: {"type":"b"}\n\n')

@@ -80,7 +80,8 @@ async def test_detail_of_a_worker_that_a_sink_cannot_take_ends_only_its_stream(d
     request, other_sink = replace(REQUEST, logprobs=0, prompt_logprobs=0), DetailSink()
     first, raising = table.connect(link, request=request, sink=RaisingSink(detail))
     other, _ = table.connect(link, request=request, sink=other_sink)
-    extras = [worker_pb2.TokenExtra(slot=stream.slot, **{detail: [POSITION]}) for stream in (first, other)]
+    details: dict[str, Any] = {detail: [POSITION]}
+    extras = [worker_pb2.TokenExtra(slot=stream.slot, **details) for stream in (first, other)]
     link._on_message(worker_pb2.TokenBatch(extras=extras))
     assert other_sink.details == 1
     check_ends(raising, other_sink, table)
@@ -98,7 +99,7 @@ async def test_event_of_postprocess_that_a_sink_cannot_take_ends_only_its_stream
         link.streams[stream.slot] = stream
     events = [postprocess_pb2.StreamEvent(slot=stream.slot, **EVENTS[method]) for stream in (first, other)]
     link._on_message(postprocess_pb2.TextBatch(events=events))
-    assert other_sink.details or other_sink.pieces or [end for end in other_sink.ends if isinstance(end, Finish)]
+    assert other_sink.details or other_sink.pieces or any(isinstance(end, Finish) for end in other_sink.ends)
     if method == "finish":  # the stream had ended: the client sees no second end
         assert table.stream_manager.live == 0
     else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
@@ -148,8 +149,11 @@ async def test_one_of_many_that_fails() -> None:
             raise unavailable("No.")
         await asyncio.sleep(60)
 
+    def jobs(failing: int) -> Coroutine[Any, Any, list[None]]:
+        return all_or_none(job(number == failing) for number in range(6))
+
     for failing in (0, 5):
-        await none_of(lambda failing=failing: all_or_none(job(number == failing) for number in range(6)))
+        await none_of(partial(jobs, failing))
 
 
 async def test_all_of_them_or_the_typed_error() -> None:

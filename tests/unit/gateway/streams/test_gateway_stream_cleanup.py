@@ -50,9 +50,9 @@ from tests.support.fakes.streams import EOS, MAX_TOKENS, PROMPT, REQUEST, Sink, 
 from tests.support.oracles.errors import raises_error
 
 
-def link_to_nowhere(desk: StreamTable, *limits: int) -> WorkerLink:
+def link_to_nowhere(desk: StreamTable, max_start_bytes: int = worker_link.MAX_START_BYTES) -> WorkerLink:
     manager, channel = desk.stream_manager, grpc.aio.insecure_channel("127.0.0.1:1")
-    return WorkerLink("w0", "127.0.0.1:1", channel, 1.0, manager, manager.on_worker_lost, *limits)
+    return WorkerLink("w0", "127.0.0.1:1", channel, 1.0, manager, manager.on_worker_lost, max_start_bytes)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ async def test_migration_of_a_model_without_workers_does_not_block_others() -> N
         GatewayMetrics(),
         tasks,
     )
-    desk.take_over = migrator.take_over
+    desk.take_over = lambda stream, worker, error: migrator.take_over(stream, worker, error)
 
     def connect(request: GenerationRequest) -> GenerationStream:
         return desk.connect(request=request)[0]
@@ -429,7 +429,7 @@ async def test_invalid_result_of_a_place_stage_fails_only_its_generation() -> No
         GatewayMetrics(),
         tasks,
     )
-    desk.take_over = migrator.take_over
+    desk.take_over = lambda stream, worker, error: migrator.take_over(stream, worker, error)
     cast(Any, desk.workers[0]).sessions = 1
     _, sink = desk.connect()
     desk.lose_worker(0)

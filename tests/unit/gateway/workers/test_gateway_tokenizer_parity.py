@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
 
 from services.common.errors import unavailable
+from services.gateway.clients.preprocess import TokenizerIdentity
 from services.gateway.workers.tokenizer_parity import (
     DIFFERS,
     PROVEN,
     SAME_FILES,
     UNKNOWN,
-    TokenizerIdentity,
     TokenizerParity,
     compare,
     compare_media,
@@ -105,7 +106,8 @@ def test_comparison_of_media(ours: str, theirs: str, expected: str) -> None:
 
 
 async def test_media_fingerprints_of_preprocess_are_passed_on_and_the_worst_worker_counts() -> None:
-    workers, passed_on = [worker(media="a"), worker(media="b"), worker()], []
+    workers = [worker(media="a"), worker(media="b"), worker()]
+    passed_on: list[Mapping[str, str]] = []
 
     async def ask() -> dict[str, TokenizerIdentity]:
         return {"m": TokenizerIdentity("hf", "f", "p", "a")}

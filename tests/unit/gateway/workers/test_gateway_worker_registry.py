@@ -28,10 +28,12 @@ class Router:
     def pick(self) -> Router:
         return self
 
-    def send(self, kind: KINDS.Kind, *names: str, model: str = "m", role: int = AGGREGATED, media: str = "") -> None:
+    def send(
+        self, kind: KINDS.Kind.ValueType, *names: str, model: str = "m", role: int = AGGREGATED, media: str = ""
+    ) -> None:
         for name in names or ("",):
             card = common_pb2.ModelCard(model=model, tokenizer=common_pb2.TokenizerSpec(media_fingerprint=media))
-            known_role = cast(common_pb2.WorkerRole, role)
+            known_role = common_pb2.WorkerRole.ValueType(role)
             worker = router_pb2.WorkerInfo(worker_id=name, address=f"{name}:1", role=known_role, card=card)
             self._changes.put_nowait(router_pb2.WorkerChange(kind=kind, worker=worker))
 

@@ -20,7 +20,7 @@ from tests.support.data.call_formats import FORMATS
 from tests.support.data.parser_cases import label
 from tests.support.oracles.parsing import MARKUP, TOOLS, ParsedDelta, parsed, tool
 
-MALFORMED = {"tool_call_malformed"}
+MALFORMED = frozenset({"tool_call_malformed"})
 PAIRS = [(names, form) for names in MARKUP for form in parser_cases.formats_of(names)]
 few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 

@@ -14,7 +14,7 @@ from services.postprocess.parsers.base import ParserContext
 from tests.support.data.call_formats import FORMATS
 from tests.support.oracles.parsing import ParsedDelta, parsed, tool
 
-REPAIRED = {"tool_call_repaired"}
+REPAIRED = frozenset({"tool_call_repaired"})
 STRING = {"type": "string"}
 ASKS = tool("ask", city=STRING, zip=STRING, days={"type": "integer"})
 ASKS["function"]["parameters"]["required"] = ["city", "zip"]
@@ -154,7 +154,7 @@ def test_arguments_of_kimi_k3_may_be_a_json_object(text: str) -> None:
     found = one("kimi_k3", f"<|open|>tools<|sep|>{call}{call.replace('ask', 'g')}<|close|>tools<|sep|>")
     assert (arguments_of(found), found.content, found.degraded) == ([json.loads(text)] * 2, "", frozenset())
     cut = one("kimi_k3", call.removesuffix("<|close|>call<|sep|>"))
-    assert (arguments_of(cut), cut.degraded) == ([json.loads(text)], {"tool_call_incomplete"})
+    assert (arguments_of(cut), cut.degraded) == ([json.loads(text)], frozenset({"tool_call_incomplete"}))
 
 
 @pytest.mark.parametrize("spaces", ["", " ", "\n  "])

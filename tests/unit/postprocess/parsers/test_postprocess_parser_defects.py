@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.data.parser_defects import DEFECTS, ROOT, Defect, put_back
+from tests.support.data.parser_defects import DEFECTS, Defect, put_back
+from tests.support.repository import ROOT
 
 DOCUMENT = ROOT / "docs" / "parsers.md"
 

@@ -155,7 +155,7 @@ def test_what_is_no_call_is_text_and_marked(name: str) -> None:
 def test_arguments_that_go_wrong_stay_arguments_up_to_the_end_marker() -> None:
     said = one("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call> and more')
     assert calls(said) == [("f", '{"a": oops}}')]
-    assert (said.content, said.degraded) == (" and more", {"tool_call_malformed"})
+    assert (said.content, said.degraded) == (" and more", frozenset({"tool_call_malformed"}))
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "llama3_json", "deepseek_v3"])

@@ -89,7 +89,7 @@ def test_a_parser_that_loops_leaves_plain_text(watched: None) -> None:
 
 def test_one_that_loops_at_the_end_does_so_too(watched: None) -> None:
     found = heard(stream_of(Stuck(ParserContext())), "one # and more")
-    assert (found.content, found.degraded) == ("ONE # AND MORE", {"parser_too_slow"})
+    assert (found.content, found.degraded) == ("ONE # AND MORE", frozenset({"parser_too_slow"}))
 
 
 def test_its_neighbour_has_its_parser_still(watched: None) -> None:

@@ -232,7 +232,7 @@ def test_no_calls_where_none_are_wanted(more: dict[str, Any]) -> None:
 
 
 def test_auto_is_what_the_model_needs() -> None:
-    auto = {"tool_parser": "auto", "reasoning_parser": "auto"}
+    auto: dict[str, Any] = {"tool_parser": "auto", "reasoning_parser": "auto"}
     assert plan(**auto).names == ParserNames()
     assert plan(**auto).degraded == "tool_parser_unknown"
     assert plan(**auto, tool_choice_json=b'"required"').degraded == "tool_choice_not_honoured"

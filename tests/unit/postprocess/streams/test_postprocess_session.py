@@ -21,7 +21,8 @@ from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.metrics import Metrics
 from services.postprocess.streams import pending as waiting_for
 from services.postprocess.streams.factory import StreamFactory
-from services.postprocess.streams.session import Batch, PostSession, SessionLimits
+from services.postprocess.streams.output_batch import Batch
+from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from tests.support.data.vocabularies import tekken
 from tests.support.oracles.errors import raises_error

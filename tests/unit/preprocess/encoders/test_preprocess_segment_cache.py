@@ -144,7 +144,9 @@ def compare(name: str, folder: Path, fast: bool, count: int, seed: int) -> None:
             assert on.encode_chat(chat) == off.encode_chat(chat), growing
         assert on.cache_stats is not None
         assert on.cache_stats.held <= SMALL_CACHE
-    assert on.cache_stats.hit > on.cache_stats.missed > SMALL_CACHE / 10
+    stats = on.cache_stats
+    assert stats is not None
+    assert stats.hit > stats.missed > SMALL_CACHE / 10
 
 
 @pytest.mark.parametrize("fast", [True, False])

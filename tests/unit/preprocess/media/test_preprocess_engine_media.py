@@ -14,7 +14,7 @@ from services.common.packing import pack_u32
 from services.preprocess.media import engine_media
 from services.preprocess.media.engine_media import read_prompt, with_files
 from services.preprocess.media.expansion import CountedItem
-from services.preprocess.tokenizers.probes import sample_png
+from services.preprocess.media.samples import sample_png
 
 ITEMS = [CountedItem(f"messages[0].content[{n}]", bytes([n]) * 16, ImageFacts(2, 2, "PNG")) for n in (0, 1)]
 FILES = [b"a", b"bc"]

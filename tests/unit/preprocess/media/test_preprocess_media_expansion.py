@@ -17,7 +17,7 @@ from services.common.media.spans import SAMPLES, MediaKind
 from services.common.packing import pack_u32, unpack_u32
 from services.preprocess.media.expansion import CountedItem, expand
 from services.preprocess.media.rules import ModelFiles, PatchGrid, ResizedGrid, image_rule
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.protocol import ChatRequest, ImageRule
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
 from services.preprocess.validation import check_messages
@@ -231,11 +231,10 @@ def test_media_fingerprint_differs_with_the_rule_and_not_with_the_load(
 
 
 def test_llava_image_has_the_tokens_of_the_folder(llava: HfTokenizer) -> None:
-    assert MediaKind.IMAGE in llava.media_rules
-    assert len(llava.media_rules[MediaKind.IMAGE].ids(9, 9)) == LLAVA_TOKENS_PER_IMAGE
-    assert pack_u32(llava.media_rules[MediaKind.IMAGE].ids(2000, 10)) == pack_u32(
-        [llava.media_rules[MediaKind.IMAGE].token_id] * LLAVA_TOKENS_PER_IMAGE
-    )
+    rule = llava.media_rules[MediaKind.IMAGE]
+    assert isinstance(rule, ImageRule)
+    assert len(rule.ids(9, 9)) == LLAVA_TOKENS_PER_IMAGE
+    assert pack_u32(rule.ids(2000, 10)) == pack_u32([rule.token_id] * LLAVA_TOKENS_PER_IMAGE)
 
 
 def given(*kinds: MediaKind) -> list[MediaInput]:

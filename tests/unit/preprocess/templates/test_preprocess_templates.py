@@ -207,7 +207,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_content_has_the_form_that_the_template_is_written_for(form: str) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": parts}, {"role": "user", "content": "c"}]
     text = run(FORMS[form], messages)
     assert text == ("a\nb|c|" if form == "string" else "a|b|c|")
 
@@ -221,7 +221,7 @@ def test_reasoning_of_earlier_turns_has_the_name_that_the_template_reads(name: s
 
 def test_parallel_calls_and_their_results_reach_the_template() -> None:
     calls = [{"id": f"c{i}", "type": "function", "function": {"name": f"f{i}", "arguments": {"a": i}}} for i in (1, 2)]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "tool_calls": calls},
         *({"role": "tool", "content": f"r{i}", "tool_call_id": f"c{i}"} for i in (1, 2)),
     ]
@@ -250,7 +250,7 @@ def test_parts_are_passed_to_a_template_whose_macro_iterates_over_content(call: 
     )
     source = macro + "{% for m in messages %}{{ " + call + " }}{% endfor %}"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": parts}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}, {"role": "user", "content": parts}]
     assert run(source, messages) == "x[a][b]"
 
 

@@ -48,7 +48,7 @@ def test_a_chat_is_rendered_by_the_models_template() -> None:
 
 def test_tools_calls_and_results_reach_the_template() -> None:
     calls = [{"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'}}]
-    messages = [
+    messages: list[dict[str, Any]] = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "content": "sunny", "tool_call_id": "c1"},

@@ -40,7 +40,7 @@ def call(call_id: str, **function: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "get_weather", "arguments": "{}"} | function}
 
 
-texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=40) | st.sampled_from(
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
     ["[INST]", "</s>", " ", "  a  ", "\n\n", "😀 ü", "<s>[/INST]", "x" * 300, "1234567"]
 )
 plain_messages = st.builds(
@@ -154,7 +154,7 @@ def test_a_final_message_of_the_assistant_is_continued(explicit: bool, flag: boo
     [("abcDEF123", "abcDEF123"), ("call_0123456789abc", "456789abc"), ("chatcmpl-tool-a1b2c3d4e5", "1b2c3d4e5")],
 )
 def test_tool_call_ids_are_shortened_the_way_engines_do(call_id: str, stands_for: str) -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         USER,
         {"role": "assistant", "tool_calls": [call(call_id)]},
         {"role": "tool", "content": "1", "tool_call_id": call_id},
@@ -164,7 +164,7 @@ def test_tool_call_ids_are_shortened_the_way_engines_do(call_id: str, stands_for
 
 @pytest.mark.parametrize("call_id", ["c1", "call_1", "1-2-3-4-5-6", "ünïcödé99"])
 def test_tool_call_ids_of_any_form_work_and_match(call_id: str) -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         USER,
         {"role": "assistant", "tool_calls": [call(call_id)]},
         {"role": "tool", "content": "1", "tool_call_id": call_id},

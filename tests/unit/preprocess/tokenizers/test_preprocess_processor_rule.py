@@ -7,6 +7,7 @@ import pytest
 
 from services.common.media.spans import MediaKind
 from services.common.models import ModelSpec
+from services.preprocess.protocol import ImageRule
 from services.preprocess.tokenizers.engine import EngineOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
@@ -47,7 +48,7 @@ def test_answers_of_the_processor_are_kept_by_size(folder: Path, tmp_path: Path)
     tokenizer = load(folder, write_image_processor(tmp_path / "python"))
     try:
         rule = tokenizer.media_rules[MediaKind.IMAGE]
-        assert rule is not None, tokenizer.no_images
+        assert isinstance(rule, ImageRule), tokenizer.no_images
         assert rule.blocks
         first = rule.ids(30, 40)
         assert first[0] == 30

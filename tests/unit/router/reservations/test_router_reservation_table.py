@@ -16,19 +16,24 @@ from tests.support.fakes.clock import Clock
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
 
 
+class MillisecondClock(Clock):
+    def __call__(self) -> int:
+        return int(self.now)
+
+
 def offer(slot: WorkerRank, blocks: int = 10) -> Offer:
     return Offer(slot, blocks, blocks, 0, blocks * 1000, blocks * 1000)
 
 
 def test_booked_load_sends_the_next_request_elsewhere() -> None:
-    book = ReservationTable(Clock(), Random(1))
+    book = ReservationTable(MillisecondClock(), Random(1))
     first = book.select([offer(A), offer(B)], ReservationParams("r1", 1000))
     second = book.select([offer(A), offer(B)], ReservationParams("r2", 1000))
     assert {first.slot, second.slot} == {A, B}
 
 
 def test_the_same_request_id_gets_the_same_reservation() -> None:
-    book = ReservationTable(Clock(), Random(1))
+    book = ReservationTable(MillisecondClock(), Random(1))
     first = book.select([offer(A)], ReservationParams("r1", 1000))
     again = book.select([offer(B)], ReservationParams("r1", 1000))
     assert (again.slot, again.expires_unix_ms, again.repeated) == (first.slot, first.expires_unix_ms, True)
@@ -36,7 +41,7 @@ def test_the_same_request_id_gets_the_same_reservation() -> None:
 
 
 def test_a_reservation_outside_the_allowed_workers_is_given_up() -> None:
-    book = ReservationTable(Clock(), Random(1))
+    book = ReservationTable(MillisecondClock(), Random(1))
     book.select([offer(A)], ReservationParams("r1", 1000))
     moved = book.select([offer(B)], ReservationParams("r1", 1000, allowed=frozenset({"b"})))
     assert moved.slot == B
@@ -44,13 +49,13 @@ def test_a_reservation_outside_the_allowed_workers_is_given_up() -> None:
 
 
 def test_without_a_request_id_nothing_is_booked() -> None:
-    book = ReservationTable(Clock(), Random(1))
+    book = ReservationTable(MillisecondClock(), Random(1))
     assert book.select([offer(A)], ReservationParams("", 1000)).expires_unix_ms == 0
     assert book.loads == {}
 
 
 def test_marking_gives_prefill_back_once_and_freeing_the_rest() -> None:
-    book = ReservationTable(Clock(), Random(1))
+    book = ReservationTable(MillisecondClock(), Random(1))
     book.select([offer(A)], ReservationParams("r1", 1000))
     assert book.mark_prefill_complete(["r1", "x"]) == ["x"]
     assert book.mark_prefill_complete(["r1"]) == []
@@ -60,7 +65,7 @@ def test_marking_gives_prefill_back_once_and_freeing_the_rest() -> None:
 
 
 def test_reservations_expire() -> None:
-    clock = Clock()
+    clock = MillisecondClock()
     book = ReservationTable(clock, Random(1))
     book.select([offer(A)], ReservationParams("r1", 1000))
     clock.now += 999
@@ -72,7 +77,7 @@ def test_reservations_expire() -> None:
 
 
 def test_a_worker_that_is_gone_takes_its_reservations_along() -> None:
-    book = ReservationTable(Clock(), Random(1))
+    book = ReservationTable(MillisecondClock(), Random(1))
     book.select([offer(A)], ReservationParams("r1", 1000))
     book.select([offer(B)], ReservationParams("r2", 1000))
     book.drop_worker("a")
@@ -80,7 +85,7 @@ def test_a_worker_that_is_gone_takes_its_reservations_along() -> None:
 
 
 def test_expiries_of_freed_requests_do_not_pile_up() -> None:
-    book = ReservationTable(Clock(), Random(1))
+    book = ReservationTable(MillisecondClock(), Random(1))
     for number in range(10_000):
         book.select([offer(A)], ReservationParams(f"r{number}", 600_000))
         book.free([f"r{number}"])
@@ -92,7 +97,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = MillisecondClock()
         self.book = ReservationTable(self.clock, Random(1))
 
     @rule(request=st.integers(0, 8), blocks=st.integers(0, 50), ttl=st.integers(1, 100))

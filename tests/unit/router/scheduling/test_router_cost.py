@@ -143,8 +143,9 @@ async def crowd() -> Router:
     return router
 
 
-def query(request_id: str, prompt: range, **more: object) -> Query:
-    return Query("m", Prompt(block_hashes=pack_u64(prompt), block_size=BLOCK), CostModel(), request_id, **more)
+def query(request_id: str, prompt: range, explain: bool = False) -> Query:
+    hashed = Prompt(block_hashes=pack_u64(prompt), block_size=BLOCK)
+    return Query("m", hashed, CostModel(), request_id, explain=explain)
 
 
 async def test_among_many_the_one_with_the_prompt_is_found(crowd: Router) -> None:

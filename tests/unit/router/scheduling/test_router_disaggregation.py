@@ -38,7 +38,8 @@ def disagg(**rules: object) -> Cluster:
 
 
 def pair(route: RouteResult) -> tuple[str | None, str]:
-    return route.prefill_worker and route.prefill_worker.worker_id, route.worker.worker_id
+    prefill = route.prefill_worker
+    return None if prefill is None else prefill.worker_id, route.worker.worker_id
 
 
 async def test_four_growing_prompts_go_to_one_prefill_worker() -> None:

@@ -92,7 +92,7 @@ def response_part(text: str = "a") -> Any:
 
 
 @st.composite
-def response_turn(draw: Any, number: int) -> list[dict[str, Any]]:
+def response_turn(draw: st.DrawFn, number: int) -> list[dict[str, Any]]:
     call = {"call_id": f"c{number}", "name": "f", **draw(st.sampled_from([{}, {"namespace": "n"}]))}
     output = draw(TEXT | response_part())
     refusal = {"type": "refusal", "refusal": "no"}
@@ -138,7 +138,7 @@ def responses(draw: Any) -> dict[str, Any]:
 
 
 @st.composite
-def message_turn(draw: Any, number: int) -> list[dict[str, Any]]:
+def message_turn(draw: st.DrawFn, number: int) -> list[dict[str, Any]]:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "QUJD"}}
     text = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
     use = {"type": "tool_use", "id": f"t{number}", "name": "f", "input": {"x": "1"}}

@@ -161,10 +161,8 @@ async def test_vllm_stream_that_ends_without_usage_ends_the_request() -> None:
 
 async def test_vllm_that_reports_cached_tokens_leaves_out_none() -> None:
     dialect = await vllm()
-    ends = [
-        read(dialect.reader, request(), [chunk(5, finish="length"), last])[-1].usage
-        for last in (usage(4), {"choices": [], "usage": {}})
-    ]
+    lasts: tuple[dict[str, Any], ...] = (usage(4), {"choices": [], "usage": {}})
+    ends = [read(dialect.reader, request(), [chunk(5, finish="length"), last])[-1].usage for last in lasts]
     assert ends == [Usage(10, 1, 4), Usage(10, 1, 0)]
 
 
@@ -303,7 +301,7 @@ def test_sglang_publishers_have_a_port_for_each_rank() -> None:
     ],
 )
 def test_publishers_to_follow_come_from_the_options_or_the_server(
-    options: dict[str, str], reported: list[Publisher], expected: Any
+    options: dict[str, Any], reported: list[Publisher], expected: Any
 ) -> None:
     found, problem = chosen_publishers(HttpOptions("http://h:1", **options), reported, 2)
     if isinstance(expected, str):
@@ -358,8 +356,9 @@ async def test_vllm_loads_are_read_by_rank() -> None:
         b'vllm:num_requests_waiting{engine="0",model_name="m"} 3.0\n'
         b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
     )
-    dialect = await vllm(**{"/metrics": metrics})
-    assert await dialect.loads(served_by({"/metrics": metrics})) == [Load(2, 3, 25)]
+    paths: dict[str, Any] = {"/metrics": metrics}
+    dialect = await vllm(**paths)
+    assert await dialect.loads(served_by(paths)) == [Load(2, 3, 25)]
     assert await dialect.loads(served_by({})) == []
 
 

@@ -60,7 +60,7 @@ async def test_warm_up_asks_for_one_token_with_log_probabilities_and_outlives_it
     end: Any, raised: bool, logged: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "WARM_UP_S", 0.1)
-    engine = Compiling(end, raised)
+    engine = Compiling(end, raised)  # type: ignore[abstract]
     async with asyncio.timeout(5):
         await engine.warm_up_logprobs()
     (request,) = engine.requests

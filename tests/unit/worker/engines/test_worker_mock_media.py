@@ -138,7 +138,7 @@ def test_encoding_counts_items_not_covered_by_the_cache_once() -> None:
     )
     media = item(RED, 4, 8, encoder_tokens=100), item(BLUE, 20, 8)
 
-    def steps() -> list[tuple[int, int, float]]:
+    def steps() -> list[tuple[int, int, int]]:
         scheduler.submit(Sequence(asked(*media), 2, 0))
         done = []
         while scheduler.busy:

@@ -9,7 +9,7 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.worker.contract.generation import SamplingParams, StopParams, StructuredOutput
-from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, NOT_OURS
+from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, NOT_OURS, Facts
 from services.worker.engines.sglang import fields as sglang_fields
 from services.worker.engines.sglang import sampling as sglang
 from services.worker.engines.vllm import fields as vllm_fields
@@ -49,7 +49,7 @@ GRAMMARS: Mapping[Any, Any] = {
 def to_vllm(**options: Any) -> dict[str, Any]:
     sampling = SamplingParams(**SAMPLING, engine_options=options)
     asked = request(**{**EVERYTHING, "sampling": sampling, "guided": StructuredOutput("regex", "a")})
-    arguments = vllm.sampling_arguments(asked, vllm.Facts(100))
+    arguments = vllm.sampling_arguments(asked, Facts(100))
     arguments["bad_words"] = arguments.pop("bad_words_token_ids")
     return arguments
 
@@ -78,7 +78,7 @@ def test_every_constraint_of_vllm_can_be_asked_for() -> None:
         asked = request(
             guided=StructuredOutput(kind, grammar), sampling=SamplingParams(engine_options={"whitespace_pattern": "x"})
         )
-        arguments = vllm.sampling_arguments(asked, vllm.Facts(100))
+        arguments = vllm.sampling_arguments(asked, Facts(100))
         assert "extra_args" not in arguments
         reported |= arguments["structured_outputs"].keys()
     assert reported == ours(vllm_fields.GUIDED_FIELDS) | {"whitespace_pattern"}

@@ -127,7 +127,12 @@ async def test_picture_queue_with_most_encoded_waits_for_a_release() -> None:
 async def test_picture_queue_skips_work_of_a_request_that_has_ended() -> None:
     queue = PictureQueue(1)
     ran: list[int] = []
-    assert await queue.encode("a", lambda: False, lambda: ran.append(1)) is None
+
+    def work() -> int:
+        ran.append(1)
+        return 1
+
+    assert await queue.encode("a", lambda: False, work) is None
     assert not ran
     assert await queue.encode("b", lambda: True, lambda: 2) == 2
     queue.close()

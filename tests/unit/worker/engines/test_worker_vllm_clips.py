@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from services.worker.engines.vllm.media_files import DECODED_BYTES, DecodedBudge
 from tests.support.oracles.errors import raises_error
 
 STAND_IN = Path(__file__).parents[3] / "support" / "fake_vllm_package"
-OPTIONS = {MediaKind.AUDIO: {"rate": 8_000}, MediaKind.VIDEO: {"image": {}, "video": {"num_frames": 2}}}
+OPTIONS: dict[MediaKind, dict[str, Any]] = {
+    MediaKind.AUDIO: {"rate": 8_000},
+    MediaKind.VIDEO: {"image": {}, "video": {"num_frames": 2}},
+}
 AUDIO, VIDEO = MediaKind.AUDIO, MediaKind.VIDEO
 
 

@@ -25,8 +25,8 @@ from services.worker.contract.generation import (
     TokenLogprob,
     Usage,
 )
+from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.vllm.handoff import Handoff
-from services.worker.engines.vllm.sampling import Facts
 from services.worker.engines.vllm_grpc import wire
 from services.worker.engines.vllm_grpc.options import read_server_options, serve_command
 from services.worker.engines.vllm_grpc.response_reader import ResponseReader

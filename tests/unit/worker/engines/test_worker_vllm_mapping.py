@@ -24,10 +24,11 @@ from services.worker.contract.generation import (
     TokenLogprob,
     Usage,
 )
+from services.worker.engines.inprocess.sampling import Facts
 from services.worker.engines.vllm.handoff import Handoff, read_handoff
 from services.worker.engines.vllm.options import command_line, flags, kv_events_config, named_adapters
 from services.worker.engines.vllm.outputs import RequestState
-from services.worker.engines.vllm.sampling import Facts, sampling_arguments
+from services.worker.engines.vllm.sampling import sampling_arguments
 from services.worker.settings import WorkerSettings
 from tests.support.oracles.errors import raises_error
 
@@ -159,7 +160,7 @@ class ObservedStream(Sink):
         self.ends: list[tuple[FinishReason, Usage, int | None, bytes]] = []
         self.errors: list[SluiceError] = []
 
-    def begin(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
+    def begin(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs] = ()) -> None:
         assert self.cached is None
         self.cached, self.prompt = cached_tokens, prompt_logprobs
 
@@ -215,7 +216,7 @@ def test_reasons(finish: str, stop: int | None, reason: FinishReason, stop_token
 
 
 @pytest.mark.parametrize("tokens", [[], [9]], ids=["before the first token", "later"])
-@pytest.mark.parametrize("guided", [None, StructuredOutput("json", "{}")], ids=["free", "constrained"])
+@pytest.mark.parametrize("guided", [None, StructuredOutput("json_schema", "{}")], ids=["free", "constrained"])
 def test_failure_before_the_first_token_of_constrained_output_is_the_constraints(
     guided: StructuredOutput | None, tokens: list[int]
 ) -> None:

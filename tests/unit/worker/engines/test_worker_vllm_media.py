@@ -13,9 +13,9 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.common.media.spans import MediaFile, MediaKind, MediaSpan, content_hash
-from services.worker.contract.capabilities import Capability
+from services.worker.contract.capabilities import MEDIA, Capability
 from services.worker.contract.generation import MediaItem
-from services.worker.engines.vllm import card, media
+from services.worker.engines.vllm import card, library, media
 from services.worker.engines.vllm.media import MediaPrompts
 from services.worker.engines.vllm.media_files import DECODED_BYTES, DecodedBudget, Reader, _bounded
 from tests.support.oracles.errors import raises_error
@@ -193,7 +193,7 @@ def test_card_offers_the_kinds_that_vllm_takes_without_a_connector(has_connector
         config.kv_transfer_config = None
     found = card.capabilities(config, has_events=True, media=[AUDIO, VIDEO])
     expected = set() if has_connector else {Capability.AUDIO, Capability.VIDEO}
-    assert found & card.MEDIA == expected
+    assert found & MEDIA == expected
 
 
 async def test_items_of_isolated_kinds_are_read_by_the_decoder_and_others_here(
@@ -216,7 +216,7 @@ async def test_items_of_isolated_kinds_are_read_by_the_decoder_and_others_here(
     readers = {IMAGE: Reader({}, isolated=False), AUDIO: Reader({"rate": 1}, True), VIDEO: Reader({"frames": 2}, True)}
     monkeypatch.setattr(media, "readers_of", lambda config, info: readers)
     monkeypatch.setattr(media, "ClipDecoder", Decoder)
-    monkeypatch.setattr(media.library, "media_of", lambda decoded, data: (decoded, data))
+    monkeypatch.setattr(library, "media_of", lambda decoded, data: (decoded, data))
     prompts = MediaPrompts(SimpleNamespace(renderer=renderer, model_config=SimpleNamespace(hf_config=None)))
     await prompts.start()
     decoder = cast(Decoder, prompts._decoder)

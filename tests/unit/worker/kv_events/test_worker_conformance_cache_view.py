@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.packing import pack_u64, unpack_u64
 from sluice.conformance.watching import RankView, Watcher
-from sluice.v1 import router_pb2
+from sluice.v1 import common_pb2, router_pb2
 
 HASHES = st.lists(st.integers(0, 30), max_size=6)
 
@@ -73,11 +73,11 @@ def test_holes_repeats_and_broken_hashes_are_faults() -> None:
 def test_the_same_hash_on_two_tiers_is_two_blocks() -> None:
     view = RankView()
     view.take_batch(batch(1, [5]))
-    host = router_pb2.BlocksStored(block_hashes=pack_u64([5]), tier=2)
+    host = router_pb2.BlocksStored(block_hashes=pack_u64([5]), tier=common_pb2.CACHE_TIER_HOST)
     view.take_batch(router_pb2.KvEventBatch(sequence=2, events=[router_pb2.KvEvent(stored=host)]))
     view.take_batch(batch(3, [], [5]))
     assert view.hashes == {5}
-    assert view.blocks == {(2, 5)}
+    assert view.blocks == {(common_pb2.CACHE_TIER_HOST, 5)}
     assert unpack_u64(host.block_hashes).tolist() == [5]
 
 

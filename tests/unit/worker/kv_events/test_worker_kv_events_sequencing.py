@@ -16,7 +16,7 @@ from smg_grpc_proto.generated import common_pb2
 from services.common.errors import SluiceError
 from services.common.hashing import block_hashes
 from services.worker.contract.cache_events import BlocksStored, CacheCleared, KvEvent
-from services.worker.engines.vllm_grpc import feed as grpc_feed
+from services.worker.engines.vllm_grpc import wire as grpc_wire
 from services.worker.engines.vllm_grpc.feed import GrpcFeed
 from services.worker.kv_events.event_sequencer import EventSequencer
 from services.worker.kv_events.events import EngineBatch, EngineRemoved, EngineStored, MalformedEvents
@@ -346,7 +346,7 @@ def test_a_message_of_grpc_that_cannot_be_read_is_a_loss(monkeypatch: pytest.Mon
     engine = OverGrpc(kv)
     engine.say(0, stored(1))
     with monkeypatch.context() as patched:
-        patched.setattr(grpc_feed.wire, "read_batch", unreadable)
+        patched.setattr(grpc_wire, "read_batch", unreadable)
         engine.say(1, stored(2))
     engine.say(2, stored(3))
     assert (kv.sequencer.expected, kv.translator.held(), kv.sequencer.losses) == (3, 1, 1)

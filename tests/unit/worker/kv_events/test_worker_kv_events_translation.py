@@ -72,7 +72,7 @@ def test_removals_are_resolved_by_the_engines_hash() -> None:
 
 
 def test_copies_count_where_the_engine_counts_them() -> None:
-    events = [stored([1], [1, 2, 3, 4]), stored([1], [1, 2, 3, 4]), EngineRemoved([1])]
+    events: list[EngineEvent] = [stored([1], [1, 2, 3, 4]), stored([1], [1, 2, 3, 4]), EngineRemoved([1])]
     assert translate(*events).on() == {KNOWN[0]}
     assert translate(*events, EngineRemoved([1])).on() == set()
     assert translate(*events, counts=False).on() == set()
@@ -106,18 +106,12 @@ def test_blocks_with_extra_inputs_are_never_reported() -> None:
 
 
 def test_only_the_group_that_forgets_nothing_counts() -> None:
-    sliding = {"group": 0, "kind": "sliding_window"}
-    full = {"group": 1, "kind": "full_attention"}
-    second = {"group": 2, "kind": "full_attention"}
-    mirror = translate(
-        stored([1], [1, 2, 3, 4], **sliding),
-        stored([1], [1, 2, 3, 4], **full),
-        stored([1], [1, 2, 3, 4], **second),
-        EngineRemoved([1], group=0),
-        EngineRemoved([1], group=2),
-    )
+    sliding = stored([1], [1, 2, 3, 4], group=0, kind="sliding_window")
+    full = stored([1], [1, 2, 3, 4], group=1, kind="full_attention")
+    second = stored([1], [1, 2, 3, 4], group=2, kind="full_attention")
+    mirror = translate(sliding, full, second, EngineRemoved([1], group=0), EngineRemoved([1], group=2))
     assert mirror.on() == {KNOWN[0]}
-    assert translate(stored([1], [1, 2, 3, 4], **sliding)).on() == set()
+    assert translate(sliding).on() == set()
 
 
 @settings(max_examples=50)

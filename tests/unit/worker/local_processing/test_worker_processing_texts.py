@@ -64,7 +64,7 @@ class ObservedStream(ResponseSink):
         self.cached: int | None = None
         self.parts = 0
 
-    def deliver_first(self, cached_tokens: int, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
+    def deliver_first(self, cached_tokens: int | None, prompt_logprobs: Sequence[PositionLogprobs]) -> None:
         self.cached = cached_tokens
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] = ()) -> None:

@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc
 import pytest
-from grpc._cython import cygrpc
 
 from services.common.errors import ErrorKind
 from services.worker.contract.engine import Load
 from services.worker.kv_events.event_log import KvEventLog
-from services.worker.registration import address
 from services.worker.registration import attachment as attach
 from services.worker.registration.address import default_worker_id
 from services.worker.registration.attachment import Attachment
@@ -99,7 +98,7 @@ class DeafCall(BrokenCall):
         return False
 
     async def done_writing(self) -> None:
-        raise cygrpc.InternalError("Failed grpc_call_start_batch: 8")
+        raise grpc.aio.InternalError("Failed grpc_call_start_batch: 8")
 
 
 async def nothing() -> None:
@@ -196,5 +195,5 @@ def test_absent_name_server_leaves_the_name_empty(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_default_worker_id_is_readable(host: str, name: str, worker_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(address.socket, "gethostname", lambda: host)
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
     assert default_worker_id(50051, lambda: name) == worker_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -136,7 +137,7 @@ def test_messages_are_cut_to_a_size_that_fits() -> None:
 
 def test_a_caller_that_stopped_reading_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(outbox.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     given_up: list[int] = []
     box = Outbox(lambda: None, lambda: given_up.append(1))
     fill(box, outbox.STALLED_TOKENS)

@@ -205,7 +205,7 @@ async def test_stage_of_ones_own_that_cannot_be_made_ends_the_start(stages: Any,
     await policies.close()
 
 
-BROKEN_STAGES = {
+BROKEN_STAGES: dict[str, dict[str, Any]] = {
     "filter": {"filters": {f"{OWN}:Inventing": {}}},
     "scorer": {"scorers": {f"{OWN}:Misbehaving": {}}},
     "picker": {"picker": (f"{OWN}:Doubling",)},

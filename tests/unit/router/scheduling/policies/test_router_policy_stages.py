@@ -85,7 +85,7 @@ def test_filters_of_known_candidates_keep_known_ones() -> None:
 
 
 def test_weights_of_scorers_are_relative() -> None:
-    both = {"prefix_cache": (3.0, {}), "requests": (1.0, {})}
+    both: dict[str, tuple[float, dict[str, Any]]] = {"prefix_cache": (3.0, {}), "requests": (1.0, {})}
     assert ranking(scorers=both)[1:] == ([0.6, 0.625, 0.167], [["b"], ["a"], ["c"]])
     assert ranking(scorers=both, picker=("max_score", {"within": 0.05}))[2] == [["a", "b"], ["c"]]
     assert ranking(scorers={"prefix_cache": (0.0, {}), "requests": (1.0, {})})[1] == [0.0, 1.0, 0.667]
