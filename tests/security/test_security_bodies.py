@@ -8,8 +8,9 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import orjson
@@ -202,18 +203,18 @@ def test_content_over_a_budget_is_refused_and_counted(
 ) -> None:
     counted: list[str] = []
     monkeypatch.setattr(common_budgets, "on_refused", counted.append)
-    fields: dict[str, Any] = {
+    contents: dict[str, dict[str, Any]] = {
         "body_values": {"stop_token_ids": [1] * 1_000},
         "list_items": {"documents": [1, 2]},
         "schema_nodes": {"guided_json": {"properties": {"a": {"type": "string"}}}},
         "schema_characters": {"guided_json": {"description": "x" * 1_025}},
         "pattern_characters": {"guided_regex": "x" * 1_025},
         "grammar_characters": {"guided_grammar": "x" * 1_025},
-    }[name]
-    body = hostile_bodies.chat(**fields)
+    }
+    body = hostile_bodies.chat(**contents[name])
     read(CHAT, body)
     with pytest.raises(SluiceError):
-        read(CHAT, body, BodyBudgets(**{field: Budget(name, limit, "")}))
+        read(CHAT, body, replace(BodyBudgets(), **cast(Any, {field: Budget(name, limit, "")})))
     assert counted == [name]
 
 

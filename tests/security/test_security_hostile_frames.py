@@ -237,7 +237,7 @@ def test_honest_streams_beside_random_frames_of_a_hostile_worker_are_undisturbed
 
     try:
         while arena.worker.sent < frames:
-            run_state_machine_as_test(  # type: ignore[no-untyped-call]
+            run_state_machine_as_test(
                 Attack,
                 settings=settings(
                     max_examples=1 if frames == FRAMES else 5,

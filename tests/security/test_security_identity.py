@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -36,7 +36,7 @@ from sluice.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.support.clients.callers import Calls, now_us
+from tests.support.clients.callers import Calls, is_attached, now_us
 from tests.support.data.authority import Authority
 from tests.support.data.tokens import accept
 from tests.support.servers.router_cluster import FakeWorker, routers, until
@@ -54,7 +54,7 @@ class Spy(worker_pb2_grpc.WorkerServicer):
     def _note(self, context: Any) -> None:
         self.shown |= {str(value) for key, value in context.invocation_metadata() if key == "authorization"}
 
-    async def Session(self, request_iterator: object, context: Any) -> None:
+    async def Session(self, request_iterator: object, context: Any) -> None:  # type: ignore[override]
         self._note(context)
         await asyncio.Event().wait()
 
@@ -65,7 +65,7 @@ class Spy(worker_pb2_grpc.WorkerServicer):
 
 @asynccontextmanager
 async def spying() -> AsyncIterator[tuple[Spy, str]]:
-    spy = Spy()
+    spy = Spy()  # type: ignore[abstract]
     server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0"), worker_pb2.DESCRIPTOR)
     worker_pb2_grpc.add_WorkerServicer_to_server(spy, server.server)
     await server.start()
@@ -108,7 +108,7 @@ async def test_worker_is_shown_no_token_that_another_service_accepts(tmp_path: P
             worker.registration.address = where
             call = router_pb2_grpc.RouterStub(calls[0].channel).Attach(metadata=calls[0]._metadata)
             await call.write(router_pb2.AttachRequest(registration=worker.registration))
-            assert (await call.read()).HasField("attached")
+            assert await is_attached(call)
         settings = GatewaySettings(peer_token_file=shown, router=[f"127.0.0.1:{router.port}"])
         async with gateway_links(settings):
             await until(lambda: bool(spy.shown and other.shown))
@@ -130,7 +130,7 @@ async def test_token_of_one_worker_is_refused_by_another_worker(tmp_path: Path) 
     assert show is not None
     accepted = tmp_path / f"worker-w2/{made_tokens.ACCEPTED}"
     server = GrpcServer(GrpcServiceSettings(listen="127.0.0.1:0", tokens_file=accepted), worker_pb2.DESCRIPTOR)
-    worker_pb2_grpc.add_WorkerServicer_to_server(Spy(), server.server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(Spy(), server.server)  # type: ignore[abstract]
     await server.start()
     try:
         refusals = {}
@@ -212,7 +212,7 @@ CALLERS = ("gateway", "preprocess", "router", "worker", "worker/w1", "postproces
 MODULES = {"Router": router_pb2, "Worker": worker_pb2, "Preprocess": preprocess_pb2, "Postprocess": postprocess_pb2}
 
 
-class _Anything(grpc.GenericRpcHandler):  # type: ignore[misc]
+class _Anything(grpc.GenericRpcHandler):
     """Answers every call of the suite's services with nothing."""
 
     def service(self, details: Any) -> Any:
@@ -334,7 +334,7 @@ async def test_messages_of_a_guarded_stream_pass_no_further_layer(tmp_path: Path
         seen.append((request, context))
 
     interceptor = AccessInterceptor(None, "sluice", open_health=True)
-    handler = grpc.stream_stream_rpc_method_handler(session)
+    handler: Any = grpc.stream_stream_rpc_method_handler(session)
 
     class Details:
         method = "/sluice.v1.Worker/Session"
@@ -347,8 +347,8 @@ async def test_messages_of_a_guarded_stream_pass_no_further_layer(tmp_path: Path
     async def continuation(details: object) -> Any:
         return handler
 
-    guarded = await interceptor.intercept_service(continuation, Details())  # type: ignore[arg-type]
+    guarded: Any = await interceptor.intercept_service(continuation, cast(Any, Details()))
     assert guarded is not None
     requests, context = object(), Context()
-    await guarded.stream_stream(requests, context)  # type: ignore[misc]
+    await guarded.stream_stream(requests, context)
     assert seen == [(requests, context)]

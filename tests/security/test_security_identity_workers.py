@@ -24,7 +24,16 @@ from sluice.v1 import (
     router_pb2_grpc,
     worker_pb2,
 )
-from tests.support.clients.callers import A_DAY_US, Calls, addresses, attach_soon, now_us, ready_routers, refusal
+from tests.support.clients.callers import (
+    A_DAY_US,
+    Calls,
+    addresses,
+    attach_soon,
+    is_attached,
+    now_us,
+    ready_routers,
+    refusal,
+)
 from tests.support.data.authority import Authority
 from tests.support.data.tokens import accept
 from tests.support.servers.redis_server import RedisServer
@@ -251,13 +260,13 @@ async def test_identity_of_one_worker_registers_that_worker_only(tmp_path: Path,
             squatter = router_pb2_grpc.RouterStub(shared.channel).Attach()
             late = FakeWorker("w1", epoch=now_us() + A_DAY_US // 2)
             await squatter.write(router_pb2.AttachRequest(registration=late.registration))
-            assert (await squatter.read()).HasField("attached")
+            assert await is_attached(squatter)
         first, restarted = FakeWorker("w1", epoch=now_us()), FakeWorker("w1", epoch=now_us() + 1)
         calls = []
         for worker in (first, restarted):  # a restart with a new lease key does not wait for the old lease
             call = router_pb2_grpc.RouterStub(own.channel).Attach(metadata=own._metadata)
             await call.write(router_pb2.AttachRequest(registration=worker.registration))
-            assert (await call.read()).HasField("attached")
+            assert await is_attached(call)
             calls.append(call)
         error = await own.register(first.registration)
         assert error is not None

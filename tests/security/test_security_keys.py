@@ -143,12 +143,13 @@ def test_a_field_that_chooses_a_worker_or_asks_for_one_needs_its_scope(
 
 
 def test_neutral_fields_of_schedulers_need_no_scope(suite: Suite) -> None:
-    for neutral in (
+    neutrals: tuple[dict[str, Any], ...] = (
         {"nvext": None},
         {"nvext": {}},
         {"nvext": {"backend_instance_id": None}},
         {"data_parallel_rank": None},
-    ):
+    )
+    for neutral in neutrals:
         assert post(suite, ALICE, CHAT, body_of(CHAT, **neutral)).status_code == 200
 
 

@@ -61,6 +61,7 @@ def received() -> Iterator[Descriptor]:
     for file in FILES:
         for service in file.DESCRIPTOR.services_by_name.values():
             for method in service.methods:
+                assert method.input_type is not None
                 yield method.input_type
     yield worker_pb2.TokenBatch.DESCRIPTOR
 
@@ -73,6 +74,7 @@ def tiny(descriptor: Descriptor, size: int) -> Iterator[tuple[str, bytes]]:
         tag = bytes([field.number << 3 | 2])
         if field.is_repeated:
             yield field.name, (tag + b"\0") * (size // 2)
+        assert field.message_type is not None
         for inner in field.message_type.fields:
             if inner.type == FieldDescriptor.TYPE_MESSAGE and inner.is_repeated and inner.number <= 15:
                 parts = (bytes([inner.number << 3 | 2]) + b"\0") * (size // 2)
@@ -197,12 +199,12 @@ async def test_stream_that_is_not_read_holds_a_bounded_amount_of_what_a_peer_sen
             sent += 1
 
     server = grpc.aio.server()
-    handlers = {"Endless": grpc.stream_stream_rpc_method_handler(endless)}
+    handlers: Any = {"Endless": grpc.stream_stream_rpc_method_handler(endless)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}", bounds_read_ahead=True) as channel:
-        call = channel.stream_stream("/test/Endless")()
+        call: Any = channel.stream_stream("/test/Endless")()
         for _ in range(read):  # gRPC would learn from them to read ever more ahead
             await call.read()
         written = -1
@@ -354,7 +356,8 @@ async def test_message_of_empty_parts_reaches_no_handler_however_it_is_registere
         outcomes = []
         for method, data in (("Call", bomb), ("Call", bomb[:0]), ("Unknown", b""), ("Call", bomb)):
             try:
-                await channel.unary_unary(f"/test/{method}")(data, timeout=20)
+                call: Any = channel.unary_unary(f"/test/{method}")
+                await call(data, timeout=20)
                 outcomes.append(grpc.StatusCode.OK)
             except grpc.aio.AioRpcError as error:
                 outcomes.append(error.code())
@@ -386,7 +389,8 @@ async def test_streams_that_are_not_read_hold_little_on_a_fast_connection() -> N
     await server.start()
 
     async def held(channel: grpc.aio.Channel) -> int:
-        call, sent = channel.stream_unary("/test/Hold")(), 0
+        call: Any = channel.stream_unary("/test/Hold")()
+        sent = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1):
                 while sent < 8 << 20:
@@ -396,7 +400,7 @@ async def test_streams_that_are_not_read_hold_little_on_a_fast_connection() -> N
         return sent
 
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        fast = channel.stream_unary("/test/Read")()
+        fast: Any = channel.stream_unary("/test/Read")()
         for _ in range(800):  # by which gRPC would learn that the connection carries more
             await fast.write(part)
         sent = await asyncio.gather(*(held(channel) for _ in range(streams)))
@@ -474,7 +478,7 @@ async def test_attach_with_a_message_of_empty_parts_ends_and_the_router_serves(a
     async with HostileWorker("bomb", "elsewhere") as worker:
         attached = await worker.attach(attacked.address("router"))
         raw = grpc.aio.insecure_channel(attacked.address("router"))
-        call = raw.stream_stream("/sluice.v1.Router/Attach")()
+        call: Any = raw.stream_stream("/sluice.v1.Router/Attach")()
         await call.write(data)
         assert await call.code() is not grpc.StatusCode.OK
         await raw.close()

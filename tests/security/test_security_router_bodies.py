@@ -121,7 +121,10 @@ FAILING = {
     "model": ("RouteQuery", router_pb2.RouteQueryRequest(model="unknown")),
     "tokens": ("RouteQuery", query(router_pb2.PromptRef(token_ids=b"x"))),
     "add": ("AddRequest", router_pb2.AddRequestRequest(model=MODEL, worker_id="unknown", request_id="r")),
-    "overlaps": ("GetOverlaps", router_pb2.GetOverlapsRequest(model=MODEL, prompt={"openai_body": b"{}"})),
+    "overlaps": (
+        "GetOverlaps",
+        router_pb2.GetOverlapsRequest(model=MODEL, prompt=router_pb2.PromptRef(openai_body=b"{}")),
+    ),
 }
 
 

@@ -33,8 +33,14 @@ TOKENIZED_BOUND = 5.0
 """Of TIMES for what is quadratic; merging in a heap that outgrows the processor's caches makes a character dearer."""
 
 UNITS = ("\n", " ", "\t", "a", "ab", "\r\n", "😀", "你", ".", "1", " \n", "\u3000")
-RUNS = {
-    **{f"{unit!r} repeated": lambda size, unit=unit: (unit * size)[:size] for unit in UNITS},
+
+
+def _repeated(unit: str) -> Callable[[int], str]:
+    return lambda size: (unit * size)[:size]
+
+
+RUNS: dict[str, Callable[[int], str]] = {
+    **{f"{unit!r} repeated": _repeated(unit) for unit in UNITS},
     "runs of spaces": lambda size: (" " * (size // 16) + "x") * 16,
     "runs of newlines": lambda size: ("\n" * (size // 16) + "x") * 16,
 }
@@ -69,9 +75,11 @@ def test_a_run_of_any_character_is_tokenized_in_linear_time_to_the_ids_of_the_re
         ids = {backend: one.pack_text(run(40_000), add_special_tokens=False) for backend, one in tokenizers.items()}
         assert len(set(ids.values())) == 1, f"{label}: {list(ids)} differ"
         for backend, one in tokenizers.items():
-            cost = growth(
-                lambda size, one=one, run=run: one.pack_text(run(size), False), 32_000, TIMES, TOKENIZED_BOUND
-            )
+
+            def tokenize(size: int, one: TokenizerProtocol = one, run: Callable[[int], str] = run) -> object:
+                return one.pack_text(run(size), False)
+
+            cost = growth(tokenize, 32_000, TIMES, TOKENIZED_BOUND)
             assert cost < TOKENIZED_BOUND, f"{label} with {backend}"
 
 
@@ -138,7 +146,11 @@ def _run(names: ParserNames, text: str) -> ParsedStream:
 @pytest.mark.parametrize("names", PARSERS, ids=str)
 def test_a_built_in_parser_takes_linear_time_whatever_it_holds(names: ParserNames) -> None:
     for label, text in _texts(names).items():
-        cost = growth(lambda size, text=text: _run(names, text(size)), 2_000, TIMES, PARSED_BOUND)
+
+        def parse(size: int, text: Callable[[int], str] = text) -> object:
+            return _run(names, text(size))
+
+        cost = growth(parse, 2_000, TIMES, PARSED_BOUND)
         assert cost < PARSED_BOUND, label
 
 
@@ -151,7 +163,11 @@ def test_one_long_piece_takes_linear_time_and_comes_out_like_many_short_ones(nam
     for label, text in _texts(names).items():
         sample = text(6_000)
         assert in_one(sample) == said(_run(names, sample).events), label
-        cost = growth(lambda size, text=text: in_one(text(size) * 4), 3_000, TIMES, PARSED_BOUND)
+
+        def parse(size: int, text: Callable[[int], str] = text) -> object:
+            return in_one(text(size) * 4)
+
+        cost = growth(parse, 3_000, TIMES, PARSED_BOUND)
         assert cost < PARSED_BOUND, label
 
 

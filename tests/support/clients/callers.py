@@ -52,6 +52,11 @@ async def refused(call: Awaitable[Any], within_s: float = 60) -> SluiceError:
     return from_rpc_error(caught.value, "called")
 
 
+async def is_attached(call: Any) -> bool:
+    """Whether the router's first message of an Attach says that the worker is attached."""
+    return bool((await call.read()).HasField("attached"))
+
+
 class Calls:
     """A stub on a channel that shows a token and a certificate, or none."""
 
