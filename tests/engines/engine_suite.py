@@ -530,6 +530,7 @@ async def bad_grammars_are_refused_and_serving_goes_on(worker: RunningWorker) ->
         assert "Traceback" not in error.message
 
     good, *_ = await asyncio.gather(generate(worker, request("beside", [20, 21], 30)), *map(refused, range(len(wrong))))
+    assert good is not None
     assert len(good.token_ids) == 30
 
 
@@ -594,7 +595,7 @@ async def killed_helper_is_noticed(engine: EngineUnderTest, helper: Callable[[ps
                 assert time.monotonic() - killed < stalls.allow(NOTICED_S)
             for slot in slots:
                 assert caller.terminals[slot].finish_reason == common_pb2.FINISH_REASON_ERROR
-                assert caller.terminals[slot].error.kind == ErrorKind.ENGINE_SHUTDOWN
+                assert caller.terminals[slot].error.kind == int(ErrorKind.ENGINE_SHUTDOWN)
                 assert caller.terminals[slot].error.retryable
         finally:
             await caller.close()

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 QUESTION: dict[str, Any] = json.load(sys.stdin)
-sys.modules.update(dict.fromkeys(QUESTION["missing"]))  # type: ignore[arg-type]  # None makes an import fail
+sys.modules.update(dict.fromkeys(QUESTION["missing"]))  # None makes an import fail
 
 import torch  # noqa: E402
 from vllm.config import DeviceConfig, ModelConfig, VllmConfig  # noqa: E402

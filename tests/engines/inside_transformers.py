@@ -11,13 +11,13 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from services.common.errors import ErrorKind
 from services.common.hashing import block_hashes
-from services.worker.contract.cache_events import BlocksStored, KvEvent
+from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.delta_stream import DeltaStream
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import (
@@ -95,6 +95,7 @@ async def events(folder: str) -> None:
                 assert present.isdisjoint(event.hashes)
                 present.update(event.hashes)
             else:
+                assert isinstance(event, BlocksRemoved)
                 assert present.issuperset(event.hashes)
                 present.difference_update(event.hashes)
 
@@ -111,7 +112,7 @@ async def events(folder: str) -> None:
     await quiet(engine)
     started = engine._started
     assert started is not None
-    (allocator,) = started.runner.batch_processor.cache.cache_allocators.values()
+    (allocator,) = cast(Any, started.runner).batch_processor.cache.cache_allocators.values()
     assert present == set(allocator.ledger.hash_to_block)
     await engine.clear_cache()
     await asyncio.sleep(0.1)
@@ -129,7 +130,7 @@ async def sampling(folder: str) -> None:
     async def tokens(name: str, count: int = 20, **options: Any) -> list[int]:
         return ids(await run(engine, name, prompt, count, sampling=SamplingParams(**options)))
 
-    seeded = {"temperature": 1.0, "seed": 11}
+    seeded: dict[str, Any] = {"temperature": 1.0, "seed": 11}
     first, second, other, beside = await asyncio.gather(
         tokens("s1", **seeded),
         tokens("s2", **seeded),
@@ -153,7 +154,7 @@ async def sampling(folder: str) -> None:
     assert len(set(penalised)) > len(set(plain))
     assert await tokens("repeat", temperature=0.0, repetition_penalty=1.5) != greedy
     # A request that goes on where another worker stopped counts what that one generated.
-    carried = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "temperature": 0.0}
+    carried: dict[str, Any] = {"presence_penalty": 2.0, "frequency_penalty": 2.0, "temperature": 0.0}
     whole = await tokens("whole", count=20, **carried)
     rest = await run(engine, "rest", [*prompt, *whole[:8]], 12, sampling=SamplingParams(**carried), resumed_tokens=8)
     assert [*whole[:8], *ids(rest)] == whole
@@ -179,7 +180,7 @@ async def death(folder: str) -> None:
     def broken(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("CUDA error: the device is gone")
 
-    started.runner.batch_processor.model_runner.compute_batch = broken
+    cast(Any, started.runner).batch_processor.model_runner.compute_batch = broken
     began = time.monotonic()
     last = [delta async for delta in deltas][-1]
     assert last.error is not None
@@ -192,7 +193,7 @@ async def death(folder: str) -> None:
 
 def beside(engine: TransformersEngine, name: str, **bad: Any) -> Coroutine[Any, Any, list[list[Delta]]]:
     """The outputs of 20 requests and, at last, of one with other fields, which run together."""
-    options = [
+    options: list[dict[str, Any]] = [
         {"sampling": GREEDY},
         {"sampling": SamplingParams(temperature=1.0, seed=5)},
         {"sampling": SamplingParams(temperature=0.7, seed=6, top_p=0.9, top_k=20)},
@@ -232,7 +233,7 @@ async def rows(folder: str) -> None:
                 batch_request.sampler = breaking(batch_request.sampler, at, break_row)
             return bool(add(key, batch_request, *more))
 
-        batcher.add = added
+        batcher.add = added  # type: ignore[method-assign]
 
     def breaking(sampler: Any, at: int, break_row: Callable[[Any], None]) -> Any:
         record, count = sampler.record, 0
@@ -291,7 +292,7 @@ async def rows(folder: str) -> None:
             await engine.clear_cache()
             poison(at, break_row)
             *others, bad = await beside(engine, name, **everything)
-            batcher.add = add
+            batcher.add = add  # type: ignore[method-assign]
             assert [said(one) for one in others] == undisturbed, name
             error = bad[-1].error
             assert bad[-1].finish_reason is FinishReason.ERROR, name
@@ -366,7 +367,7 @@ async def surface(folder: str) -> None:
     engine = await engine_of(folder)
     started = engine._started
     assert started is not None
-    processor = started.runner.batch_processor
+    processor = cast(Any, started.runner).batch_processor
     runner, cache, ios = processor.model_runner, processor.cache, processor.inputs_and_outputs
     assert not runner.pad_inputs
     assert not processor.use_async_batching

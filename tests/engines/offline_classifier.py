@@ -63,7 +63,7 @@ def make(folder: Path) -> None:
     Qwen3ForSequenceClassification(qwen).save_pretrained(folder / "qwen3")
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def main() -> None:
     """Reads the question from standard input."""
     question = json.load(sys.stdin)

@@ -23,7 +23,7 @@ def merge_adapter(model: Any, folder: Path) -> None:
             layer.weight.data += config["lora_alpha"] / config["r"] * (up @ down)
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def main() -> None:
     """Reads the question from standard input."""
     question = json.load(sys.stdin)

@@ -34,7 +34,7 @@ class Reference:
         pictures = [load_image(Image.open(io.BytesIO(data))) for data in files]
         return dict(self.processor(text=text, images=pictures or None, return_tensors="pt"))
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def answer(self, inputs: dict[str, Any], tokens: int) -> list[int]:
         """The greedy continuation."""
         made = self.model.generate(**inputs, max_new_tokens=tokens, do_sample=False)

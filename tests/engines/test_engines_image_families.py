@@ -14,6 +14,7 @@ from services.common.media.facts import ImageFacts
 from services.common.media.spans import SAMPLES, MediaKind
 from services.common.packing import unpack_u32
 from services.preprocess.media.expansion import expand
+from services.preprocess.media.rules import media_rules
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers import hf
 from services.preprocess.tokenizers.hf import HfTokenizer
@@ -84,7 +85,7 @@ def test_ids_of_the_processor_equal_those_of_the_built_in_rule(kind: str, enviro
         tokenizer.close()
 
 
-MEDIA_RULES = hf.media_rules
+MEDIA_RULES = media_rules
 
 
 def samples_of_images(tokenizer: HfTokenizer) -> list[str]:

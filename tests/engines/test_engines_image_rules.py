@@ -14,7 +14,7 @@ from services.common.media.facts import ImageFacts
 from services.common.media.spans import MediaKind
 from services.common.packing import unpack_u32
 from services.preprocess.media.expansion import CountedItem, expand
-from services.preprocess.protocol import ChatRequest
+from services.preprocess.protocol import ChatRequest, ImageRule
 from services.preprocess.tokenizers.hf import HfTokenizer
 from tests.engines.engine_suite import interpreter
 from tests.support.data.loaded_tokenizers import limits
@@ -87,17 +87,17 @@ def test_image_rule_ids_equal_those_of_the_models_processor(kind: str, bounds: s
     config = folder / "preprocessor_config.json"
     changed = {**json.loads(config.read_text()), **BOUNDS[bounds]}
     config.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
-    request = {"sizes": sizes(random), "prompts": [prompt(random) for _ in range(PROMPTS)]}
+    request: dict[str, Any] = {"sizes": sizes(random), "prompts": [prompt(random) for _ in range(PROMPTS)]}
     theirs = by_processor(folder, request)
     tokenizer = HfTokenizer(folder, limits())
     rule = tokenizer.media_rules[MediaKind.IMAGE]
-    assert rule is not None
-    for size, count in zip(request["sizes"], theirs["counts"], strict=True):
+    assert isinstance(rule, ImageRule)
+    for (width, height), count in zip(request["sizes"], theirs["counts"], strict=True):
         if count is None:
             with pytest.raises(ValueError, match="ratio"):
-                rule.ids_of(ImageFacts(*size, "PNG"))
+                rule.ids_of(ImageFacts(width, height, "PNG"))
         else:
-            assert len(rule.ids_of(ImageFacts(*size, "PNG"))) == count, size
+            assert len(rule.ids_of(ImageFacts(width, height, "PNG"))) == count, (width, height)
     for each, ids in zip(request["prompts"], theirs["ids"], strict=True):
         packed = tokenizer.pack_chat(ChatRequest(numbered(each["messages"])))
         expanded, _ = expand(packed, {MediaKind.IMAGE: rule}, items(each["sizes"]))

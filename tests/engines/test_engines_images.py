@@ -37,6 +37,7 @@ def question(folder: Path, kind: str, *colours: str) -> dict[str, Any]:
     """A prompt whose text before, between and after the pictures is always the same."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     placeholder = tokenizer.token_to_id(KINDS[kind][1])
+    assert placeholder is not None
     words = tokenizer.encode("Describe what the pictures show, one after the other.").ids[:6]
     ids, spans = list(words), []
     for _ in colours:

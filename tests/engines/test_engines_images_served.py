@@ -110,8 +110,9 @@ def folder(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def placeholder(case: Case, folder: Path) -> int:
-    found: int = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(KINDS[case.kind][1])
-    return found
+    number = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(KINDS[case.kind][1])
+    assert number is not None
+    return number
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,9 @@ class Prompts:
 
     def id_of(self, token: str) -> int:
         """The id of a token."""
-        return int(self._tokenizer.token_to_id(token))
+        number: int | None = self._tokenizer.token_to_id(token)
+        assert number is not None
+        return number
 
     def question(self, *clips: bytes, tail: Sequence[int] = ()) -> dict[str, Any]:
         """A prompt of some clips, and other ids after the text."""

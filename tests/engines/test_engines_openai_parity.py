@@ -97,8 +97,9 @@ def scripted_model(within: Path) -> Path:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     tokenizer.save(str(folder / "tokenizer.json"))
-    size = tokenizer.get_vocab_size()
-    settings = tiny_weights.model_settings(size, CONTEXT_LENGTH, tokenizer.token_to_id(TURN_END))
+    size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id(TURN_END)
+    assert end is not None
+    settings = tiny_weights.model_settings(size, CONTEXT_LENGTH, end)
     (folder / "config.json").write_text(json.dumps(settings))
     tiny_weights.write_safetensors(folder / "model.safetensors", tiny_weights.model_weights(size))
     return folder

@@ -48,7 +48,9 @@ class Both:
         self.markers = markers_in(self.package / name for name in FOLDERS[engine])
         self.folder = build_marked_model(folder, self.markers)
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.eos: int = self.tokenizer.token_to_id("<eos>")
+        eos = self.tokenizer.token_to_id("<eos>")
+        assert eos is not None
+        self.eos = eos
         self.vocabulary: Vocabulary = load(ModelSpec("m", str(folder)))
         script = ROOT / "tests" / "engines" / f"reference_parsers_{engine}.py"
         arguments = [str(folder)] if engine == "vllm" else [str(ROOT / "services"), str(folder)]
@@ -113,7 +115,8 @@ def cases(engine: str) -> Iterator[tuple[str, str, bool]]:
 
 async def test_every_parser_returns_the_output_of_its_package(both: Both) -> None:
     texts = corpus(7, both.markers, CASES)
-    wrong, compared, unusable = [], 0, set()
+    wrong: list[tuple[Any, ...]] = []
+    compared, unusable = 0, set()
     for tool, reasoning, tools in cases(both.engine):
         options = both.options(tool, reasoning, tools)
         for text in texts:
@@ -203,7 +206,7 @@ async def test_parser_that_loops_or_raises_is_lost_for_its_stream_only(both: Bot
         stream.end(FinishReason.STOP)
     await until(lambda: good.finish is not None and bad.finish is not None, WAIT_S)
     assert (said(good.events).content, said(good.events).degraded) == ("some text", frozenset())
-    assert (said(bad.events).content, said(bad.events).degraded) == ("some text", {"parser_failed"})
+    assert (said(bad.events).content, said(bad.events).degraded) == ("some text", frozenset(["parser_failed"]))
 
 
 async def test_mistral_files_are_used_or_replaced(both: Both) -> None:

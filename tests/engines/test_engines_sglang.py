@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
+from services.common.errors import SluiceError
 from sluice.v1 import common_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.support.data.tiny_models import ServableFolders, build_servable
@@ -47,7 +48,7 @@ async def worker(engine: suite.EngineUnderTest) -> AsyncIterator[suite.RunningWo
         yield started
 
 
-async def control(worker: suite.RunningWorker, action: Action.Action, **arguments: str) -> None:
+async def control(worker: suite.RunningWorker, action: Action.Action.ValueType, **arguments: str) -> None:
     await worker.stub.Control(Action(action=action, arguments=arguments), timeout=suite.CALL_S)
 
 
@@ -146,7 +147,7 @@ async def test_adapters(engine: suite.EngineUnderTest, worker: suite.RunningWork
     second = await suite.generate(worker, suite.request("l-2", prompt, 8, lora="second"))
     assert second.token_ids not in (plain.token_ids, adapted.token_ids)
     await control(worker, Action.ACTION_UNLOAD_LORA, name="second")
-    with pytest.raises(suite.SluiceError):
+    with pytest.raises(SluiceError):
         await suite.generate(worker, suite.request("l-3", prompt, 8, lora="second"))
 
 
@@ -211,7 +212,7 @@ async def test_embeddings(engine: suite.EngineUnderTest, folders: ServableFolder
     async with suite.running(embedder) as worker:
         await suite.embeddings_equal_offline(embedder, worker)
         assert "logprobs" not in await worker.claims()
-        with pytest.raises(suite.SluiceError):
+        with pytest.raises(SluiceError):
             await suite.generate(worker, suite.request("none", [20, 21], 2))
 
 

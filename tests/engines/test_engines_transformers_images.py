@@ -143,7 +143,8 @@ async def test_client_that_disconnects_leaves_nothing_behind(running: ServedMode
 
 async def streamed(running: ServedModel, request: dict[str, Any], begun: asyncio.Event, after: int) -> list[int]:
     """Token ids of a streamed chat; `begun` is set after some events."""
-    events, tokens = 0, []
+    events = 0
+    tokens: list[int] = []
     async with running.client.stream("POST", "/v1/chat/completions", json={**request, "stream": True}) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():

@@ -72,7 +72,8 @@ async def expected(running: ServedModel, asked: list[list[int]]) -> list[dict[st
 async def test_greedy_output_equals_that_of_the_engine(
     running: ServedModel, asked: list[list[int]], expected: list[dict[str, Any]], decode: Any
 ) -> None:
-    answers = await asyncio.gather(*(running.complete(prompt, 24) for prompt in [*asked[:6], TEXT]))
+    prompts: list[str | list[int]] = [*asked[:6], TEXT]
+    answers = await asyncio.gather(*(running.complete(prompt, 24) for prompt in prompts))
     for prompt, answer, theirs in zip(asked, answers, expected, strict=False):
         (choice,) = answer["choices"]
         assert choice["prompt_token_ids"] == prompt

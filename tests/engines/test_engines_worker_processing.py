@@ -12,7 +12,8 @@ import pytest_asyncio
 
 from services.common.models import ENGINE_PROCESSORS, ModelSpec
 from services.common.packing import unpack_u32
-from services.gateway.workers.tokenizer_parity import PROVEN, TokenizerIdentity, compare
+from services.gateway.clients.preprocess import TokenizerIdentity
+from services.gateway.workers.tokenizer_parity import PROVEN, compare
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
@@ -115,3 +116,4 @@ class _Said:
     def __init__(self, fingerprint: str, prompt_fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.prompt_fingerprint = prompt_fingerprint
+        self.media_fingerprint = ""
