@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import TypeVar
 
-from sluice.policies import Candidate, Filter, Picker, PolicyRequest, Scorer
+from sluice.policies import Candidate, Filter, Picker, PolicyRequest, PolicyTarget, Scorer
+
+T = TypeVar("T", bound=PolicyTarget)
 
 
 class TenantPool(Filter):
@@ -44,9 +47,7 @@ class Sticky(Picker):
     the candidate with the highest score.
     """
 
-    def pick(
-        self, request: PolicyRequest, candidates: Sequence[Candidate], scores: Sequence[float]
-    ) -> Sequence[Sequence[Candidate]]:
+    def pick(self, request: PolicyRequest, candidates: Sequence[T], scores: Sequence[float]) -> Sequence[Sequence[T]]:
         """Returns each candidate in a group of its own."""
 
         def order(at: int) -> tuple[float, bytes]:
