@@ -86,7 +86,7 @@ def compare(server: Reference, tokenizer: TokenizerProtocol, strategy: st.Search
         expected = server.ids(body)
         if expected is not None:
             accepted += 1
-            assert ids_of(tokenizer, body) == expected
+            assert ids_of(tokenizer, body) == expected, body
 
     each()
     return accepted
@@ -104,6 +104,8 @@ def test_sluice_code_produces_the_ids_of_the_engine(case: Case) -> None:
     # What engines add of their own to a prompt is theirs to know: SGLang writes more into tools, joins parts with
     # spaces, takes a last message of the assistant's for the user's, and with Tekken leaves out one that is blank.
     strategy = plain_chats(with_parts=False).filter(_says_something) if sglang else chats()
+    if not case.ours.facts.template.get("tools", True):  # calls that the template leaves out are text in our prompt
+        strategy = strategy.filter(lambda body: "tools" not in body)
     assert compare(case.server, case.ours, strategy) > EXAMPLES / 4
 
 

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 from PIL import Image
 
+from services.common.discovery.tokenizer_agreement import agreement
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.facts import ImageFacts
 from services.common.media.spans import SAMPLES, MediaKind, content_hash
@@ -86,7 +87,7 @@ def test_engine_processor_makes_the_ids_and_spans_of_the_rules(both: Both) -> No
 
 def test_media_fingerprint_of_engine_equals_that_of_the_rules(both: Both) -> None:
     found = media_fingerprint(both.engine)
-    assert found == media_fingerprint(both.hf)
+    assert agreement(found, media_fingerprint(both.hf))
     assert "-" not in found.split(",")[: SAMPLES[MediaKind.IMAGE]]
 
 
