@@ -331,8 +331,8 @@ async def test_no_owner_loses_anything_while_redis_is_away(pair: list[RouterProc
     await asyncio.sleep(2 * LEASE_MS / 1000)
     assert await settled(2), "the lease of the one that is there was renewed before anything was cleared"
     ids = [f"{MODEL}:before-held", f"{MODEL}:meanwhile-held"]
-    told = await pair[1].stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))
-    assert told.unknown == 0
+    freed = await pair[1].stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))
+    assert freed.unknown == 0
     await held.end()
 
 
