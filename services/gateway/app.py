@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, Union
 
 import orjson
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
+from pydantic import BaseModel, RootModel, create_model
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
@@ -19,35 +18,29 @@ from services.common.observability.audit import AuditLog
 from services.gateway import context
 from services.gateway.admission.gate import Gate
 from services.gateway.api_page import HEADERS, api_page
-from services.gateway.apis.anthropic import models as anthropic_models
-from services.gateway.apis.anthropic.dialect import AnthropicDialect, speaks_anthropic
-from services.gateway.apis.anthropic.response_schemas import EitherModel, EitherModelList
 from services.gateway.apis.openai.embedding_schemas import (
-    ClassifyRequest,
     EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
 )
-from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
-from services.gateway.apis.openai.endpoints import OpenAIEndpoints
-from services.gateway.apis.openai.openapi import GENERATING, add_route, document, responses
+from services.gateway.apis.openai.embeddings import EmbeddingOperations
+from services.gateway.apis.openai.openapi import GENERATING, document, responses
+from services.gateway.apis.openai.operations import OpenAIOperations
 from services.gateway.apis.openai.response_schemas import (
     ChatCompletion,
-    ClassList,
     Completion,
     Detokenized,
     EmbeddingList,
+    Model,
+    ModelList,
     Rendered,
-    Reranked,
-    ScoreList,
     Tokens,
 )
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
-from services.gateway.apis.openai.scores import ScoreEndpoints
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
-from services.gateway.apis.openai.tokens import TokenEndpoints
+from services.gateway.apis.openai.tokens import TokenOperations
+from services.gateway.apis.routes import ApiRoutes, ModelView
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.fast_path import FastPathRouter, posts
+from services.gateway.http.json_transport import json_response
 from services.gateway.http.middleware.admission import AdmissionMiddleware
 from services.gateway.http.middleware.audit import AuditMiddleware
 from services.gateway.http.middleware.deadlines import DeadlineMiddleware
@@ -61,26 +54,31 @@ from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from sluice import __version__
 
-AddRoutes = Callable[[FastAPI], list[type[BaseModel]]]
-"""Adds an API's routes and returns the Pydantic models of its request bodies."""
-
 
 def create_app(
-    openai: OpenAIEndpoints,
-    tokens: TokenEndpoints,
-    embeddings: EmbeddingEndpoints,
-    scores: ScoreEndpoints,
+    routes: ApiRoutes,
+    openai: OpenAIOperations,
+    tokens: TokenOperations,
+    embeddings: EmbeddingOperations,
     readiness: Readiness,
-    apis: Sequence[AddRoutes] = (),
     on_error: Callable[[SluiceError], None] | None = None,
-) -> FastAPI:
-    """Returns the HTTP application without middleware.
+) -> None:
+    """Adds the kernel's routes to the application, and the document of all; the routes of APIs are there already.
 
     Args:
-        apis: add APIs other than OpenAI's.
         on_error: called with each error that becomes a response.
     """
-    app = FastAPI(
+    _add_openai(routes, openai, tokens, embeddings)
+    _add_models(routes, openai)
+    _add_operations(routes.app, readiness)
+    _add_api_page(routes.app)
+    _add_error_handlers(routes.app, on_error)
+    document(routes.app, routes.bodies)
+
+
+def bare_app() -> FastAPI:
+    """Returns the HTTP application without routes and middleware."""
+    return FastAPI(
         title="Sluice",
         version=__version__,
         description="An OpenAI-compatible gateway to large language models.",
@@ -88,31 +86,24 @@ def create_app(
         redoc_url=None,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # services.common.observability does this
     )
-    bodies = _add_openai(app, openai, tokens, embeddings, scores)
-    for add in apis:
-        bodies += add(app)
-    _add_operations(app, readiness)
-    _add_api_page(app)
-    _add_error_handlers(app, on_error)
-    document(app, bodies)
-    return app
 
 
 def add_middleware(
-    app: FastAPI, settings: GatewaySettings, gate: Gate, metrics: GatewayMetrics, audit_log: AuditLog | None
+    routes: ApiRoutes, settings: GatewaySettings, gate: Gate, metrics: GatewayMetrics, audit_log: AuditLog | None
 ) -> None:
     """Adds the middleware, listed from the outermost to the innermost; all routes must have been added.
 
     `RawSendMiddleware` is not in the list: the server adds it, outside of Starlette's own wrappers.
     """
+    app = routes.app
     handlers: dict[type[Exception], Any] = {kind: app.exception_handlers[kind] for kind in (SluiceError, HTTPException)}
     policy = host_policy(settings.listen, settings.allowed_hosts, settings.allowed_origins)
     app.user_middleware = [
         # Outermost: records every response as the client receives it.
         *([] if audit_log is None else [Middleware(AuditMiddleware, entries=audit_log)]),
-        # Outside of everything that rejects requests: converts all errors to Anthropic's format.
         Middleware(RequestIds),
-        Middleware(AnthropicDialect),
+        # Outside of everything that rejects requests: convert all errors to an API's format.
+        *routes.dialects,
         # Before anything else of a request is used: requests from other sites' web pages have no effect at all.
         Middleware(
             HostMiddleware,
@@ -133,57 +124,49 @@ def add_middleware(
 
 
 def _add_openai(
-    app: FastAPI,
-    openai: OpenAIEndpoints,
-    tokens: TokenEndpoints,
-    embeddings: EmbeddingEndpoints,
-    scores: ScoreEndpoints,
-) -> list[type[BaseModel]]:
-    """Adds the OpenAI routes and returns the Pydantic models of their request bodies."""
+    routes: ApiRoutes, openai: OpenAIOperations, tokens: TokenOperations, embeddings: EmbeddingOperations
+) -> None:
+    add = routes.add
     chats, texts = (responses(answer, GENERATING, streams=True) for answer in (ChatCompletion, Completion))
-    add = partial(add_route, app)
     add("/v1/chat/completions", openai.chat_completions, chats, body=ChatCompletionRequest)
     add("/v1/completions", openai.completions, texts, body=CompletionRequest)
     add("/v1/embeddings", embeddings.embeddings, responses(EmbeddingList, GENERATING), body=EmbeddingRequest)
-    add("/v1/score", scores.score, responses(ScoreList, GENERATING), body=ScoreRequest)
-    add("/v1/classify", scores.classify, responses(ClassList, GENERATING), body=ClassifyRequest)
-    add("/v1/rerank", scores.rerank, responses(Reranked, GENERATING), body=RerankRequest)
     add("/v1/chat/completions/render", tokens.render, responses(Rendered, GENERATING), body=ChatCompletionRequest)
     add("/tokenize", tokens.tokenize, responses(Tokens, GENERATING), body=TokenizeRequest)
     add("/detokenize", tokens.detokenize, responses(Detokenized, GENERATING), body=DetokenizeRequest)
 
-    @app.get("/v1/models", tags=["OpenAI"], response_model=None, responses=responses(EitherModelList, (400, 401, 500)))
-    async def models(request: Request) -> dict[str, Any]:
-        """List the models currently served; in Anthropic's format for Anthropic clients."""
-        listed = await openai.models()
-        if speaks_anthropic(request.scope):
-            return anthropic_models.page(listed["data"], request.query_params)
-        return listed
+
+def _add_models(routes: ApiRoutes, openai: OpenAIOperations) -> None:
+    def view_of(request: Request) -> ModelView | None:
+        return next((view for view in routes.model_views if view.asked_by(request.scope)), None)
+
+    async def models(request: Request) -> Response:
+        """List the models currently served; in the format of the client's API."""
+        listed, view = await openai.models(), view_of(request)
+        return json_response(view.page(listed["data"], request.query_params) if view else listed)
+
+    async def model(request: Request) -> Response:
+        """Retrieve one model; in the format of the client's API."""
+        shown, view = await openai.model(request.path_params["model"]), view_of(request)
+        return json_response(view.one(shown) if view else shown)
 
     parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-
-    @app.get(
-        "/v1/models/{model:path}",
-        tags=["OpenAI"],
-        response_model=None,
-        responses=responses(EitherModel, (401, 403, 404, 500, 503)),
-        openapi_extra={"parameters": [parameter]},
+    listed = responses(
+        _either("ModelList", ModelList, [view.schemas[0] for view in routes.model_views]), (400, 401, 500)
     )
-    async def model(request: Request) -> dict[str, Any]:
-        """Retrieve one model; in Anthropic's format for Anthropic clients."""
-        shown = await openai.model(request.path_params["model"])
-        return anthropic_models.as_anthropic(shown) if speaks_anthropic(request.scope) else shown
+    routes.add_http("/v1/models", models, listed, method="GET")
+    shown = responses(
+        _either("Model", Model, [view.schemas[1] for view in routes.model_views]), (401, 403, 404, 500, 503)
+    )
+    routes.add_http("/v1/models/{model:path}", model, shown, method="GET", parameters=[parameter])
 
-    return [
-        ChatCompletionRequest,
-        CompletionRequest,
-        EmbeddingRequest,
-        ScoreRequest,
-        RerankRequest,
-        ClassifyRequest,
-        TokenizeRequest,
-        DetokenizeRequest,
-    ]
+
+def _either(name: str, own: type[BaseModel], others: Sequence[type[BaseModel]]) -> type[BaseModel]:
+    """Returns the schema of an answer in OpenAI's format, or in that of another API for its clients."""
+    if not others:
+        return own
+    union: Any = Union[(own, *others)]
+    return create_model(f"Either{name}", __base__=RootModel[union], __doc__="In the format of the client's API.")
 
 
 ROOT: Mapping[str, str] = {

@@ -16,53 +16,34 @@ from starlette.types import ASGIApp
 from services.common.http.bounds import Bounds
 from services.common.intake.pace import BodyPace
 from services.common.observability.audit import AuditLog
+from services.common.packages.extensions import APIS, load_group
 from services.common.rpc.replicas import ReplicaSet
 from services.common.security.tls import channel_credentials, https_context
 from services.common.tasks import Stop, TaskOwner
 from services.gateway.admission.builder import build_gate
 from services.gateway.admission.gate import Gate
-from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
-from services.gateway.apis.anthropic.routes import add_messages
-from services.gateway.apis.batches.builder import build_batch_endpoints, build_batch_runner, build_batch_store
-from services.gateway.apis.batches.endpoints import add_batches
-from services.gateway.apis.batches.store import BatchStore
-from services.gateway.apis.common.block_runner import BlockAnswerRunner
-from services.gateway.apis.common.http import BodyReader
-from services.gateway.apis.generate.endpoints import GenerateEndpoints, add_generate
-from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
-from services.gateway.apis.openai.endpoints import OpenAIEndpoints
-from services.gateway.apis.openai.scores import ScoreEndpoints
-from services.gateway.apis.openai.tokens import TokenEndpoints
-from services.gateway.apis.operations.endpoints import OperationsEndpoints, add_operations
-from services.gateway.apis.responses.connection import LastResponse
-from services.gateway.apis.responses.conversation_endpoints import ConversationEndpoints, add_conversations
-from services.gateway.apis.responses.conversations import Conversations
-from services.gateway.apis.responses.endpoints import ResponsesEndpoints
-from services.gateway.apis.responses.routes import add_responses
-from services.gateway.apis.responses.store import (
-    BODIES_PER_VALUE,
-    RESPONSES_PER_MB,
-    MemoryStore,
-    ResponseStore,
-    StoreLimits,
-    last_responses,
-)
-from services.gateway.app import add_middleware, create_app
+from services.gateway.apis.openai.embeddings import EmbeddingOperations
+from services.gateway.apis.openai.operations import OpenAIOperations
+from services.gateway.apis.openai.tokens import TokenOperations
+from services.gateway.apis.parts import ApiParts
+from services.gateway.apis.routes import ApiRoutes
+from services.gateway.app import add_middleware, bare_app, create_app
 from services.gateway.clients.link import MAX_CONNECT_S
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.http.body_memory import BodyMemory
-from services.gateway.http.fast_path import posts
+from services.gateway.http.json_transport import BodyReader, HttpTransport
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.middleware.audit import open_audit_log
 from services.gateway.http.server import GIVE_UP_S, HttpServer
-from services.gateway.http.socket_turns import MAX_IDLE_S, MAX_LIFETIME_S, SocketLimits, SocketTurns, open_sockets
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.live_view.endpoints import add_live_view
 from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter
 from services.gateway.live_view.view import LiveView, LiveViewRecords
 from services.gateway.metrics import SILENT, GatewayMetrics
+from services.gateway.operations.block_runner import BlockAnswerRunner
+from services.gateway.operations.registry import Operations
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.stages import Components
 from services.gateway.placement.routers import ServiceRouter
@@ -100,7 +81,6 @@ class Gateway:
         live_view: None when it is switched off.
         fleet: runs control actions on workers.
         fleet_store: what gateways share about the workers that they operate.
-        batch_store: files and batches.
         pace: schedules large bodies.
     """
 
@@ -114,7 +94,6 @@ class Gateway:
     live_view: LiveView | None
     fleet: FleetControl
     fleet_store: FleetStore
-    batch_store: BatchStore
     pace: BodyPace
 
     @property
@@ -124,22 +103,25 @@ class Gateway:
         return components.preprocess.replicas, self.router.replicas, components.connections.postprocess
 
 
+@dataclass(frozen=True, slots=True)
+class App:
+    """The HTTP application, and what its APIs are built from."""
+
+    http: FastAPI
+    parts: ApiParts
+
+
 async def serve(settings: GatewaySettings, stop: Stop) -> None:
     """Runs the gateway until it is stopped."""
     tasks = TaskOwner(on_death=stop.fail)
-    response_store = _response_store(settings, tasks)
     gateway = build_gateway(settings, tasks)
     audit_log = open_audit_log(settings, tasks)
-    app = build_app(settings, gateway, response_store, audit_log)
-    server = _http_server(settings, app)
+    app = build_app(settings, gateway, tasks, audit_log)
+    server = _http_server(settings, app.http)
 
     await _start(gateway, settings, tasks)
-    if settings.batch_concurrency:
-        registry = gateway.components.registry
-        runner = build_batch_runner(
-            settings, gateway.batch_store, posts(app.routes), gateway.gate, registry, gateway.pace
-        )
-        tasks.spawn(runner.run(), "batches")
+    for name, run in app.parts.background:
+        tasks.spawn(run(), name)
     http_task = tasks.spawn(server.serve(), "http")
     log.info("HTTP server listening", extra={"address": server.address})
 
@@ -150,9 +132,9 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
     server.stop()
     await _drain(gateway.components, gateway.router, http_task, settings.drain_s)
     await tasks.close()
-    await response_store.close()
+    for close in app.parts.closers:
+        await close()
     await gateway.fleet_store.close()
-    await gateway.batch_store.close()
     if audit_log is not None:
         audit_log.close()
     await gateway.gate.close()
@@ -171,7 +153,7 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
     live_view = None
     if records is not None:
         live_view = LiveView(records, preprocess, router, components.stream_manager, registry, connections)
-    fleet_store, batch_store = _build_fleet_store(settings), build_batch_store(settings)
+    fleet_store = _build_fleet_store(settings)
     return Gateway(
         components,
         router,
@@ -185,7 +167,6 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         live_view,
         FleetControl(registry, channel_credentials(settings), fleet_store),
         fleet_store,
-        batch_store,
         BodyPace(settings.large_body_share),
     )
 
@@ -266,61 +247,41 @@ def _build_components(
     )
 
 
-def build_app(
-    settings: GatewaySettings, gateway: Gateway, response_store: ResponseStore, audit_log: AuditLog | None
-) -> FastAPI:
+def build_app(settings: GatewaySettings, gateway: Gateway, tasks: TaskOwner, audit_log: AuditLog | None) -> App:
     """Returns the HTTP application with all APIs and middleware."""
     components, pipelines = gateway.components, gateway.pipelines
     write_scheduler = WriteScheduler(KeepaliveMonitor(settings.comment_every_s, settings.write_timeout_s))
     memory = BodyMemory(settings.body_memory_bytes, gateway.pace)
-    response_store.pace = gateway.pace
+    max_bytes = int(settings.max_body_mb * (1 << 20))
+    bodies = BodyReader(max_bytes, settings.body_timeout_s, settings.budgets.values, memory)
     waits = ModelWaits(components.registry, gateway.router, settings.wait_for_workers_ms)
-    bodies = BodyReader(settings, memory, components.registry.only_model, waits)
-    block_runner = BlockAnswerRunner(pipelines, settings, write_scheduler, gateway.pieces)
-    conversations = Conversations(response_store)
-    embed_client = EmbedClient(components.registry, components.connections, MAX_EMBED_S)
-    embeddings = EmbeddingEndpoints(pipelines, embed_client, settings, bodies)
-    openai = OpenAIEndpoints(pipelines, settings, write_scheduler, gateway.parity, gateway.pieces, bodies)
-    app = create_app(
-        openai,
-        TokenEndpoints(pipelines, settings, bodies),
-        embeddings,
-        ScoreEndpoints(embeddings, settings, bodies),
+    routes = ApiRoutes(
+        bare_app(), HttpTransport(bodies, write_scheduler, settings.max_unsent_kb << 10), Operations(waits)
+    )
+    parts = ApiParts(
+        settings,
+        components.registry,
+        gateway.gate,
+        BlockAnswerRunner(pipelines, gateway.pieces),
+        OpenAIOperations(pipelines, settings, gateway.parity, gateway.pieces),
+        EmbeddingOperations(pipelines, EmbedClient(components.registry, components.connections, MAX_EMBED_S), settings),
+        gateway.fleet,
+        gateway.pace,
+        tasks,
+    )
+    for add_api in load_group(APIS).usable.values():
+        add_api(parts, routes)
+    create_app(
+        routes,
+        parts.openai,
+        TokenOperations(pipelines, settings),
+        parts.embeddings,
         gateway.readiness,
-        [
-            partial(
-                add_responses,
-                endpoints=ResponsesEndpoints(block_runner, settings, response_store, conversations, bodies),
-                sockets=_response_sockets(settings),
-            ),
-            partial(
-                add_conversations,
-                endpoints=ConversationEndpoints(settings, response_store, conversations, bodies),
-            ),
-            partial(add_messages, endpoints=MessagesEndpoints(block_runner, settings, bodies)),
-            partial(
-                add_batches,
-                endpoints=build_batch_endpoints(settings, gateway.batch_store, bodies, components.registry),
-            ),
-            partial(add_generate, endpoints=GenerateEndpoints(openai, settings, bodies)),
-            partial(
-                add_operations,
-                endpoints=OperationsEndpoints(gateway.fleet, components.registry, bodies, settings.budgets),
-            ),
-        ],
         components.metrics.rejected,
     )
-    add_live_view(app, gateway.live_view)
-    add_middleware(app, settings, gateway.gate, components.metrics, audit_log)
-    return app
-
-
-def _response_sockets(settings: GatewaySettings) -> SocketTurns:
-    limits = SocketLimits(MAX_IDLE_S, MAX_LIFETIME_S, settings.body_timeout_s, settings.write_timeout_s)
-    store = last_responses(settings)
-    return SocketTurns(
-        lambda: LastResponse(store), limits, open_sockets(settings.max_connections, settings.api_keys_file is not None)
-    )
+    add_live_view(routes.app, gateway.live_view)
+    add_middleware(routes, settings, gateway.gate, components.metrics, audit_log)
+    return App(routes.app, parts)
 
 
 async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) -> None:
@@ -360,20 +321,6 @@ async def _drain(components: Components, router: RouterClient, http_task: asynci
     await asyncio.gather(http_task, return_exceptions=True)
     drain_timer.cancel()
     await router.flush_reports(FLUSH_REPORTS_S)
-
-
-def _response_store(settings: GatewaySettings, tasks: TaskOwner) -> ResponseStore:
-    """Returns the configured store; raises SluiceError for an invalid Redis URL."""
-    url = settings.responses_redis_url.get_secret_value()
-    count, size = RESPONSES_PER_MB * settings.responses_kept_mb, settings.responses_kept_mb << 20
-    owner = None if settings.api_keys_file is None else (count // 4, size // 4)
-    value = int(BODIES_PER_VALUE * settings.max_body_mb * (1 << 20))
-    limits = StoreLimits.of(count, size, owner, value)
-    if not url:
-        return MemoryStore(limits, settings.responses_kept_s)
-    from services.gateway.apis.responses.redis_store import RedisStore  # optional: only needed with a Redis URL
-
-    return RedisStore(url, limits, settings.responses_kept_s, tasks, credentials=settings.redis_credentials)
 
 
 def _http_server(settings: GatewaySettings, app: ASGIApp) -> HttpServer:

@@ -19,13 +19,12 @@ from pydantic import BaseModel
 from scripts.pages.fields import SCHEMAS
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, internal
-from services.gateway.apis.generate.endpoints import translated
+from services.gateway.apis.generate.operation import translated
 from services.gateway.apis.generate.schemas import SamplingFields
 from services.gateway.apis.openai.choices import CollectedChoices
 from services.gateway.apis.openai.completion_objects import CompletionFormat
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailOptions
-from services.gateway.apis.openai.embedding_schemas import RerankRequest, ScoreRequest
-from services.gateway.apis.openai.logprobs import Naming, TokenText
+from services.gateway.apis.scores.schemas import RerankRequest, ScoreRequest
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.unsupported_fields import FieldClass, class_of
@@ -34,6 +33,7 @@ from services.gateway.clients.worker_messages import guided_decoding, sampling_o
 from services.gateway.core.request import GenerationRequest, PositionLogprobs, TokenLogprob, TokenPrompt
 from services.gateway.core.request_size import SHORT, SIZES, check_prompt_logprobs, sizes_of
 from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.operations.logprobs import Naming, TokenText
 from services.gateway.streams.running_memory import RunningMemory
 from tests.support.data.bodies import BUDGETS
 from tests.support.data.hostile_bodies import USER, tool

@@ -11,6 +11,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from services.common.http.bounded_reader import BoundedReader
 from services.common.http.connection import BoundedHttpProtocol
 
+CONNECTION_KEY = "sluice.connection"
+"""Key in the scope of a request of what its connection keeps between requests."""
 SOCKET_PATHS = frozenset((b"/v1/responses",))
 """Paths that are served over WebSocket."""
 

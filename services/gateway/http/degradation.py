@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 import orjson
 from starlette.responses import Response
 
 from services.common.observability.receipts import RECEIPT
-from services.gateway.core.receipts import Receipt
+from services.gateway.operations.operation import Marked
 
 DEGRADED = "x-sluice-degraded"
 MIGRATIONS = "x-sluice-migrations"
 MAX_RECEIPTS = 8
 """Receipts in the header, while each choice has its own in the body; further ones are left out."""
-
-
-class Marked(Protocol):
-    """A generation that may have used fallbacks or moved between workers."""
-
-    @property
-    def degraded(self) -> Collection[str]: ...
-
-    @property
-    def migrations(self) -> int: ...
-
-    @property
-    def receipts(self) -> Sequence[Receipt]: ...
 
 
 def mark(response: Response, generations: Iterable[Marked]) -> None:

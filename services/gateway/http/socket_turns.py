@@ -18,6 +18,7 @@ from services.common.budgets import TenantPool
 from services.common.errors import SluiceError
 from services.common.http.connection import ABORT_KEY
 from services.gateway import context
+from services.gateway.http.connection import CONNECTION_KEY
 from services.gateway.http.errors import error_response
 from services.gateway.http.inline_sender import abort
 from services.gateway.http.socket_answers import SocketAnswer, error_event, refusal
@@ -26,8 +27,6 @@ from services.gateway.http.socket_protocol import DRAIN, FRAME_BUDGET, PART
 
 log = logging.getLogger(__name__)
 
-SOCKET_KEY = "sluice.socket"
-"""Key of the connection's session in the scope of its requests."""
 _NOT_PASSED_ON = (
     b"connection", b"upgrade", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding",
     b"x-request-id",
@@ -203,7 +202,7 @@ class _TurnsOfConnection:
             "state": {},
             "extensions": {},
             ABORT_KEY: self._scope.get(ABORT_KEY),
-            SOCKET_KEY: self._session,
+            CONNECTION_KEY: self._session,
         }
         answer = SocketAnswer(self._send_text)
         try:

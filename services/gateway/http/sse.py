@@ -4,50 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.errors import SluiceError
 from services.gateway.http.connection import chunk_writer
+from services.gateway.http.degradation import mark
 from services.gateway.http.errors import error_response
 from services.gateway.http.inline_sender import InlineSender, abort, raw_send
 from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.operations.operation import EventSource, Listener, Marked
+from services.gateway.operations.output import COMMENT
 
 log = logging.getLogger(__name__)
 
-COMMENT = b": keep-alive\n\n"
 CLIENT_CLOSED_REQUEST = 499
 """HTTP status of a response whose client disconnected before its head was sent."""
-
-T = TypeVar("T")
-
-
-class EventSource(Protocol):
-    """Produces the events of a stream."""
-
-    def take(self) -> bytes:
-        """Removes and returns all pending complete events; empty if there are none."""
-
-    def silence(self) -> bytes:
-        """Returns what shows a client that the stream is alive while there is nothing to send."""
-
-    def cancel(self) -> None:
-        """Stops the source, because its client disconnected or the response ended."""
-
-    @property
-    def unsent(self) -> int:
-        """Number of pending characters."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the next `take` returns the last events."""
-
-    @property
-    def failure(self) -> SluiceError | None:
-        """Error of a source that failed before its first event; sent as a plain HTTP error response."""
 
 
 class EventStream(Response):
@@ -60,17 +33,20 @@ class EventStream(Response):
 
     Args:
         max_unsent: maximum number of buffered characters.
-
-    Attributes:
-        before_start: called with the response before its headers are sent; may change them.
+        marked: fallbacks and migrations that the headers report, as of when they are sent.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, source: EventSource, write_scheduler: WriteScheduler, max_unsent: int, headers: dict[str, str]
+        self,
+        source: EventSource,
+        write_scheduler: WriteScheduler,
+        max_unsent: int,
+        marked: Iterable[Marked] = (),
+        media_type: str = media_type,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
         # Starlette adds content-length: 0 for the empty body.
         self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         self._source: EventSource = source
@@ -83,7 +59,8 @@ class EventStream(Response):
         self._last_sent = False
         self._aborted = False
         self._idle = False  # nothing was written since the last keep-alive check
-        self.before_start: Callable[[Response], None] = _unchanged
+        self._marked = marked
+        source.attach(self)
 
     def notify(self, first: bool = False) -> None:
         """Schedules a write; the first event of a choice is written immediately."""
@@ -100,7 +77,7 @@ class EventStream(Response):
             self._write_scheduler.soon(self._scheduled_write)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        disconnect = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
+        disconnect = asyncio.get_running_loop().create_task(wait_for_disconnect(receive))
         disconnect.add_done_callback(lambda task: self._end())
         keepalive = self._write_scheduler.keepalive
         keepalive.add(self)
@@ -115,7 +92,7 @@ class EventStream(Response):
                 # The client has disconnected; what observes responses learns how this one ended.
                 await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
             else:
-                self.before_start(self)
+                mark(self, self._marked)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 raw = raw_send(scope, send)
                 self._sender = InlineSender(raw, chunk_writer(raw), self._write, self._end)
@@ -134,7 +111,7 @@ class EventStream(Response):
     def part(self) -> None:
         """Cancels the source and breaks the reference cycle between source and stream."""
         self._source.cancel()
-        self._source, self.before_start = _EMPTY_SOURCE, _unchanged
+        self._source, self._marked = _EMPTY_SOURCE, ()
 
     @property
     def blocked(self) -> bool:
@@ -197,6 +174,9 @@ class _EmptySource:
     over = True
     failure = None
 
+    def attach(self, listener: Listener) -> None:
+        """Does nothing."""
+
     def take(self) -> bytes:
         """Returns nothing."""
         return b""
@@ -212,39 +192,7 @@ class _EmptySource:
 _EMPTY_SOURCE = _EmptySource()
 
 
-def _unchanged(response: Response) -> None:
-    pass
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Returns once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def result_unless_gone(receive: Receive, job: Coroutine[Any, Any, T]) -> T | None:
-    """Returns the result of a job; None, after cancelling the job, if the client disconnects first."""
-    task = asyncio.get_running_loop().create_task(job)
-    disconnect = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        disconnect.cancel()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        del task  # Break the reference cycle: the traceback references this frame.
-
-
-async def run_unless_gone(receive: Receive, done: asyncio.Event, cancel: Callable[[], None]) -> bool:
-    """Waits for `done`; returns False, after calling `cancel`, if the client disconnects first."""
-    waiting = asyncio.get_running_loop().create_task(done.wait())
-    disconnect = asyncio.get_running_loop().create_task(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait((waiting, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if done.is_set():
-            return True
-        cancel()
-        return False
-    finally:
-        waiting.cancel()
-        disconnect.cancel()

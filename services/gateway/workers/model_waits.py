@@ -25,6 +25,10 @@ class ModelWaits:
         self._router = router
         self._max_wait_ms = max_wait_ms
 
+    def only_model(self) -> str:
+        """Returns the served model if there is exactly one; else empty."""
+        return self._registry.only_model()
+
     async def ready(self, model: str) -> None:
         """Returns once a model has a worker, at once if it has one or if requests do not wait here.
 

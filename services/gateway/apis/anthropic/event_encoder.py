@@ -11,11 +11,11 @@ import orjson
 from services.common.errors import SluiceError
 from services.gateway.apis.anthropic.call_ids import tool_use_id
 from services.gateway.apis.anthropic.message import Signature, end_fields, message_start, usage
-from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import BlockKind
 from services.gateway.apis.openai.completion_objects import degraded
-from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.core.request import Finish
+from services.gateway.operations.logprobs import TokenText
+from services.gateway.operations.output import Counts
+from services.gateway.operations.transcript import BlockKind
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

@@ -11,10 +11,10 @@ import orjson
 
 from services.common.rows.sendable_text import sendable_json
 from services.gateway.apis.anthropic.call_ids import tool_use_id
-from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import Block, BlockKind, Transcript
 from services.gateway.apis.openai.completion_objects import degraded
 from services.gateway.core.request import Finish, FinishReason
+from services.gateway.operations.output import Counts
+from services.gateway.operations.transcript import Block, BlockKind, Transcript
 
 
 class Signature:

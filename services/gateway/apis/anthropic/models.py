@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from services.common.errors import invalid
-from services.gateway.apis.common.http import read_limit
+from services.gateway.http.json_transport import read_limit
 
 MAX_LIMIT = 1000
 """Models of one page; a larger `limit` is refused with INVALID_ARGUMENT."""

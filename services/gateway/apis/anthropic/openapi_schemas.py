@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.common.apis.anthropic.tools import HOSTED_TOOL
-from services.gateway.apis.common.json_schemas import (
+from services.gateway.apis.json_schemas import (
     ANY,
     BOOLEAN_OR_NULL,
     NON_EMPTY,

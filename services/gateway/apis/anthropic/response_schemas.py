@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import RootModel
-
-from services.gateway.apis.openai.response_schemas import Model, ModelList, Open
+from services.gateway.apis.openai.response_schemas import Open
 
 
 class AnthropicErrorInfo(Open):
@@ -75,11 +73,3 @@ class AnthropicModelList(Open):
     has_more: bool
     first_id: str | None
     last_id: str | None
-
-
-class EitherModel(RootModel[Model | AnthropicModel]):
-    """OpenAI's format, or Anthropic's for requests with an `anthropic-version` header."""
-
-
-class EitherModelList(RootModel[ModelList | AnthropicModelList]):
-    """OpenAI's format, or Anthropic's for requests with an `anthropic-version` header."""

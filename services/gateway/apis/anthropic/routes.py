@@ -5,24 +5,37 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
 from pydantic import BaseModel
+from starlette.middleware import Middleware
 
-from services.gateway.apis.anthropic.dialect import VERSIONS
-from services.gateway.apis.anthropic.endpoints import MessagesEndpoints
-from services.gateway.apis.anthropic.response_schemas import AnthropicError, MessageAnswer, TokenCount
+from services.gateway.apis.anthropic import models
+from services.gateway.apis.anthropic.dialect import VERSIONS, AnthropicDialect, speaks_anthropic
+from services.gateway.apis.anthropic.operations import MessageOperations
+from services.gateway.apis.anthropic.response_schemas import (
+    AnthropicError,
+    AnthropicModel,
+    AnthropicModelList,
+    MessageAnswer,
+    TokenCount,
+)
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
-from services.gateway.apis.openai.openapi import GENERATING, add_route, responses
+from services.gateway.apis.openai.openapi import GENERATING, responses
+from services.gateway.apis.parts import ApiParts
+from services.gateway.apis.routes import ApiRoutes, ModelView
 
 _HEADER = {"name": "anthropic-version", "in": "header", "required": False, "schema": {"enum": list(VERSIONS)}}
 
 
-def add_messages(app: FastAPI, endpoints: MessagesEndpoints) -> list[type[BaseModel]]:
-    """Adds the routes and returns the schemas of their request bodies."""
-    add = partial(add_route, app, name="anthropic_", tag="Anthropic", parameters=[_HEADER])
-    add("/v1/messages", endpoints.messages, _answers(MessageAnswer, streams=True), body=MessagesRequest)
-    add("/v1/messages/count_tokens", endpoints.count_tokens, _answers(TokenCount), body=CountTokensRequest)
-    return [MessagesRequest, CountTokensRequest]
+def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
+    """Adds the Messages API."""
+    operations = MessageOperations(parts.block_runner, parts.settings)
+    add = partial(routes.add, name="anthropic_", tag="Anthropic", parameters=[_HEADER])
+    add("/v1/messages", operations.messages, _answers(MessageAnswer, streams=True), body=MessagesRequest)
+    add("/v1/messages/count_tokens", operations.count_tokens, _answers(TokenCount), body=CountTokensRequest)
+    routes.dialects.append(Middleware(AnthropicDialect))
+    routes.model_views.append(
+        ModelView((AnthropicModelList, AnthropicModel), speaks_anthropic, models.page, models.as_anthropic)
+    )
 
 
 def _answers(answer: type[BaseModel], streams: bool = False) -> dict[int | str, Any]:

@@ -11,11 +11,12 @@ from services.common.apis.anthropic.tools import ChatTools, read_tools
 from services.common.apis.prompts import THINKING_SWITCHES
 from services.common.errors import SluiceError, with_field
 from services.gateway.apis.anthropic.schemas import MessagesRequest, PromptFields
-from services.gateway.apis.common.field_names import FieldNameMap
-from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
+from services.gateway.apis.openai.chat_translation import translate_chat
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.core.request import left_out, no_effect
 from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.operations.block_runner import TranslatedRequest
+from services.gateway.operations.field_names import FieldNameMap
 
 SWITCH = "thinking.type"
 """The client's name of these switches."""

@@ -1,24 +1,24 @@
-"""Builds the store, the endpoints and the runner of batches from the settings."""
+"""Adds files and batches to a gateway: store, endpoints and runner."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from services.common.budgets import Budget
-from services.common.intake.pace import BodyPace
-from services.gateway.admission.gate import Gate
 from services.gateway.admission.permit import Permit
-from services.gateway.apis.batches.endpoints import BatchEndpoints, UploadLimits
+from services.gateway.apis.batches.endpoints import BatchEndpoints, UploadLimits, add_batches
 from services.gateway.apis.batches.executor import MAX_REQUEST_S, BatchExecutor
 from services.gateway.apis.batches.lines import line_parser
 from services.gateway.apis.batches.memory_store import MemoryBatchStore
+from services.gateway.apis.batches.redis_store import RedisBatchStore
 from services.gateway.apis.batches.runner import BatchRunner
 from services.gateway.apis.batches.shares import FairShares
 from services.gateway.apis.batches.store import BatchStore, Limits
 from services.gateway.apis.batches.work import Work
-from services.gateway.apis.common.http import BodyReader
-from services.gateway.http.fast_path import Endpoint
+from services.gateway.apis.parts import ApiParts
+from services.gateway.apis.routes import ApiRoutes
+from services.gateway.http.json_transport import BodyReader
+from services.gateway.operations.registry import Operations
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.registry import WorkerRegistry
 
@@ -43,16 +43,22 @@ def build_batch_store(settings: GatewaySettings) -> BatchStore:
     url = settings.responses_redis_url.get_secret_value()
     if not url:
         return MemoryBatchStore(limits, settings.files_kept_s)
-    from services.gateway.apis.batches.redis_store import RedisBatchStore  # optional: only needed with a Redis URL
-
     return RedisBatchStore(url, limits, settings.files_kept_s, settings.redis_credentials)
 
 
-def build_batch_endpoints(
+def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
+    """Adds the endpoints of files and batches, and the runner of batches."""
+    settings = parts.settings
+    store = build_batch_store(settings)
+    parts.closers.append(store.close)
+    add_batches(routes, _endpoints(settings, store, routes.transport.bodies, parts.registry))
+    if settings.batch_concurrency:
+        parts.background.append(("batches", _runner(parts, store, routes.operations).run))
+
+
+def _endpoints(
     settings: GatewaySettings, store: BatchStore, bodies: BodyReader, registry: WorkerRegistry
 ) -> BatchEndpoints:
-    """Returns the endpoints of files and batches."""
-
     def usable(permit: Permit) -> bool:
         if not permit.key.models or settings.wait_for_workers_ms:
             return True
@@ -62,26 +68,15 @@ def build_batch_endpoints(
     return BatchEndpoints(store, bodies, settings.budgets, usable, limits)
 
 
-def build_batch_runner(
-    settings: GatewaySettings,
-    store: BatchStore,
-    endpoints: Mapping[str, Endpoint],
-    gate: Gate,
-    registry: WorkerRegistry,
-    pace: BodyPace,
-) -> BatchRunner:
-    """Returns the runner of batches.
-
-    Args:
-        endpoints: by path, as for requests over HTTP.
-        pace: schedules large lines with the large bodies of requests.
-    """
-    executor = BatchExecutor(endpoints, gate, registry, settings.request_timeout_s or MAX_REQUEST_S)
+def _runner(parts: ApiParts, store: BatchStore, operations: Operations) -> BatchRunner:
+    settings = parts.settings
+    parse = line_parser(settings.budgets.values, parts.pace)
+    request_s = settings.request_timeout_s or MAX_REQUEST_S
     line_bytes = int(settings.max_body_mb * (1 << 20))
     work = Work(
         store=store,
-        executor=executor,
-        parse=line_parser(settings.budgets.values, pace),
+        executor=BatchExecutor(operations, parts.gate, parts.registry, request_s, parse),
+        parse=parse,
         lines=_LINES,
         broken_lines=_BROKEN_LINES,
         max_line_bytes=line_bytes,

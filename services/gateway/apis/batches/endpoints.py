@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
-from fastapi import FastAPI
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,13 +21,14 @@ from services.gateway.apis.batches.lines import count_lines
 from services.gateway.apis.batches.multipart import FormPart, read_form
 from services.gateway.apis.batches.records import UPLOAD, BatchRecord, FileRecord
 from services.gateway.apis.batches.store import WINDOW_S, BatchStore, StoredBatch
-from services.gateway.apis.common.http import BodyReader, json_response
 from services.gateway.apis.openai.fields import Metadata, Strict
-from services.gateway.apis.openai.openapi import add_route, responses
+from services.gateway.apis.openai.openapi import responses
 from services.gateway.apis.openai.response_schemas import Open
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.pagination import page
+from services.gateway.apis.pagination import page
+from services.gateway.apis.routes import ApiRoutes
 from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.http.json_transport import BodyReader, json_response
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_NAME = 255
@@ -167,7 +167,7 @@ class BatchEndpoints:
 
     async def create_batch(self, request: Request) -> Response:
         """Run the requests of a file in the background, at the lowest priority."""
-        fields = check(BatchCreateRequest, await self._bodies.read(request, add_model=False), self._budgets)
+        fields = check(BatchCreateRequest, await self._bodies.read(request), self._budgets)
         owner, now = _owner(), int(time.time())
         file = await self._store.file(owner, fields.input_file_id)
         if file is None:
@@ -237,9 +237,9 @@ def _no_file(name: str, param: str = "file_id") -> SluiceError:
     return not_found(f"File {quoted(name)} does not exist.", param=param, code="file_not_found")
 
 
-def add_batches(app: FastAPI, endpoints: BatchEndpoints) -> list[type[BaseModel]]:
-    """Adds the routes and returns the schemas of their request bodies."""
-    add = partial(add_route, app, tag="Batches")
+def add_batches(routes: ApiRoutes, endpoints: BatchEndpoints) -> None:
+    """Adds the routes."""
+    add = partial(routes.add_http, tag="Batches")
     file_id, batch_id = (
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in ("file_id", "batch_id")
@@ -272,4 +272,3 @@ def add_batches(app: FastAPI, endpoints: BatchEndpoints) -> list[type[BaseModel]
     removed = responses(BatchDeleted, FAILURES)
     add("/v1/batches/{batch_id}", endpoints.delete_batch, removed, method="DELETE", parameters=[batch_id])
     add("/v1/batches/{batch_id}/cancel", endpoints.cancel_batch, batch, parameters=[batch_id])
-    return [BatchCreateRequest]

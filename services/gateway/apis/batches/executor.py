@@ -1,27 +1,24 @@
-"""Runs the requests of batches through the endpoints of the gateway, when interactive requests leave room."""
+"""The batch transport: runs the lines of batches through operations, when interactive requests leave room."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 
 import orjson
-from starlette.requests import Request
-from starlette.types import Message
 
 from services.common.errors import SluiceError, internal
 from services.gateway import context
 from services.gateway.admission.gate import Gate
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.scopes import Scope
-from services.gateway.apis.batches.lines import BatchLine
+from services.gateway.apis.batches.lines import BatchLine, Parse
 from services.gateway.apis.openai.fields import MAX_PRIORITY
 from services.gateway.core.deadlines import Deadline
-from services.gateway.http.body import release_body
-from services.gateway.http.errors import error_response
-from services.gateway.http.fast_path import Endpoint
+from services.gateway.http.errors import error_body
+from services.gateway.operations.operation import NO_CALLER, Whole
+from services.gateway.operations.registry import Operations
 from services.gateway.workers.registry import WorkerRegistry
 
 log = logging.getLogger(__name__)
@@ -38,14 +35,15 @@ class BatchExecutor:
     """Runs requests with the permissions and limits of a key, at the lowest priority.
 
     Args:
-        endpoints: by path, as for requests over HTTP.
+        parse: parses the body of a line.
         request_s: most seconds of a request.
     """
 
     def __init__(
-        self, endpoints: Mapping[str, Endpoint], gate: Gate, registry: WorkerRegistry, request_s: float
+        self, operations: Operations, gate: Gate, registry: WorkerRegistry, request_s: float, parse: Parse
     ) -> None:
-        self._endpoints = endpoints
+        self._operations = operations
+        self._parse = parse
         self._gate = gate
         self._registry = registry
         self._request_s = request_s
@@ -78,7 +76,7 @@ class BatchExecutor:
         try:
             deadline = Deadline.after(self._request_s)
             context.enter(replace(context.NO_CONTEXT, permit=permit, deadline=deadline))
-            return await self._call(path, self._body(path, line))
+            return await self._call(path, line)
         except SluiceError as error:
             return _answer_of(error)
         except Exception:  # one line must not end the work on the others
@@ -87,29 +85,17 @@ class BatchExecutor:
         finally:
             self._gate.leave(permit)
 
-    async def _call(self, path: str, text: bytes) -> tuple[int, bytes]:
-        messages: list[Message] = [{"type": "http.request", "body": text, "more_body": False}]
-
-        async def receive() -> Message:
-            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
-
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
-        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
-        try:
-            response = await self._endpoints[path](Request(scope, receive))
-        finally:
-            release_body(scope)
-        return response.status_code, bytes(response.body)
-
-    def _body(self, path: str, line: BatchLine) -> bytes:
-        """Returns the body of a line with the lowest priority, where there are priorities."""
+    async def _call(self, path: str, line: BatchLine) -> tuple[int, bytes]:
+        body = await self._parse(line.body)  # anew for each attempt: operations may change it
         priority = line.priority
         if path != WITHOUT_PRIORITY and line.model and self._registry.has_capability(line.model, "priority"):
             priority = MAX_PRIORITY
-        if priority is None:
-            return line.body
-        rest = b"," + line.body[1:] if len(line.body) > 2 else b"}"
-        return b'{"priority":' + orjson.dumps(priority) + rest
+        if priority is not None:
+            body["priority"] = priority
+        answer = await self._operations.of(path)(body, NO_CALLER)
+        if not isinstance(answer, Whole):
+            raise internal("A request of a batch was not answered as a whole.")
+        return 200, answer.content if isinstance(answer.content, bytes) else orjson.dumps(answer.content)
 
 
 def _with_priority(key: ApiKey) -> ApiKey:
@@ -118,5 +104,4 @@ def _with_priority(key: ApiKey) -> ApiKey:
 
 
 def _answer_of(error: SluiceError) -> tuple[int, bytes]:
-    response = error_response(error)
-    return response.status_code, bytes(response.body)
+    return error.http_status, orjson.dumps(error_body(error))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import SluiceError
 from services.gateway.http.inline_sender import abort
-from services.gateway.http.sse import result_unless_gone
+from services.gateway.http.sse import wait_for_disconnect
+from services.gateway.operations.waiting import result_unless_gone
 
 RANGE_BYTES = 256 << 10
 
@@ -48,7 +50,7 @@ class FileContent(Response):
 
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            complete = await result_unless_gone(receive, transfer())
+            complete = await result_unless_gone(partial(wait_for_disconnect, receive), transfer())
         except (TimeoutError, SluiceError):  # the client reads too slowly, or the store is unavailable
             complete = False
         if not complete:

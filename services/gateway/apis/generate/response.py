@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 
 from services.gateway.apis.openai.completion_objects import CompletedChoice, Detail, Format
-from services.gateway.apis.openai.logprobs import Naming, TokenText, chat_logprobs
 from services.gateway.apis.openai.response_schemas import Open, Usage
+from services.gateway.operations.logprobs import Naming, TokenText, chat_logprobs
 
 
 class TokenFormat(Format):

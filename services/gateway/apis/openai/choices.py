@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import orjson
 
 from services.common.errors import SluiceError
-from services.gateway.apis.common.output import CollectedResponse, FieldRenamer, StreamedChoice, StreamedResponse
 from services.gateway.apis.openai.completion_objects import (
     DONE,
     PLAIN,
@@ -20,6 +19,7 @@ from services.gateway.apis.openai.completion_objects import (
 )
 from services.gateway.core.request import Finish
 from services.gateway.core.request_size import LOGPROB_VALUES
+from services.gateway.operations.output import CollectedResponse, FieldRenamer, StreamedChoice, StreamedResponse
 
 
 class ChunkedChoice(StreamedChoice):

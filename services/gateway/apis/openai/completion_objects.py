@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from services.common.errors import SluiceError
-from services.gateway.apis.common.output import Counts
-from services.gateway.apis.openai.logprobs import Naming, TokenText, chat_logprobs, completion_logprobs
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.errors import error_body
+from services.gateway.operations.logprobs import Naming, TokenText, chat_logprobs, completion_logprobs
+from services.gateway.operations.output import Counts
 
 _FINISH_REASONS = {
     FinishReason.STOP: "stop",

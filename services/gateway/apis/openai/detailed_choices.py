@@ -8,11 +8,11 @@ from typing import Any
 
 import orjson
 
-from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import CompletedChoice, Detail, Format, usage
-from services.gateway.apis.openai.logprobs import Naming, TokenText, prompt_logprobs
 from services.gateway.core.request import Finish
+from services.gateway.operations.logprobs import Naming, TokenText, prompt_logprobs
+from services.gateway.operations.output import Counts
 
 
 @dataclass(frozen=True, slots=True)

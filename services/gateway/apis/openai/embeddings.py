@@ -9,21 +9,18 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from services.common import logs
 from services.common.errors import SluiceError, invalid
 from services.common.observability import telemetry
 from services.common.packing import pack_u32
 from services.gateway import context
-from services.gateway.apis.common.field_names import FieldNameMap
-from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest, PoolingFields
 from services.gateway.apis.openai.fields import one_by_one
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import TextPrompt, TokenPrompt
-from services.gateway.http.sse import result_unless_gone
+from services.gateway.operations.field_names import FieldNameMap
+from services.gateway.operations.operation import Caller, Whole
+from services.gateway.operations.waiting import result_unless_gone
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.capabilities import able
@@ -37,34 +34,27 @@ PoolingInput = str | list[int] | tuple[str, str]
 _FIELD_NAMES = FieldNameMap({"model": "model"}, default="input")
 
 
-class EmbeddingEndpoints:
-    """Tokenizes the inputs and computes their embeddings on workers that support it.
+class EmbeddingOperations:
+    """Tokenizes the inputs and computes their embeddings on workers that support it."""
 
-    Args:
-        bodies: reads the bodies of requests.
-    """
-
-    def __init__(
-        self, pipelines: Pipelines, client: EmbedClient, settings: GatewaySettings, bodies: BodyReader
-    ) -> None:
+    def __init__(self, pipelines: Pipelines, client: EmbedClient, settings: GatewaySettings) -> None:
         self._pipelines = pipelines
         self._client = client
         self._budgets = settings.budgets
-        self._bodies = bodies
 
-    async def embeddings(self, request: Request) -> Response:
+    async def embeddings(self, body: dict[str, Any], caller: Caller) -> Whole | None:
         """Create embeddings of texts or of token ids."""
-        fields = check(EmbeddingRequest, await self._bodies.read(request), self._budgets)
+        fields = check(EmbeddingRequest, body, self._budgets)
         entry = able(self._workers(fields), NEEDS)[0]
-        result = await self.vectors(request, fields, entry, one_by_one(fields.input), fields.dimensions or 0)
+        result = await self.vectors(caller, fields, entry, one_by_one(fields.input), fields.dimensions or 0)
         if result is None:
-            return client_closed_response()
+            return None
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(vector, fields)}
             for index, vector in enumerate(result.vectors)
         ]
         usage = {"prompt_tokens": result.prompt_tokens, "total_tokens": result.prompt_tokens}
-        return json_response({"object": "list", "data": data, "model": fields.model, "usage": usage})
+        return Whole({"object": "list", "data": data, "model": fields.model, "usage": usage})
 
     def worker(self, fields: PoolingFields) -> WorkerEntry:
         """Returns a worker of the model, which embeds or classifies; raises SluiceError if there is none."""
@@ -77,13 +67,13 @@ class EmbeddingEndpoints:
 
     async def vectors(
         self,
-        request: Request,
+        caller: Caller,
         fields: PoolingFields,
         entry: WorkerEntry,
         inputs: Sequence[PoolingInput],
         dimensions: int = 0,
     ) -> Embeddings | None:
-        """Returns the vectors or classes of inputs; None if the client has disconnected.
+        """Returns the vectors or classes of inputs; None if the caller is gone.
 
         Args:
             entry: a worker of the model.
@@ -93,12 +83,12 @@ class EmbeddingEndpoints:
         request_id = f"embd-{secrets.token_hex(12)}"
         logs.request_id.set(request_id)
         label = fields.request_id or fields.rid
-        with telemetry.stage("gateway.embed", dict(request.headers), model=fields.model, client_request_id=label):
+        with telemetry.stage("gateway.embed", dict(caller.headers), model=fields.model, client_request_id=label):
             ids = await self._tokenized(inputs, fields, entry)
             permit = context.current().permit
             await permit.charge(sum(len(each.token_ids) for each in ids) // 4)
             computed = self._client.embed(request_id, entry.model, ids, dimensions, adapter)
-            result = await result_unless_gone(request.receive, computed)
+            result = await result_unless_gone(caller.gone, computed)
         if result is not None:
             permit.spent(result.prompt_tokens)
             if (audit := context.current().audit) is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -53,47 +53,6 @@ def responses(answer: type[BaseModel], failures: Sequence[int], streams: bool = 
         events = {"schema": _EVENT, "example": 'data: {"id": "…", "choices": […]}\n\ndata: [DONE]\n\n'}
         success["content"] = {"text/event-stream": events}
     return {200: success, **{status: {"model": ErrorAnswer, "description": _FAILURES[status]} for status in failures}}
-
-
-def add_route(
-    app: FastAPI,
-    path: str,
-    endpoint: Callable[[Request], Awaitable[Response]],
-    answers: dict[int | str, Any],
-    *,
-    method: str = "POST",
-    name: str = "",
-    tag: str = "OpenAI",
-    body: type[BaseModel] | None = None,
-    parameters: Sequence[dict[str, Any]] = (),
-) -> None:
-    """Adds a route whose endpoint takes the plain request.
-
-    Args:
-        answers: the documented responses, by status.
-        name: prefix of the operation's name, which is otherwise that of the endpoint.
-        body: the documented schema of the request body.
-        parameters: documented parameters.
-    """
-
-    async def handle(request: Request) -> Response:
-        return await endpoint(request)
-
-    handle.__doc__ = endpoint.__doc__
-    extra: dict[str, Any] = {} if body is None else body_of(body)
-    if parameters:
-        extra["parameters"] = list(parameters)
-    app.add_api_route(
-        path,
-        handle,
-        methods=[method],
-        response_class=Response,
-        response_model=None,
-        name=f"{name}{endpoint.__name__}",
-        tags=[tag],
-        responses=answers,
-        openapi_extra=extra,
-    )
 
 
 def body_of(kind: type[BaseModel]) -> dict[str, Any]:

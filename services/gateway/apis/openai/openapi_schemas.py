@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.apis.common.json_schemas import (
+from services.gateway.apis.json_schemas import (
     NON_EMPTY,
     NULL,
     STRING,

@@ -158,62 +158,6 @@ class EmbeddingList(Open):
     usage: EmbeddingUsage
 
 
-class Score(Open):
-    """The score of a pair of texts."""
-
-    index: int
-    object: Literal["score"]
-    score: float
-
-
-class ScoreList(Open):
-    """The scores of pairs of texts, in their order."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Score]
-    usage: dict[str, int]
-
-
-class Relevance(Open):
-    """A document and its relevance for the query."""
-
-    index: int
-    relevance_score: float
-    document: dict[str, str] | None = None
-
-
-class Reranked(Open):
-    """Documents, the most relevant first."""
-
-    id: str
-    model: str
-    results: list[Relevance]
-    usage: dict[str, int]
-
-
-class ClassOfText(Open):
-    """The likeliest class of a text, and the probabilities of all."""
-
-    index: int
-    label: str
-    probs: list[float]
-    num_classes: int
-
-
-class ClassList(Open):
-    """The classes of texts, in their order."""
-
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[ClassOfText]
-    usage: dict[str, int]
-
-
 class Model(Open):
     """A model that is currently served."""
 

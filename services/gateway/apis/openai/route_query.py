@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.responses import Response
-
 from services.common.packing import unpack_u32
-from services.gateway.apis.common.http import Fallback, json_response
-from services.gateway.apis.common.output import Counts
 from services.gateway.apis.openai.completion_objects import Format, usage
 from services.gateway.core.request import GenerationRequest, Route, TokenizedPrompt
+from services.gateway.operations.operation import Fallback, Whole
+from services.gateway.operations.output import Counts
 from services.gateway.pipeline.pipeline import Pipeline
 
 
-async def query_response(pipeline: Pipeline, generations: Sequence[GenerationRequest], form: Format) -> Response:
-    """Returns a response without choices; `placements` has an entry per prompt, `nvext` the first in Dynamo's format.
+async def query_response(pipeline: Pipeline, generations: Sequence[GenerationRequest], form: Format) -> Whole:
+    """Returns an answer without choices; `placements` has an entry per prompt, `nvext` the first in Dynamo's format.
 
     Raises:
         SluiceError: see Pipeline.query.
@@ -31,7 +29,7 @@ async def query_response(pipeline: Pipeline, generations: Sequence[GenerationReq
     tokens = sum(prompt.length for prompt, _ in queried)
     body = {**form.full_response([], usage(Counts(tokens))), "nvext": nvext, "placements": placements}
     reasons = {reason for _, route in queried for reason in (route.degraded, route.split_skipped) if reason}
-    return json_response(body, [Fallback(reasons)])
+    return Whole(body, [Fallback(reasons)])
 
 
 def _placement(prompt: TokenizedPrompt, route: Route) -> dict[str, Any]:

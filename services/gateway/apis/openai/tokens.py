@@ -7,17 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
 
 from services.common.errors import SluiceError, invalid
 from services.common.media.parts import take_media
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway import context
-from services.gateway.apis.common.field_names import FieldNameMap
-from services.gateway.apis.common.http import BodyReader, json_response
-from services.gateway.apis.common.media import check_media, with_media
 from services.gateway.apis.openai.completion_objects import ChatFormat
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
@@ -26,6 +21,9 @@ from services.gateway.apis.openai.translate import chat_request, count_tools
 from services.gateway.apis.openai.validation import check
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenizedPrompt
 from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.operations.field_names import FieldNameMap
+from services.gateway.operations.media import check_media, with_media
+from services.gateway.operations.operation import Caller, Whole
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.registry import WorkerEntry
@@ -33,32 +31,26 @@ from services.gateway.workers.registry import WorkerEntry
 _FIELD_NAMES = FieldNameMap({"token_ids": "tokens"})
 
 
-class TokenEndpoints:
-    """Handlers served by preprocess alone, without workers.
+class TokenOperations:
+    """Operations served by preprocess alone, without workers."""
 
-    Args:
-        bodies: reads the bodies of requests.
-    """
-
-    def __init__(self, pipelines: Pipelines, settings: GatewaySettings, bodies: BodyReader) -> None:
+    def __init__(self, pipelines: Pipelines, settings: GatewaySettings) -> None:
         self._pipelines = pipelines
         self._settings = settings
         self._budgets = settings.budgets
-        self._bodies = bodies
 
-    async def tokenize(self, request: Request) -> Response:
+    async def tokenize(self, body: dict[str, Any], caller: Caller) -> Whole:
         """Tokenize a prompt or a chat."""
-        body = await self._bodies.read(request)
         fields = check(TokenizeRequest, body, self._budgets)
         count_tools(fields.tools, SchemaMeter(self._budgets))
         entry = self._entry(fields.model)
         parts = await with_media(body.get("messages"), _prompt, body, fields, self._budgets)
-        with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=entry.model):
+        with telemetry.stage("gateway.tokenize", parent=dict(caller.headers), model=entry.model):
             prompt = await self._tokens(entry, parts)
             texts = None
             if fields.return_token_strs:
                 texts = await self._pipelines.preprocess.token_texts(entry.model, prompt.token_ids)
-        return json_response(
+        return Whole(
             {
                 "count": prompt.length,
                 "max_model_len": prompt.context_limit(entry.context_length),
@@ -67,11 +59,11 @@ class TokenEndpoints:
             }
         )
 
-    async def detokenize(self, request: Request) -> Response:
+    async def detokenize(self, body: dict[str, Any], caller: Caller) -> Whole:
         """Return the text of token ids."""
-        fields = check(DetokenizeRequest, await self._bodies.read(request), self._budgets)
+        fields = check(DetokenizeRequest, body, self._budgets)
         entry = self._entry(fields.model)
-        with telemetry.stage("gateway.detokenize", parent=dict(request.headers), model=entry.model):
+        with telemetry.stage("gateway.detokenize", parent=dict(caller.headers), model=entry.model):
             await _charge(len(fields.tokens))
             try:
                 text = await self._pipelines.preprocess.detokenize(
@@ -79,11 +71,10 @@ class TokenEndpoints:
                 )
             except SluiceError as error:
                 raise _FIELD_NAMES.rename(error) from None
-        return json_response({"prompt": text})
+        return Whole({"prompt": text})
 
-    async def render(self, request: Request) -> Response:
+    async def render(self, body: dict[str, Any], caller: Caller) -> Whole:
         """Render a chat completion as its worker would receive it."""
-        body = await self._bodies.read(request)
         fields = check(ChatCompletionRequest, body, self._budgets)
         request_id = ChatFormat.id_prefix + secrets.token_hex(12)
         generation = await with_media(
@@ -91,10 +82,10 @@ class TokenEndpoints:
         )
         assert isinstance(generation.prompt, ChatPrompt)
         entry = self._pipelines.registry.model(generation.model)
-        with telemetry.stage("gateway.render", parent=dict(request.headers), model=entry.model):
+        with telemetry.stage("gateway.render", parent=dict(caller.headers), model=entry.model):
             prompt = await self._tokens(entry, generation.prompt)
             text = await self._pipelines.preprocess.render(entry.model, generation.prompt)
-        return json_response(
+        return Whole(
             {
                 "request_id": request_id,
                 "model": generation.model,

@@ -18,8 +18,6 @@ from services.common.budgets import Budget
 from services.common.errors import invalid
 from services.common.media.parts import MediaInput, take_media
 from services.common.packing import pack_u32
-from services.gateway.apis.common.field_names import FieldNameMap
-from services.gateway.apis.common.media import media_needs
 from services.gateway.apis.openai.prompt_embeds import read_prompt_embeds
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
@@ -37,6 +35,8 @@ from services.gateway.core.request import (
 )
 from services.gateway.core.request_size import prompt_size, sizes_of
 from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.operations.field_names import FieldNameMap
+from services.gateway.operations.media import media_needs
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for completions."""

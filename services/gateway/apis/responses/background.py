@@ -14,13 +14,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.gateway.apis.responses.event_log import EventLog, LoggedEvents
 from services.gateway.apis.responses.store import ResponseStore, StoredResponse
+from services.gateway.operations.operation import Streamed
 from services.gateway.settings import GatewaySettings
 
 LEASE_S = 30.0
@@ -70,8 +69,6 @@ class BackgroundRun:
         self.ended = asyncio.Event()
         self.deleted = False
         self._cancelled = asyncio.Event()
-        self._status = 200
-        self._error = b""
 
     @property
     def cancelled(self) -> bool:
@@ -82,30 +79,15 @@ class BackgroundRun:
         """Ends the generation soon."""
         self._cancelled.set()
 
-    async def receive(self) -> Message:
-        """The ASGI `receive` of the generation: a disconnect once it is cancelled."""
+    async def gone(self) -> None:
+        """Returns once it is cancelled; the `gone` of its caller."""
         await self._cancelled.wait()
-        return {"type": "http.disconnect"}
 
-    async def send(self, message: Message) -> None:
-        """The ASGI `send` of the generation: its events are added to the log."""
-        if message["type"] == "http.response.start":
-            self._status = message["status"]
-        elif self._status == 200:
-            before = self.events.size
-            self.events.add(message.get("body", b""))
-            self._on_events(self.events.size - before)
-        else:
-            self._error += message.get("body", b"")
-
-    def check(self) -> None:
-        """Raises SluiceError if the generation failed before its first event."""
-        if self._error:
-            found = orjson.loads(self._error)["error"]
-            kind = ErrorKind.INTERNAL if self._status in (500, 502) else ErrorKind.UNAVAILABLE
-            if self._status in (400, 413):
-                kind = ErrorKind.INVALID_ARGUMENT
-            raise SluiceError(kind, found["message"], param=found["param"] or "", code=found["code"] or "")
+    def add(self, events: bytes) -> None:
+        """Adds events to the log."""
+        before = self.events.size
+        self.events.add(events)
+        self._on_events(self.events.size - before)
 
 
 class BackgroundResponses:
@@ -132,8 +114,6 @@ class BackgroundResponses:
         share = max_running if settings.api_keys_file is None else max_running // 4
         self._of_tenant = Budget("background_responses", share, "")
         self._max_bytes = max_bytes
-        self._comment_every_s = settings.comment_every_s
-        self._write_s = settings.write_timeout_s
         self._clock = clock
         self._lease_s = lease_s
         self._size = 0  # at least the bytes of all events
@@ -249,7 +229,7 @@ class BackgroundResponses:
             run.deleted = True
             run.cancel()
 
-    def stream(self, owner: str, response_id: str, number: int) -> Response:
+    def stream(self, owner: str, response_id: str, number: int) -> Streamed:
         """Returns the events from a sequence number on; raises SluiceError if they are not on this gateway."""
         run = self._runs.get((owner, response_id))
         if run is None:
@@ -259,7 +239,7 @@ class BackgroundResponses:
                 param="stream",
                 code="stream_unavailable",
             )
-        return LoggedEvents(run.events, number, self._comment_every_s, self._write_s)
+        return Streamed(LoggedEvents(run.events, number))
 
     async def _renew(self, run: BackgroundRun) -> None:
         while True:
@@ -323,29 +303,6 @@ class BackgroundResponses:
 
 def _full(budget: Budget, reason: str) -> SluiceError:
     return budget.refuse(reason, kind=ErrorKind.OVERLOADED, code="overloaded", retry_after_ms=1_000)
-
-
-class DetachedResponse(Response):
-    """Answers a request at once, and then does the work that it started.
-
-    The work is part of the request for admission, limits and the shutdown of the gateway.
-
-    Args:
-        answer: sent to the client while the work goes on.
-        work: does the rest.
-    """
-
-    def __init__(self, answer: Response, work: Callable[[], Awaitable[None]]) -> None:
-        super().__init__()
-        self._answer = answer
-        self._work = work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        working = asyncio.ensure_future(self._work())
-        try:
-            await self._answer(scope, receive, send)
-        finally:
-            await working
 
 
 def is_response(name: str) -> bool:

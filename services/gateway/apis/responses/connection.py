@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.types import Scope
-
 from services.common.errors import SluiceError, invalid
 from services.gateway.apis.responses.store import MemoryStore, StoredResponse
-from services.gateway.http.socket_turns import SOCKET_KEY
 
 CREATE = "response.create"
 _RETRYABLE = (429, 503)
@@ -50,12 +47,6 @@ class LastResponse:
         """See SocketSession."""
         self._store.discard(*self._last)
         self._last, self._taken = ("", ""), None
-
-
-def last_response(scope: Scope) -> LastResponse | None:
-    """Returns that of the connection that a request came from; None for a request over HTTP."""
-    found: LastResponse | None = scope.get(SOCKET_KEY)
-    return found
 
 
 def read_event(body: dict[str, Any]) -> bool:

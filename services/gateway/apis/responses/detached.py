@@ -6,28 +6,23 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from starlette.responses import Response
-
 from services.common.errors import SluiceError, internal
-from services.gateway.apis.common.block_runner import BlockAnswerRunner
-from services.gateway.apis.common.http import json_response
-from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.responses.background import (
     RUNNING,
     BackgroundResponses,
     BackgroundRun,
-    DetachedResponse,
 )
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import SamplingParams
+from services.gateway.operations.block_runner import BlockAnswerRunner, TranslatedRequest
+from services.gateway.operations.operation import Caller, Detached, Whole
+from services.gateway.operations.output import Counts
+from services.gateway.operations.waiting import events_of
 
 log = logging.getLogger(__name__)
-
-_SCOPE: dict[str, Any] = {"type": "http", "headers": []}
 
 
 class DetachedGeneration:
@@ -54,18 +49,19 @@ class DetachedGeneration:
         self._resource = self._resource_with(SamplingParams())
         self._encoder = ResponseEventEncoder(lambda: self._resource, options, self._update)
 
-    def respond(self, block_runner: BlockAnswerRunner) -> Response:
-        """Returns the response to the request, which starts the generation."""
+    def answer(self, block_runner: BlockAnswerRunner) -> Detached:
+        """Returns the answer to the request, whose work is the generation."""
         queued = self._resource.queued()
         self._update(queued)
-        answer = self._background.stream(*self._run.key, 0) if self._fields.stream else json_response(queued)
-        return DetachedResponse(answer, lambda: self._background.run(self._run, lambda: self._generate(block_runner)))
+        answer = self._background.stream(*self._run.key, 0) if self._fields.stream else Whole(queued)
+        return Detached(answer, lambda: self._background.run(self._run, lambda: self._generate(block_runner)))
 
     async def _generate(self, block_runner: BlockAnswerRunner) -> None:
         try:
-            response = await block_runner.stream(self._translated, self._encoder, self._started)
-            await response(dict(_SCOPE), self._run.receive, self._run.send)
-            self._run.check()
+            caller = Caller({}, self._run.gone)
+            streamed = await block_runner.stream(self._translated, self._encoder, caller, self._started)
+            async for events in events_of(streamed.source, caller.gone):
+                self._run.add(events)
         except SluiceError as error:
             self._fail(error)
         except Exception:
@@ -84,7 +80,7 @@ class DetachedGeneration:
 
     def _fail(self, error: SluiceError) -> None:
         if self._run.state["status"] in RUNNING:
-            self._run.events.add(self._encoder.opening(Counts()) + self._encoder.failure(error, Counts()))
+            self._run.add(self._encoder.opening(Counts()) + self._encoder.failure(error, Counts()))
 
     def _update(self, state: dict[str, Any]) -> None:
         if state["status"] not in RUNNING:

@@ -10,11 +10,11 @@ import orjson
 from services.common.apis.responses.custom_tools import InputReader
 from services.common.apis.responses.items import item_id
 from services.common.errors import SluiceError
-from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import Block, BlockKind
-from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.apis.responses.resource import OutputItem, OutputOptions, Resource, last_status
 from services.gateway.core.request import Finish, FinishReason
+from services.gateway.operations.logprobs import TokenText
+from services.gateway.operations.output import Counts
+from services.gateway.operations.transcript import Block, BlockKind
 
 
 class _EventNames(NamedTuple):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 from services.common.errors import SluiceError, invalid
-from services.gateway.http.inline_sender import abort
-from services.gateway.http.sse import COMMENT, result_unless_gone
+from services.gateway.operations.operation import Listener, Unattached
+from services.gateway.operations.output import COMMENT
 
 _READ_BYTES = 64 << 10
 PER_EVENT = 48
@@ -28,7 +24,7 @@ class EventLog:
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
         self._first = 0  # sequence number of the oldest event
-        self._changed = asyncio.Event()
+        self._listeners: set[Listener] = set()
         self.size = 0
         self.ended = False
 
@@ -66,67 +62,73 @@ class EventLog:
             )
         found: list[bytes] = []
         size = 0
-        while size < _READ_BYTES and number < self._first + len(self._events):
+        while size < _READ_BYTES and number < self.end_number:
             found.append(self._events[number - self._first])
             size += len(found[-1])
             number += 1
         return b"".join(found), number
 
-    async def changed(self) -> None:
-        """Waits until something is added, or the log ends."""
-        await self._changed.wait()
+    @property
+    def end_number(self) -> int:
+        """The sequence number of the next event."""
+        return self._first + len(self._events)
+
+    def follow(self, listener: Listener) -> None:
+        """Notifies a listener of additions and of the end."""
+        self._listeners.add(listener)
+
+    def unfollow(self, listener: Listener) -> None:
+        """Notifies a listener no longer."""
+        self._listeners.discard(listener)
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        for listener in tuple(self._listeners):
+            listener.notify(first=True)
 
 
-class LoggedEvents(Response):
-    """Sends the events of a log, from a sequence number on, until the log ends.
-
-    Args:
-        comment_every_s: longest time without output; 0 for no limit.
-        write_s: longest time that the client may read nothing.
+class LoggedEvents:
+    """The events of a log, from a sequence number on, until the log ends; see EventSource.
 
     Raises:
         SluiceError: as `EventLog.read`.
     """
 
-    media_type = "text/event-stream"
+    unsent = 0  # the log holds them, within bounds of its own
+    failure = None
 
-    def __init__(self, events: EventLog, number: int, comment_every_s: float, write_s: float) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self.raw_headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+    def __init__(self, events: EventLog, number: int) -> None:
         events.read(number)
         self._log = events
         self._number = number
-        self._comment_every_s = comment_every_s or None
-        self._write_s = write_s
+        self._listener: Listener = Unattached()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def write(data: bytes, more: bool = True) -> None:
-            async with asyncio.timeout(self._write_s):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
+    @property
+    def over(self) -> bool:
+        """See EventSource."""
+        return self._log.ended and self._number >= self._log.end_number
 
-        async def follow() -> None:
-            while True:
-                changed, ended = self._log.changed(), self._log.ended
-                data, self._number = self._log.read(self._number)
-                if data:
-                    changed.close()
-                    await write(data)
-                elif ended:
-                    changed.close()
-                    await write(b"", more=False)
-                    return
-                else:
-                    try:
-                        await asyncio.wait_for(changed, self._comment_every_s)
-                    except TimeoutError:
-                        await write(COMMENT)
+    def attach(self, listener: Listener) -> None:
+        """See EventSource."""
+        self._listener = listener
+        self._log.follow(listener)
+        if self._log.ended or self._number < self._log.end_number:
+            listener.notify(first=True)
 
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+    def take(self) -> bytes:
+        """See EventSource; disconnects a client that reads more slowly than the log drops events."""
         try:
-            await result_unless_gone(receive, follow())
-        except (TimeoutError, SluiceError):  # the client reads too slowly
-            abort(scope)
+            events, self._number = self._log.read(self._number)
+        except SluiceError:
+            self._listener.cut()
+            return b""
+        if events and (self._log.ended or self._number < self._log.end_number):
+            self._listener.notify()
+        return events
+
+    def silence(self) -> bytes:
+        """See EventSource."""
+        return COMMENT
+
+    def cancel(self) -> None:
+        """See EventSource."""
+        self._log.unfollow(self._listener)

@@ -11,12 +11,12 @@ from services.common.apis.responses.custom_tools import input_of
 from services.common.apis.responses.items import Item, compaction_item, item_id, new_id, seal
 from services.common.apis.responses.tools import ClientTool
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.completion_objects import degraded
-from services.gateway.apis.openai.logprobs import Naming, chat_logprobs
 from services.gateway.apis.responses.schemas import ResponsesRequest, TextOptions
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
+from services.gateway.operations.logprobs import Naming, chat_logprobs
+from services.gateway.operations.output import Counts
+from services.gateway.operations.transcript import Block, BlockKind
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.REASONING: "rs", BlockKind.CALL: "fc"}
 

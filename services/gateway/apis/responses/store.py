@@ -18,15 +18,7 @@ from typing import Any, NamedTuple, Self
 from services.common.errors import ErrorKind, SluiceError
 from services.common.intake.json_intake import own_json
 from services.common.intake.pace import BodyPace
-from services.gateway.http.socket_turns import MAX_LIFETIME_S, max_sockets
-from services.gateway.settings import GatewaySettings
 
-RESPONSES_PER_MB = 64
-"""Stored responses for each MiB that they may have; smaller ones take up records of their own."""
-MAX_SOCKETS_BYTES = 64 << 20
-"""Bytes of the unstored last responses of all WebSockets, which their next messages may continue; the oldest go."""
-BODIES_PER_VALUE = 2
-"""Size of the largest stored value, in largest bodies."""
 PARSE_WAIT_S = 10.0
 PER_RESPONSE = 512
 """Approximate overhead of a stored response, bytes."""
@@ -215,11 +207,3 @@ def too_large_to_store(limit: int) -> SluiceError:
         f"The conversation exceeds the {limit} bytes that the gateway stores for a client.",
         code="conversation_too_large",
     )
-
-
-def last_responses(settings: GatewaySettings) -> MemoryStore:
-    """Returns the bounded store of the last responses of all connections, a quarter of it for each tenant."""
-    count, size = max(1, max_sockets(settings.max_connections)), MAX_SOCKETS_BYTES
-    share = 1 if settings.api_keys_file is None else 4
-    limits = StoreLimits.of(count, size, (max(1, count // share), size // share))
-    return MemoryStore(limits, MAX_LIFETIME_S)

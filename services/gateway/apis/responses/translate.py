@@ -8,13 +8,14 @@ from typing import Any
 from services.common.apis.responses.conversation import Conversation
 from services.common.apis.responses.prompt import chat_fields
 from services.common.apis.responses.tools import ChatTools
-from services.gateway.apis.common.field_names import FieldNameMap
-from services.gateway.apis.common.translation import TranslatedRequest, translate_chat
+from services.gateway.apis.openai.chat_translation import translate_chat
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.apis.responses.schemas import ContextFields, ResponsesRequest, TextFormat
 from services.gateway.core.request import left_out as left_out_reason
 from services.gateway.core.request import no_effect
 from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.operations.block_runner import TranslatedRequest
+from services.gateway.operations.field_names import FieldNameMap
 
 _NAMES = {
     "messages": "input",

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from services.common.apis.responses.conversation import Conversation
 from services.common.errors import SluiceError
-from services.gateway.apis.common.media import check_media
-from services.gateway.apis.common.translation import TranslatedRequest
+from services.gateway.operations.block_runner import TranslatedRequest
+from services.gateway.operations.media import check_media
 from services.gateway.pipeline.models import Pipelines
 
 

@@ -15,7 +15,6 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.anthropic.dialect import AnthropicDialect, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message
-from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
@@ -23,6 +22,7 @@ from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
 from services.gateway.http.middleware.request_ids import RequestIds
 from services.gateway.http.sse import EventStream
+from services.gateway.operations.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.open_responses import event_problems
 

@@ -19,14 +19,14 @@ from services.gateway.apis.anthropic.schemas import MessagesRequest
 from services.gateway.apis.anthropic.schemas import explain as explain_message
 from services.gateway.apis.anthropic.translate import EngineCapabilities
 from services.gateway.apis.anthropic.translate import translate as translate_message
-from services.gateway.apis.common.media import media_characters, release_media, with_media
-from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.translate import translate as translate_response
 from services.gateway.core.request import ChatPrompt, GenerationRequest
+from services.gateway.operations.block_runner import TranslatedRequest
+from services.gateway.operations.media import media_characters, release_media, with_media
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.capabilities import able, modalities
 from services.gateway.workers.registry import WorkerEntry

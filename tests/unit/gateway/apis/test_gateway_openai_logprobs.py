@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError, unavailable
 from services.common.tasks import TaskOwner
-from services.gateway.apis.openai.logprobs import TokenText
-from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs, TokenLogprob
+from services.gateway.operations.logprobs import TokenText
+from services.gateway.operations.logprobs_assembler import LogprobsAssembler
 from tests.support.waiting import settle
 
 STOP = Finish(FinishReason.STOP, completion_tokens=2)

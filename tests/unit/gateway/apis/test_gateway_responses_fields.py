@@ -13,11 +13,11 @@ from services.common.apis.responses.conversation import conversation
 from services.common.apis.responses.items import SEALED, read_items, reasoning_text, seal
 from services.common.apis.responses.tools import read_tools
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.translate import translate
 from services.gateway.core.request import ChatPrompt
+from services.gateway.operations.block_runner import TranslatedRequest
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.errors import raises_error
 

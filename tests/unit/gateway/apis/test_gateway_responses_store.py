@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.gateway.apis.responses.pagination import page
+from services.gateway.apis.pagination import page
 from services.gateway.apis.responses.store import PER_RESPONSE, MemoryStore, StoredResponse, StoreLimits
 from tests.support.oracles.errors import raises_error
 

@@ -14,14 +14,14 @@ from services.common.apis.responses.custom_tools import InputReader, arguments_o
 from services.common.apis.responses.items import compaction_item, read_items, summary_of
 from services.common.apis.responses.tools import ChatTools, read_tools
 from services.common.errors import ErrorKind
-from services.gateway.apis.common.output import Counts
-from services.gateway.apis.common.transcript import Block, BlockKind
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.apis.responses.translate import translate
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
+from services.gateway.operations.output import Counts
+from services.gateway.operations.transcript import Block, BlockKind
 from tests.support.data.bodies import BUDGETS
 from tests.support.oracles.errors import raises_error
 

@@ -8,16 +8,16 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from services.gateway.apis.openai.scores import ScoreOperations
 
 from services.common.errors import invalid
 from services.common.packing import pack_u32, unpack_u32
-from services.gateway.apis.common.http import BodyReader
-from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
-from services.gateway.apis.openai.endpoints import OpenAIEndpoints
-from services.gateway.apis.openai.scores import ScoreEndpoints
-from services.gateway.apis.openai.tokens import TokenEndpoints
+from services.gateway.apis.openai.embeddings import EmbeddingOperations
+from services.gateway.apis.openai.operations import OpenAIOperations
+from services.gateway.apis.openai.tokens import TokenOperations
 from services.gateway.app import create_app
 from services.gateway.core.request import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokenizedPrompt
+from services.gateway.http.json_transport import BodyReader
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
@@ -74,10 +74,10 @@ class Gateway:
         settings = GatewaySettings(max_body_mb=0.01)
         bodies = BodyReader(settings)
         pipelines = cast(Pipelines, SimpleNamespace(preprocess=self.preprocess, registry=self.registry))
-        openai = OpenAIEndpoints(pipelines, settings, cast(Any, None), cast(Any, None), cast(Any, None), bodies)
-        tokens = TokenEndpoints(pipelines, settings, bodies)
-        embeddings = EmbeddingEndpoints(pipelines, cast(Any, None), settings, bodies)
-        scores = ScoreEndpoints(embeddings, settings, bodies)
+        openai = OpenAIOperations(pipelines, settings, cast(Any, None), cast(Any, None), cast(Any, None), bodies)
+        tokens = TokenOperations(pipelines, settings, bodies)
+        embeddings = EmbeddingOperations(pipelines, cast(Any, None), settings, bodies)
+        scores = ScoreOperations(embeddings, settings, bodies)
         app = create_app(openai, tokens, embeddings, scores, cast(Readiness, None))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 

@@ -14,11 +14,11 @@ from services.common.http.connection import ABORT_KEY
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat
 from services.gateway.apis.openai.detailed_choices import DetailedStreamedChoice, DetailOptions
-from services.gateway.apis.openai.logprobs import Naming
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.operations.logprobs import Naming
 from tests.support.waiting import settle, until
 
 

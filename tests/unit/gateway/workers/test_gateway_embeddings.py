@@ -22,8 +22,7 @@ from services.common.errors import (
 from services.common.packing import pack_u32
 from services.common.rpc.errors import DETAIL_KEY, status_of, to_detail
 from services.gateway import context
-from services.gateway.apis.common.http import BodyReader
-from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.apis.openai.embeddings import EmbeddingOperations
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.context import RequestContext
 from services.gateway.core.deadlines import Deadline
@@ -35,6 +34,7 @@ from services.gateway.core.request import (
     TextPrompt,
     TokenizedPrompt,
 )
+from services.gateway.http.json_transport import BodyReader
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.manager import StreamManager
@@ -233,7 +233,7 @@ async def test_embedding_of_a_disconnected_client_is_cancelled() -> None:
     registry = Workers({"a": Stub()}).registry
     pipeline = SimpleNamespace(registry=registry, preprocess=Preprocess())
     settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5, budgets=BUDGETS)
-    endpoints = EmbeddingEndpoints(
+    endpoints = EmbeddingOperations(
         cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings), BodyReader(cast(Any, settings))
     )
     body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.gateway.apis.openai.logprobs import TokenText
+from services.gateway.operations.logprobs import TokenText
 
 
 class BlockKind(Enum):

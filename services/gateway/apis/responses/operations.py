@@ -1,4 +1,4 @@
-"""The endpoints of the Responses API."""
+"""The operations of the Responses API."""
 
 from __future__ import annotations
 
@@ -8,28 +8,21 @@ from functools import partial
 from typing import Any
 
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
 
 from services.common import logs
 from services.common.apis.responses.conversation import Conversation, conversation, with_instruction
 from services.common.apis.responses.items import Input, Item, new_id, read_items
 from services.common.apis.responses.tools import NO_TOOLS, ChatTools, read_tools
-from services.common.errors import SluiceError, invalid, not_found, with_field
+from services.common.errors import SluiceError, invalid, with_field
 from services.common.observability import telemetry
 from services.gateway import context
-from services.gateway.apis.common.block_runner import BlockAnswerRunner
-from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
-from services.gateway.apis.common.media import with_media
-from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.background import BackgroundResponses, is_response
-from services.gateway.apis.responses.connection import LastResponse, last_response, read_event
+from services.gateway.apis.responses.background import BackgroundResponses
+from services.gateway.apis.responses.connection import LastResponse, read_event
 from services.gateway.apis.responses.conversations import Conversations
 from services.gateway.apis.responses.detached import DetachedGeneration
 from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.history import StoredItems
-from services.gateway.apis.responses.pagination import page
 from services.gateway.apis.responses.resource import OutputOptions, Resource, compacted, output_of
 from services.gateway.apis.responses.schemas import (
     CompactRequest,
@@ -43,6 +36,10 @@ from services.gateway.apis.responses.translate import translate
 from services.gateway.apis.responses.truncation import truncated_to_fit
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import SamplingParams
+from services.gateway.operations.block_runner import BlockAnswerRunner, TranslatedRequest
+from services.gateway.operations.media import with_media
+from services.gateway.operations.operation import Answer, Caller, Streamed, Whole
+from services.gateway.operations.output import ReadyEvents
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
@@ -62,54 +59,48 @@ class ResponseInput:
     left_out: list[str]
 
 
-class ResponsesEndpoints:
-    """Handlers that create, retrieve, continue and delete responses.
-
-    Args:
-        bodies: reads the bodies of requests.
-    """
+class ResponseOperations:
+    """Creates, continues and compacts responses."""
 
     def __init__(
         self,
         block_runner: BlockAnswerRunner,
         settings: GatewaySettings,
         store: ResponseStore,
+        background: BackgroundResponses,
         conversations: Conversations,
-        bodies: BodyReader,
     ) -> None:
         self._conversations = conversations
         self._block_runner = block_runner
         self._settings = settings
         self._budgets = settings.budgets
         self._store = store
-        self._background = BackgroundResponses(store, settings)
-        self._bodies = bodies
+        self._background = background
 
-    async def create(self, request: Request) -> Response:
+    async def create(self, body: dict[str, Any], caller: Caller) -> Answer | None:
         """Create a response."""
-        body = await self._bodies.read(request)
-        last = last_response(request.scope)
+        last: LastResponse | None = caller.connection
         generates = last is None or read_event(body)
         fields = check(ResponsesRequest if generates else WarmUpRequest, body, self._budgets)
         try:
-            return await self._create(request, fields, last, generates)
+            return await self._create(caller, fields, last, generates)
         except SluiceError as error:
             if last is not None:
                 last.failed(error)
             raise
 
     async def _create(
-        self, request: Request, fields: ResponsesRequest, last: LastResponse | None, generates: bool
-    ) -> Response:
+        self, caller: Caller, fields: ResponsesRequest, last: LastResponse | None, generates: bool
+    ) -> Answer | None:
         owner = context.current().permit.owner
         response_input = await self._response_input(fields, StoredItems(self._store, owner, last), empty=not generates)
         response_id = new_id("resp")
         logs.request_id.set(response_id)
         with telemetry.stage(
-            "gateway.request", dict(request.headers), model=fields.model, client_request_id=fields.request_id
+            "gateway.request", dict(caller.headers), model=fields.model, client_request_id=fields.request_id
         ):
             names = {"prompt_cache_key": fields.prompt_cache_key, "user": fields.user}
-            enter_session(self._settings.session_sources, request.headers, names)
+            enter_session(self._settings.session_sources, caller.headers, names)
             options = OutputOptions.of_request(
                 fields,
                 response_input.tools.client,
@@ -133,9 +124,9 @@ class ResponsesEndpoints:
                 run = self._background.begin(owner, response_id, items)
                 ended = partial(self._extend, fields, owner, response_input.items)
                 detached = DetachedGeneration(self._background, run, fields, translated, options, ended)
-                return detached.respond(self._block_runner)
+                return detached.answer(self._block_runner)
             respond = self._stream if fields.stream else self._collect
-            return await respond(request, fields, translated, options, store)
+            return await respond(caller, fields, translated, options, store)
 
     def _extend(self, fields: ResponsesRequest, owner: str, items: list[Item], response: dict[str, Any]) -> None:
         """Adds the input and the output of a response that succeeded to its conversation, unless `store` is false."""
@@ -168,86 +159,40 @@ class ResponsesEndpoints:
         response_id: str,
         options: OutputOptions,
         store: Callable[[dict[str, Any]], None],
-    ) -> Response:
+    ) -> Streamed:
         """Returns the events of a response without output, which later requests may continue."""
         self._block_runner.pipelines.registry.model(fields.model)  # raises for an unknown model
         resource = Resource(response_id, fields, SamplingParams(), fields.previous_response_id)
         events = ResponseEventEncoder(lambda: resource, options, store).without_output()
-        return Response(events, media_type="text/event-stream")
+        return Streamed(ReadyEvents(events))
 
-    async def retrieve(self, request: Request) -> Response:
-        """Retrieve a stored response."""
-        stream = request.query_params.get("stream", "false").lower()
-        if stream not in ("true", "1", "false", "0"):
-            raise invalid("stream must be true or false.", param="stream", code="invalid_value")
-        stored = await self._stored(request)
-        streams = stream in ("true", "1")
-        after = _starting_after(request, streams)
-        if not streams:
-            return Response(stored.response, media_type="application/json")
-        if not (await self._store.parsed(stored.response))["background"]:
-            raise invalid(
-                "stream is supported only for background responses; set it to false.",
-                param="stream",
-                code="unsupported_parameter",
-            )
-        owner, response_id = context.current().permit.owner, request.path_params["response_id"]
-        return self._background.stream(owner, response_id, after + 1)
-
-    async def delete(self, request: Request) -> Response:
-        """Delete a stored response."""
-        response_id = request.path_params["response_id"]
-        owner = context.current().permit.owner
-        self._background.stop(owner, response_id)
-        if not is_response(response_id) or not await self._store.delete(owner, response_id):
-            raise _not_found(response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
-
-    async def input_items(self, request: Request) -> Response:
-        """List the input items of a response, including those of earlier responses."""
-        stored = await self._stored(request)
-        return json_response(page(await self._store.parsed(stored.items), request.query_params))
-
-    async def cancel(self, request: Request) -> Response:
-        """Cancel a background response."""
-        response_id = request.path_params["response_id"]
-        stored = await self._background.cancel(context.current().permit.owner, response_id)
-        if stored is None:
-            raise _not_found(response_id)
-        return Response(stored.response, media_type="application/json")
-
-    async def compact(self, request: Request) -> Response:
+    async def compact(self, body: dict[str, Any], caller: Caller) -> Whole | None:
         """Compact a conversation: its user messages and a summary, which the next request sends as its input."""
-        body = await self._bodies.read(request, add_model=False)  # Open Responses requires the model to be named here
         fields = check(CompactRequest, body, self._budgets)
         found = await self._response_input(fields, StoredItems(self._store, context.current().permit.owner))
         chat = conversation(fields.instructions, with_instruction(found.items))
         summarized = ResponseInput(found.items, NO_TOOLS, chat, found.left_out)
         response_id = new_id("resp")
         logs.request_id.set(response_id)
-        with telemetry.stage("gateway.request", dict(request.headers), model=fields.model):
-            enter_session(
-                self._settings.session_sources, request.headers, {"prompt_cache_key": fields.prompt_cache_key}
-            )
+        with telemetry.stage("gateway.request", dict(caller.headers), model=fields.model):
+            enter_session(self._settings.session_sources, caller.headers, {"prompt_cache_key": fields.prompt_cache_key})
             plain = fields.model_copy(update={"text": None, "tools": None, "tool_choice": None})
-            collected = await self._block_runner.collect(
-                request, await self._translated(plain, summarized, response_id)
-            )
+            collected = await self._block_runner.collect(await self._translated(plain, summarized, response_id), caller)
         if collected is None:
-            return client_closed_response()
+            return None
         turn, generation = collected
         turn.result()
-        return json_response(compacted(found.items, turn.transcript.blocks, turn.usage.counts()), [generation])
+        return Whole(compacted(found.items, turn.transcript.blocks, turn.usage.counts()), [generation])
 
-    async def input_tokens(self, request: Request) -> Response:
+    async def input_tokens(self, body: dict[str, Any], caller: Caller) -> Whole:
         """Count the tokens of a prompt without generating."""
-        fields = check(InputTokensRequest, await self._bodies.read(request), self._budgets)
+        fields = check(InputTokensRequest, body, self._budgets)
         response_input = await self._response_input(fields, StoredItems(self._store, context.current().permit.owner))
         self._block_runner.pipelines.registry.model(fields.model)  # an unknown model is the first error
         translated = await self._translated(fields, response_input, new_id("resp"))
-        with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
+        with telemetry.stage("gateway.tokenize", parent=dict(caller.headers), model=fields.model):
             length = await self._block_runner.prompt_length(translated)
-        return json_response({"object": "response.input_tokens", "input_tokens": length})
+        return Whole({"object": "response.input_tokens", "input_tokens": length})
 
     async def _response_input(self, fields: ContextFields, history: StoredItems, empty: bool = False) -> ResponseInput:
         """Returns what a request continues and adds; raises SluiceError without any message, unless `empty`."""
@@ -280,64 +225,39 @@ class ResponsesEndpoints:
             chat.messages, translate, fields, chat, tools, response_id, self._budgets, forces_calls, left_out
         )
 
-    async def _stored(self, request: Request) -> StoredResponse:
-        response_id = request.path_params["response_id"]
-        stored = await self._background.find(context.current().permit.owner, response_id)
-        if stored is None:
-            raise _not_found(response_id)
-        return stored
-
     async def _stream(
         self,
-        request: Request,
+        caller: Caller,
         fields: ResponsesRequest,
         translated: TranslatedRequest,
         options: OutputOptions,
         store: Callable[[dict[str, Any]], None],
-    ) -> Response:
+    ) -> Streamed:
         resources: list[Resource] = []
 
         def started(generation: Generation) -> None:
             resources.append(_resource(fields, translated, generation))
 
         encoder = ResponseEventEncoder(lambda: resources[0], options, store)
-        return await self._block_runner.stream(translated, encoder, started)
+        return await self._block_runner.stream(translated, encoder, caller, started)
 
     async def _collect(
         self,
-        request: Request,
+        caller: Caller,
         fields: ResponsesRequest,
         translated: TranslatedRequest,
         options: OutputOptions,
         store: Callable[[dict[str, Any]], None],
-    ) -> Response:
-        collected = await self._block_runner.collect(request, translated)
+    ) -> Whole | None:
+        collected = await self._block_runner.collect(translated, caller)
         if collected is None:
-            return client_closed_response()
+            return None
         turn, generation = collected
         items = output_of(turn.transcript.blocks, options, translated.generation.request_id)
         response = _resource(fields, translated, generation).completed(items, turn.result(), turn.usage.counts())
         store(response)
-        return json_response(response, [generation])
+        return Whole(response, [generation])
 
 
 def _resource(fields: ResponsesRequest, translated: TranslatedRequest, generation: Generation) -> Resource:
     return Resource(translated.generation.request_id, fields, generation.defaults, fields.previous_response_id)
-
-
-def _starting_after(request: Request, streams: bool) -> int:
-    """Returns the sequence number after which a stored response is streamed; -1: from its beginning."""
-    text = request.query_params.get("starting_after")
-    if text is None:
-        return -1
-    if not streams or not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise invalid(
-            "starting_after must be the number of an event, and needs stream to be true.",
-            param="starting_after",
-            code="invalid_value",
-        )
-    return int(text)
-
-
-def _not_found(response_id: str) -> SluiceError:
-    return not_found(f"Response with id {response_id[:80]!r} not found.", param="response_id")

@@ -8,21 +8,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from services.common import logs
 from services.common.errors import invalid
 from services.common.observability import telemetry
 from services.common.tasks import TaskOwner
 from services.gateway import context
-from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
-from services.gateway.apis.common.media import release_media, started_unless_gone, with_media
 from services.gateway.apis.openai.choices import ChunkedChoice, CollectedChoice, CollectedChoices, StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat, CompletionFormat, Format, usage
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailedStreamedChoice, DetailOptions
-from services.gateway.apis.openai.logprobs import Naming
-from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler, TokenSink
 from services.gateway.apis.openai.prompt_transforms import needs_tokenizer, resolve_all
 from services.gateway.apis.openai.route_query import query_response
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields
@@ -31,7 +24,10 @@ from services.gateway.apis.openai.validation import check
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import GenerationRequest
-from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.operations.logprobs import Naming
+from services.gateway.operations.logprobs_assembler import LogprobsAssembler, TokenSink
+from services.gateway.operations.media import release_media, started_unless_gone, with_media
+from services.gateway.operations.operation import Answer, Caller, Streamed, Whole
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.pipeline.pipeline import Pipeline
 from services.gateway.pipeline.session_affinity import enter_session
@@ -41,35 +37,29 @@ from services.gateway.workers.registry import WorkerEntry
 from services.gateway.workers.tokenizer_parity import TokenizerParity
 
 
-class OpenAIEndpoints:
+class OpenAIOperations:
     """Handlers of chat completions, completions and models.
 
     Args:
         pieces: the bytes of single tokens, for log-probabilities.
-        bodies: reads the bodies of requests.
     """
 
     def __init__(
         self,
         pipelines: Pipelines,
         settings: GatewaySettings,
-        write_scheduler: WriteScheduler,
         parity: TokenizerParity,
         pieces: TokenPieces,
-        bodies: BodyReader,
     ) -> None:
         self._pipelines = pipelines
         self._settings = settings
         self._budgets = settings.budgets
-        self._write_scheduler = write_scheduler
         self._parity = parity
         self._pieces = pieces
-        self._bodies = bodies
         self._tasks = TaskOwner()  # background token look-ups; a failure does not stop the service
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def chat_completions(self, body: dict[str, Any], caller: Caller) -> Answer | None:
         """Create a chat completion."""
-        body = await self._bodies.read(request)
         fields = check(ChatCompletionRequest, body, self._budgets)
         completion_id = ChatFormat.id_prefix + secrets.token_hex(12)
         forces_calls = self._pipelines.registry.has_capability(fields.model, "guided_json")
@@ -85,11 +75,10 @@ class OpenAIEndpoints:
         )
         release_media(body["messages"])
         form = ChatFormat(completion_id, int(time.time()), fields.model, fields.include_usage)
-        return await self.respond(request, [generation], form, fields)
+        return await self.respond(caller, [generation], form, fields)
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, body: dict[str, Any], caller: Caller) -> Answer | None:
         """Create a completion."""
-        body = await self._bodies.read(request)
         fields = check(CompletionRequest, body, self._budgets)
         completion_id = CompletionFormat.id_prefix + secrets.token_hex(12)
         arguments = fields, completion_id, self._settings.max_choices, self._budgets
@@ -98,7 +87,7 @@ class OpenAIEndpoints:
         else:  # decoding embeddings of megabytes would block the event loop
             generations = await asyncio.to_thread(completion_requests, *arguments)
         form = CompletionFormat(completion_id, int(time.time()), fields.model, fields.include_usage)
-        return await self.respond(request, generations, form, fields)
+        return await self.respond(caller, generations, form, fields)
 
     async def models(self) -> dict[str, Any]:
         """Returns the served models that the API key may use."""
@@ -139,28 +128,28 @@ class OpenAIEndpoints:
         }
 
     async def respond(
-        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
-    ) -> Response:
-        """Runs the generations of a validated request and returns the response, streamed or as a whole."""
+        self, caller: Caller, generations: list[GenerationRequest], form: Format, fields: GenerationFields
+    ) -> Answer | None:
+        """Runs the generations of a validated request and returns the answer, streamed or as a whole."""
         logs.request_id.set(generations[0].request_id)
         generations = [self._pipelines.named(generation) for generation in generations]
         pipeline = self._pipelines.of(fields.model)
         respond = self._stream if fields.stream else self._collect
         label = fields.request_id or fields.rid
-        with telemetry.stage("gateway.request", dict(request.headers), model=fields.model, client_request_id=label):
+        with telemetry.stage("gateway.request", dict(caller.headers), model=fields.model, client_request_id=label):
             if needs_tokenizer(fields):
                 entry = self._pipelines.registry.model(fields.model)
                 permit = context.current().permit
                 generations = await resolve_all(generations, fields, entry, self._pipelines.preprocess, permit)
             _enter_hints(fields, pipeline)
-            enter_session(self._settings.session_sources, request.headers, fields.session_names)
+            enter_session(self._settings.session_sources, caller.headers, fields.session_names)
             if pipeline.only_asks():
                 return await query_response(pipeline, generations, form)
-            return await respond(request, generations, form, fields)
+            return await respond(caller, generations, form, fields)
 
     async def _stream(
-        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
-    ) -> Response:
+        self, caller: Caller, generations: list[GenerationRequest], form: Format, fields: GenerationFields
+    ) -> Streamed:
         options = detail_options(fields)
         make = None
         if options.any:
@@ -179,15 +168,12 @@ class OpenAIEndpoints:
             make,
         )
 
-        async def start() -> list[Generation]:
-            starting = self._start(generations, choices, options)
-            return await started_unless_gone(request.receive, generations[0], starting)
-
-        return await choices.respond(self._write_scheduler, self._settings.max_unsent_kb << 10, start)
+        starting = self._start(generations, choices, options)
+        return await choices.started(started_unless_gone(caller.gone, generations[0], starting))
 
     async def _collect(
-        self, request: Request, generations: list[GenerationRequest], form: Format, fields: GenerationFields
-    ) -> Response:
+        self, caller: Caller, generations: list[GenerationRequest], form: Format, fields: GenerationFields
+    ) -> Whole | None:
         options = detail_options(fields)
         make = None
         if options.any:
@@ -205,14 +191,14 @@ class OpenAIEndpoints:
         )
         try:
             starting = self._start(generations, choices, options)
-            started = await started_unless_gone(request.receive, generations[0], starting)
-            if not await choices.ended(request.receive):
-                return client_closed_response()
+            started = await started_unless_gone(caller.gone, generations[0], starting)
+            if not await choices.ended(caller.gone):
+                return None
             results = choices.results()
             body = form.full_response(results, usage(choices.usage.counts()), _prompt_fields(form, choices))
         finally:
             choices.cancel()
-        return json_response(body, started)
+        return Whole(body, started)
 
     async def _start(
         self, requests: list[GenerationRequest], choices: StreamedChoices | CollectedChoices, options: DetailOptions

@@ -11,45 +11,39 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from fastapi import FastAPI
-from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import Response
-
 from services.common.errors import SluiceError
-from services.gateway.apis.common.field_names import FieldNameMap
-from services.gateway.apis.common.http import BodyReader
 from services.gateway.apis.generate.response import Generated, TokenFormat
 from services.gateway.apis.generate.schemas import CLIENT_NAMES, SAMPLING, GenerateTokensRequest, TokensRequest
-from services.gateway.apis.openai.endpoints import OpenAIEndpoints
-from services.gateway.apis.openai.openapi import GENERATING, add_route, responses
+from services.gateway.apis.openai.openapi import GENERATING, responses
+from services.gateway.apis.openai.operations import OpenAIOperations
 from services.gateway.apis.openai.translate import completion_requests
 from services.gateway.apis.openai.unsupported_fields import fields_without_effect
 from services.gateway.apis.openai.validation import check
+from services.gateway.apis.parts import ApiParts
+from services.gateway.apis.routes import ApiRoutes
 from services.gateway.core.request import GenerationRequest, no_effect
 from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.operations.field_names import FieldNameMap
+from services.gateway.operations.operation import Answer, Caller
 from services.gateway.settings import GatewaySettings
 
 _NAMES = FieldNameMap(CLIENT_NAMES)
 _AS_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
-class GenerateEndpoints:
+class GenerateOperation:
     """Runs prompts of token ids.
 
     Args:
         completions: runs the requests.
-        bodies: reads the bodies of requests.
     """
 
-    def __init__(self, completions: OpenAIEndpoints, settings: GatewaySettings, bodies: BodyReader) -> None:
+    def __init__(self, completions: OpenAIOperations, settings: GatewaySettings) -> None:
         self._completions = completions
         self._settings = settings
-        self._bodies = bodies
 
-    async def generate(self, request: Request) -> Response:
+    async def generate(self, body: dict[str, Any], caller: Caller) -> Answer | None:
         """Generate token ids after token ids."""
-        body = await self._bodies.read(request)
         given = check(GenerateTokensRequest, body, self._settings.budgets)
         name = TokenFormat.id_prefix + secrets.token_hex(12)
         fields, generations = translated(body, name, self._settings.max_choices, self._settings.budgets)
@@ -57,7 +51,7 @@ class GenerateEndpoints:
         generations = [replace(generation, degraded=reasons) for generation in generations]
         form = TokenFormat(name, int(time.time()), fields.model, fields.include_usage, given.request_id or name)
         try:
-            return await self._completions.respond(request, generations, form, fields)
+            return await self._completions.respond(caller, generations, form, fields)
         except SluiceError as error:
             raise _NAMES.rename(error) from None
 
@@ -88,8 +82,8 @@ _SHARED = frozenset(
 )
 
 
-def add_generate(app: FastAPI, endpoints: GenerateEndpoints) -> list[type[BaseModel]]:
-    """Adds the route and returns the schema of its request body."""
+def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
+    """Adds the route."""
     answers = responses(Generated, GENERATING, streams=True)
-    add_route(app, "/inference/v1/generate", endpoints.generate, answers, tag="Tokens", body=GenerateTokensRequest)
-    return [GenerateTokensRequest]
+    operation = GenerateOperation(parts.openai, parts.settings)
+    routes.add("/inference/v1/generate", operation.generate, answers, tag="Tokens", body=GenerateTokensRequest)

@@ -15,52 +15,58 @@ from collections.abc import Sequence
 from operator import mul
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from services.common.errors import SluiceError, invalid
-from services.gateway.apis.common.http import BodyReader, client_closed_response, json_response
-from services.gateway.apis.openai.embedding_schemas import ClassifyRequest, PoolingFields, RerankRequest, ScoreRequest
-from services.gateway.apis.openai.embeddings import EmbeddingEndpoints
+from services.gateway.apis.openai.embedding_schemas import PoolingFields
+from services.gateway.apis.openai.embeddings import EmbeddingOperations
 from services.gateway.apis.openai.fields import one_by_one
+from services.gateway.apis.openai.openapi import GENERATING, responses
 from services.gateway.apis.openai.validation import check
+from services.gateway.apis.parts import ApiParts
+from services.gateway.apis.routes import ApiRoutes
+from services.gateway.apis.scores.schemas import (
+    ClassifyRequest,
+    ClassList,
+    Reranked,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
+from services.gateway.operations.operation import Caller, Whole
 from services.gateway.settings import GatewaySettings
 from services.gateway.workers.embeddings import Embeddings
 from services.gateway.workers.registry import WorkerEntry
 
 
-class ScoreEndpoints:
+class ScoreOperations:
     """Compares and classifies texts.
 
     Args:
         embeddings: computes the vectors.
-        bodies: reads the bodies of requests.
     """
 
-    def __init__(self, embeddings: EmbeddingEndpoints, settings: GatewaySettings, bodies: BodyReader) -> None:
+    def __init__(self, embeddings: EmbeddingOperations, settings: GatewaySettings) -> None:
         self._embeddings = embeddings
         self._budgets = settings.budgets
-        self._bodies = bodies
 
-    async def score(self, request: Request) -> Response:
+    async def score(self, body: dict[str, Any], caller: Caller) -> Whole | None:
         """Score pairs of texts: one with each of several, or each with its counterpart."""
-        fields = check(ScoreRequest, await self._bodies.read(request), self._budgets)
+        fields = check(ScoreRequest, body, self._budgets)
         first, second = fields.pairs
-        found = await self._scores(request, fields, first * len(second) if len(first) == 1 else first, second)
+        found = await self._scores(caller, fields, first * len(second) if len(first) == 1 else first, second)
         if found is None:
-            return client_closed_response()
+            return None
         scores, tokens = found
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         head = {"id": f"score-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
-        return json_response({**head, "model": fields.model, "data": data, "usage": _usage(tokens)})
+        return Whole({**head, "model": fields.model, "data": data, "usage": _usage(tokens)})
 
-    async def rerank(self, request: Request) -> Response:
+    async def rerank(self, body: dict[str, Any], caller: Caller) -> Whole | None:
         """Order documents by their relevance for a query, the most relevant first."""
-        fields = check(RerankRequest, await self._bodies.read(request), self._budgets)
+        fields = check(RerankRequest, body, self._budgets)
         texts = fields.texts
-        found = await self._scores(request, fields, [fields.query] * len(texts), texts)
+        found = await self._scores(caller, fields, [fields.query] * len(texts), texts)
         if found is None:
-            return client_closed_response()
+            return None
         scores, tokens = found
         order = sorted(range(len(texts)), key=lambda index: -scores[index])[: fields.top_n or None]
         results = [
@@ -72,43 +78,43 @@ class ScoreEndpoints:
             for index in order
         ]
         head = {"id": f"rerank-{secrets.token_hex(12)}", "model": fields.model}
-        return json_response({**head, "results": results, "usage": _usage(tokens)})
+        return Whole({**head, "results": results, "usage": _usage(tokens)})
 
-    async def classify(self, request: Request) -> Response:
+    async def classify(self, body: dict[str, Any], caller: Caller) -> Whole | None:
         """Classify texts."""
-        fields = check(ClassifyRequest, await self._bodies.read(request), self._budgets)
+        fields = check(ClassifyRequest, body, self._budgets)
         entry = self._embeddings.worker(fields)
         if not entry.labels:
             raise _unsupported("it does not classify; use /v1/embeddings")
-        found = await self._embeddings.vectors(request, fields, entry, one_by_one(fields.input))
+        found = await self._embeddings.vectors(caller, fields, entry, one_by_one(fields.input))
         if found is None:
-            return client_closed_response()
+            return None
         data = [_class(index, _floats(values), entry.labels) for index, values in enumerate(found.vectors)]
         head = {"id": f"classify-{secrets.token_hex(12)}", "object": "list", "created": int(time.time())}
         usage = _usage(found.prompt_tokens)
-        return json_response({**head, "model": fields.model, "data": data, "usage": usage})
+        return Whole({**head, "model": fields.model, "data": data, "usage": usage})
 
     async def _scores(
-        self, request: Request, fields: PoolingFields, first: Sequence[str], second: Sequence[str]
+        self, caller: Caller, fields: PoolingFields, first: Sequence[str], second: Sequence[str]
     ) -> tuple[list[float], int] | None:
-        """Returns the score of each pair of texts and the tokens that it took; None if the client has disconnected."""
+        """Returns the score of each pair of texts and the tokens that it took; None if the caller is gone."""
         entry = self._embeddings.worker(fields)
         if not entry.labels:
-            vectors = await self._vectors(request, fields, entry, [*first, *second])
+            vectors = await self._vectors(caller, fields, entry, [*first, *second])
             if vectors is None:
                 return None
             left, right = vectors.vectors[: len(first)], vectors.vectors[len(first) :]
             return await cosines(left, right), vectors.prompt_tokens
         if len(entry.labels) != 1:
             raise _unsupported(f"it classifies into {len(entry.labels)} classes, not one; use /v1/classify")
-        found = await self._embeddings.vectors(request, fields, entry, list(zip(first, second, strict=True)))
+        found = await self._embeddings.vectors(caller, fields, entry, list(zip(first, second, strict=True)))
         return None if found is None else ([_floats(value)[0] for value in found.vectors], found.prompt_tokens)
 
     async def _vectors(
-        self, request: Request, fields: PoolingFields, entry: WorkerEntry, texts: list[str]
+        self, caller: Caller, fields: PoolingFields, entry: WorkerEntry, texts: list[str]
     ) -> Embeddings | None:
         distinct = list(dict.fromkeys(texts))
-        found = await self._embeddings.vectors(request, fields, entry, distinct)
+        found = await self._embeddings.vectors(caller, fields, entry, distinct)
         if found is None:
             return None
         by_text = dict(zip(distinct, found.vectors, strict=True))
@@ -144,3 +150,11 @@ def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
 
 def _usage(tokens: int) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
+    """Adds the routes."""
+    scores = ScoreOperations(parts.embeddings, parts.settings)
+    routes.add("/v1/score", scores.score, responses(ScoreList, GENERATING), body=ScoreRequest)
+    routes.add("/v1/classify", scores.classify, responses(ClassList, GENERATING), body=ClassifyRequest)
+    routes.add("/v1/rerank", scores.rerank, responses(Reranked, GENERATING), body=RerankRequest)

@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import cast
-
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
-from services.gateway.apis.common.media import check_media, started_unless_gone
-from services.gateway.apis.common.output import GenerationUsage
-from services.gateway.apis.common.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
-from services.gateway.apis.common.translation import TranslatedRequest
-from services.gateway.apis.openai.logprobs import Naming
-from services.gateway.apis.openai.logprobs_assembler import LogprobsAssembler
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.generation import Generation
-from services.gateway.core.request import Sink
-from services.gateway.http.degradation import Marked
-from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.core.request import GenerationRequest, Sink
+from services.gateway.operations.field_names import FieldNameMap
+from services.gateway.operations.logprobs import Naming
+from services.gateway.operations.logprobs_assembler import LogprobsAssembler
+from services.gateway.operations.media import check_media, started_unless_gone
+from services.gateway.operations.operation import EVENT_STREAM, Caller, Marked, Streamed
+from services.gateway.operations.output import GenerationUsage
+from services.gateway.operations.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
 from services.gateway.pipeline.models import Pipelines
-from services.gateway.settings import GatewaySettings
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedRequest:
+    """A generation request and the client's names of its fields, for errors."""
+
+    generation: GenerationRequest
+    field_names: FieldNameMap
 
 
 class BlockAnswerRunner:
-    """Starts generations and turns them into HTTP responses.
+    """Starts generations and turns them into answers.
 
     Args:
         pieces: the bytes of single tokens, for log-probabilities.
     """
 
-    def __init__(
-        self, pipelines: Pipelines, settings: GatewaySettings, write_scheduler: WriteScheduler, pieces: TokenPieces
-    ) -> None:
+    def __init__(self, pipelines: Pipelines, pieces: TokenPieces) -> None:
         self.pipelines = pipelines
-        self._max_unsent = settings.max_unsent_kb << 10
-        self._write_scheduler = write_scheduler
         self._pieces = pieces
         self._tasks = TaskOwner()  # background token look-ups; a failure does not stop the service
 
@@ -50,41 +49,38 @@ class BlockAnswerRunner:
         self,
         translated: TranslatedRequest,
         encoder: EventEncoder,
+        caller: Caller,
         started: Callable[[Generation], None] = lambda generation: None,
         fallbacks: Iterable[Marked] = (),
-        receive: Receive | None = None,
-    ) -> Response:
-        """Returns the generation as a server-sent event stream.
+        media_type: str = EVENT_STREAM,
+    ) -> Streamed:
+        """Returns the generation as a stream of the encoder's events.
 
         Args:
             started: called with the generation before the encoder writes its first event.
-            fallbacks: fallbacks to report in the headers besides those of the generation.
-            receive: of the client, whose disconnect ends the start of a request with media items; None: nothing does.
+            fallbacks: fallbacks to report besides those of the generation.
         """
         response = StreamedBlocks(encoder, translated.field_names.rename)
 
         async def start() -> list[Marked]:
             starting = self._start(translated, response.sinks[0], response.usage)
-            if receive is None:
-                generation = await starting
-            else:
-                generation = await started_unless_gone(receive, translated.generation, starting)
+            generation = await started_unless_gone(caller.gone, translated.generation, starting)
             started(generation)
             return [generation, *fallbacks]
 
-        return await response.respond(self._write_scheduler, self._max_unsent, start)
+        return await response.started(start(), media_type)
 
-    async def collect(self, http: Request, translated: TranslatedRequest) -> tuple[CollectedTurn, Generation] | None:
-        """Returns the completed turn and its generation, or None if the client disconnected.
+    async def collect(self, translated: TranslatedRequest, caller: Caller) -> tuple[CollectedTurn, Generation] | None:
+        """Returns the completed turn and its generation, or None if the caller is gone.
 
         Raises:
             SluiceError: with fields named as in the client's API.
         """
         turn = CollectedTurn(translated.field_names.rename)
         starting = self._start(translated, turn, turn.usage)
-        generation = await started_unless_gone(http.receive, translated.generation, starting)
+        generation = await started_unless_gone(caller.gone, translated.generation, starting)
         try:
-            if not await turn.ended(http.receive):
+            if not await turn.ended(caller.gone):
                 return None
             turn.result()
             return turn, generation

@@ -6,12 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from starlette.types import Receive
-
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.parts import MediaInput
 from services.gateway.core.request import ChatPrompt, GenerationRequest, Prompt
-from services.gateway.http.sse import result_unless_gone
+from services.gateway.operations.waiting import Gone, result_unless_gone
 from services.gateway.workers.capabilities import able
 from services.gateway.workers.registry import WorkerRegistry
 
@@ -39,8 +37,8 @@ def check_media(registry: WorkerRegistry, model: str, prompt: Prompt) -> None:
         able(registry.of_model(model), media_needs(prompt.media))
 
 
-async def started_unless_gone(receive: Receive, request: GenerationRequest, start: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of starting a request; those with media items end if the client disconnects meanwhile.
+async def started_unless_gone(gone: Gone, request: GenerationRequest, start: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of starting a request; those with media items end if the caller goes meanwhile.
 
     Files may take seconds to be fetched and checked. A start without media items is awaited as it is.
 
@@ -49,7 +47,7 @@ async def started_unless_gone(receive: Receive, request: GenerationRequest, star
     """
     if not (isinstance(request.prompt, ChatPrompt) and request.prompt.media):
         return await start
-    started = await result_unless_gone(receive, start)
+    started = await result_unless_gone(gone, start)
     if started is None:
         raise SluiceError(ErrorKind.CANCELLED, "The client disconnected before the request was started.")
     return started

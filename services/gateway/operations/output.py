@@ -7,16 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from starlette.responses import Response
-from starlette.types import Receive
-
 from services.common.errors import SluiceError
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import Finish
-from services.gateway.http.degradation import Marked, mark
-from services.gateway.http.sse import COMMENT, EventStream, run_unless_gone
-from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.operations.operation import EVENT_STREAM, Listener, Marked, Streamed, Unattached
+from services.gateway.operations.waiting import Gone, run_unless_gone
 
+COMMENT = b": keep-alive\n\n"
+"""A server-sent event that clients ignore."""
 TEXT, REASONING = -1, -2
 """Kinds of buffered output; values from 0 on are the numbers of calls."""
 
@@ -189,7 +187,7 @@ class StreamedResponse(ABC):
     sinks: Sequence[StreamedChoice]
 
     def __init__(self, rename_fields: FieldRenamer, drop_reasoning: bool = False, prompt_only: bool = False) -> None:
-        self.stream: EventStream
+        self.stream: Listener = Unattached()
         self.usage = GenerationUsage(prompt_only)
         self.unsent = 0
         self.over = False
@@ -199,30 +197,24 @@ class StreamedResponse(ABC):
         self._error: SluiceError | None = None
         self._started = False
 
-    async def respond(
-        self,
-        write_scheduler: WriteScheduler,
-        max_unsent: int,
-        start: Callable[[], Awaitable[Iterable[Marked]]],
-    ) -> Response:
-        """Starts the generations and returns the event stream.
+    async def started(self, start: Awaitable[Iterable[Marked]], media_type: str = EVENT_STREAM) -> Streamed:
+        """Returns the stream once its generations have started.
 
         Args:
-            start: starts the generations, and returns them and other sources of the response's headers.
+            start: starts the generations, and returns them and other fallbacks to report.
         """
-        self.open_stream(write_scheduler, max_unsent)
         try:
-            marked = await start()
+            marked = await start
         except BaseException:
-            self.stream.part()
+            self.cancel()
             raise
-        self.stream.before_start = lambda response: mark(response, marked)
-        return self.stream
+        return Streamed(self, marked, media_type)
 
-    def open_stream(self, write_scheduler: WriteScheduler, max_unsent: int) -> EventStream:
-        """Returns the event stream of this source."""
-        self.stream = EventStream(self, write_scheduler, max_unsent, {})
-        return self.stream
+    def attach(self, listener: Listener) -> None:
+        """See EventSource."""
+        before, self.stream = self.stream, listener
+        if isinstance(before, Unattached) and before.notified:
+            listener.notify(first=True)
 
     @property
     def failure(self) -> SluiceError | None:
@@ -296,9 +288,9 @@ class CollectedResponse:
         """Cancels the generations."""
         self.usage.cancel()
 
-    async def ended(self, receive: Receive) -> bool:
-        """Waits for the end of the response; returns False, after cancelling it, if the client disconnects."""
-        return await run_unless_gone(receive, self._done, self.usage.cancel)
+    async def ended(self, gone: Gone) -> bool:
+        """Waits for the end of the response; returns False, after cancelling it, if the caller is gone."""
+        return await run_unless_gone(gone, self._done, self.usage.cancel)
 
     def check(self) -> None:
         """Raises SluiceError if the response failed."""
@@ -308,3 +300,35 @@ class CollectedResponse:
                 raise error
             finally:
                 del error
+
+
+class ReadyEvents:
+    """Events that are all there from the beginning; see EventSource."""
+
+    failure = None
+    over = True
+
+    def __init__(self, events: bytes) -> None:
+        self._events = events
+
+    @property
+    def unsent(self) -> int:
+        """See EventSource."""
+        return len(self._events)
+
+    def attach(self, listener: Listener) -> None:
+        """See EventSource."""
+        listener.notify(first=True)
+
+    def take(self) -> bytes:
+        """See EventSource."""
+        events, self._events = self._events, b""
+        return events
+
+    def silence(self) -> bytes:
+        """See EventSource."""
+        return COMMENT
+
+    def cancel(self) -> None:
+        """See EventSource."""
+        self._events = b""

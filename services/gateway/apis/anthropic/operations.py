@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, replace
-
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import Any
 
 from services.common import logs
 from services.common.errors import SluiceError, invalid
@@ -16,11 +14,10 @@ from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest, PromptFields, explain
 from services.gateway.apis.anthropic.translate import SWITCH, EngineCapabilities, thinks, translate
-from services.gateway.apis.common.block_runner import BlockAnswerRunner
-from services.gateway.apis.common.http import BodyReader, Fallback, client_closed_response, json_response
-from services.gateway.apis.common.media import with_media
-from services.gateway.apis.common.translation import TranslatedRequest
 from services.gateway.apis.openai.validation import check
+from services.gateway.operations.block_runner import BlockAnswerRunner, TranslatedRequest
+from services.gateway.operations.media import with_media
+from services.gateway.operations.operation import Answer, Caller, Fallback, Whole
 from services.gateway.pipeline.session_affinity import enter_session
 from services.gateway.settings import GatewaySettings
 
@@ -52,53 +49,48 @@ class MessageAttempt:
         return {"clipped": self.clipped, "thinking": thinks(self.fields), "omitted": omitted}
 
 
-class MessagesEndpoints:
-    """Handlers that create messages and count the tokens of prompts.
+class MessageOperations:
+    """Creates messages and counts the tokens of prompts."""
 
-    Args:
-        bodies: reads the bodies of requests.
-    """
-
-    def __init__(self, block_runner: BlockAnswerRunner, settings: GatewaySettings, bodies: BodyReader) -> None:
+    def __init__(self, block_runner: BlockAnswerRunner, settings: GatewaySettings) -> None:
         self._block_runner = block_runner
         self._settings = settings
-        self._bodies = bodies
         self._budgets = settings.budgets
         self._without_switch: dict[str, None] = {}  # models whose templates have no switch for thinking
 
-    async def messages(self, request: Request) -> Response:
+    async def messages(self, body: dict[str, Any], caller: Caller) -> Answer | None:
         """Create a message."""
-        _check_version(request)
-        fields = check(MessagesRequest, await self._bodies.read(request), self._budgets, explain)
+        _check_version(caller)
+        fields = check(MessagesRequest, body, self._budgets, explain)
         message_id = f"msg_{secrets.token_hex(12)}"
         logs.request_id.set(message_id)
         with telemetry.stage(
-            "gateway.request", dict(request.headers), model=fields.model, client_request_id=fields.request_id
+            "gateway.request", dict(caller.headers), model=fields.model, client_request_id=fields.request_id
         ):
             user = fields.metadata.user_id if fields.metadata is not None else None
-            enter_session(self._settings.session_sources, request.headers, {"user": user})
+            enter_session(self._settings.session_sources, caller.headers, {"user": user})
             attempt = MessageAttempt(
                 fields,
                 message_id,
-                getattr(request.state, "request_id", ""),
+                caller.request_id,
                 await self._translated(fields, message_id),
                 False,
                 self._fallbacks(fields),
             )
             while True:
                 try:
-                    return await self._answer(request, attempt)
+                    return await self._answer(caller, attempt)
                 except SluiceError as error:
                     adjusted = await self._adjusted(attempt, error)
                     if adjusted is None:
                         raise
                     attempt = adjusted
 
-    async def count_tokens(self, request: Request) -> Response:
+    async def count_tokens(self, body: dict[str, Any], caller: Caller) -> Whole:
         """Count the tokens of a prompt without generating."""
-        _check_version(request)
-        fields = check(CountTokensRequest, await self._bodies.read(request), self._budgets, explain)
-        with telemetry.stage("gateway.tokenize", parent=dict(request.headers), model=fields.model):
+        _check_version(caller)
+        fields = check(CountTokensRequest, body, self._budgets, explain)
+        with telemetry.stage("gateway.tokenize", parent=dict(caller.headers), model=fields.model):
             translated = await self._translated(fields, "count")
             try:
                 length = await self._block_runner.prompt_length(translated)
@@ -106,7 +98,7 @@ class MessagesEndpoints:
                 if not self._forget_switch(fields.model, error):
                     raise
                 length = await self._block_runner.prompt_length(await self._translated(fields, "count"))
-        return json_response({"input_tokens": length})
+        return Whole({"input_tokens": length})
 
     async def _translated(self, fields: PromptFields, message_id: str) -> TranslatedRequest:
         capabilities = EngineCapabilities(
@@ -161,7 +153,7 @@ class MessagesEndpoints:
         self._without_switch[model] = None
         return True
 
-    async def _answer(self, request: Request, attempt: MessageAttempt) -> Response:
+    async def _answer(self, caller: Caller, attempt: MessageAttempt) -> Answer | None:
         if attempt.fields.stream:
             encoder = MessageEventEncoder(
                 attempt.message_id,
@@ -169,12 +161,10 @@ class MessagesEndpoints:
                 lambda error: error_event_body(error, attempt.request_id),
                 **attempt.output_options,
             )
-            return await self._block_runner.stream(
-                attempt.translated, encoder, fallbacks=attempt.fallbacks, receive=request.receive
-            )
-        collected = await self._block_runner.collect(request, attempt.translated)
+            return await self._block_runner.stream(attempt.translated, encoder, caller, fallbacks=attempt.fallbacks)
+        collected = await self._block_runner.collect(attempt.translated, caller)
         if collected is None:
-            return client_closed_response()
+            return None
         turn, completed = collected
         blocks = turn.transcript.blocks
         message = full_message(
@@ -185,10 +175,10 @@ class MessagesEndpoints:
             turn.usage.counts(),
             **attempt.output_options,
         )
-        return json_response(message, [completed, *attempt.fallbacks])
+        return Whole(message, [completed, *attempt.fallbacks])
 
 
-def _check_version(request: Request) -> None:
-    version = request.headers.get("anthropic-version", VERSIONS[-1])
+def _check_version(caller: Caller) -> None:
+    version = caller.headers.get("anthropic-version", VERSIONS[-1])
     if version not in VERSIONS:
         raise invalid(f"anthropic-version: {version[:40]!r} is not a supported version; send {VERSIONS[-1]}.")

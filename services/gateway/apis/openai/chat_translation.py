@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from services.common.errors import SluiceError
 from services.common.media.parts import MediaInput
-from services.gateway.apis.common.field_names import FieldNameMap
 from services.gateway.apis.openai.schemas import ChatCompletionRequest
 from services.gateway.apis.openai.translate import chat_request
 from services.gateway.apis.openai.validation import check
-from services.gateway.core.request import GenerationRequest
 from services.gateway.http.body_budgets import BodyBudgets
-
-
-@dataclass(frozen=True, slots=True)
-class TranslatedRequest:
-    """A generation request and the client's names of its fields, for errors."""
-
-    generation: GenerationRequest
-    field_names: FieldNameMap
+from services.gateway.operations.block_runner import TranslatedRequest
+from services.gateway.operations.field_names import FieldNameMap
 
 
 def translate_chat(

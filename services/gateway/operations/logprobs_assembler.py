@@ -15,9 +15,9 @@ from typing import Protocol
 
 from services.common.errors import SluiceError, internal
 from services.common.tasks import TaskOwner
-from services.gateway.apis.openai.logprobs import TokenText
 from services.gateway.clients.token_bytes import TokenPieces
 from services.gateway.core.request import Finish, FinishReason, PositionLogprobs
+from services.gateway.operations.logprobs import TokenText
 
 log = logging.getLogger(__name__)
 

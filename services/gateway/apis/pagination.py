@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import invalid
-from services.gateway.apis.common.http import read_limit
+from services.gateway.http.json_transport import read_limit
 
 MAX_LIMIT = 100
 """Items of one page; a larger `limit` is refused with INVALID_ARGUMENT."""

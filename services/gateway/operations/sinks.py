@@ -7,16 +7,16 @@ from typing import Protocol
 
 from services.common.errors import SluiceError
 from services.common.observability import telemetry
-from services.gateway.apis.common.output import (
+from services.gateway.core.request import Finish
+from services.gateway.operations.logprobs import TokenText
+from services.gateway.operations.output import (
     CollectedResponse,
     Counts,
     FieldRenamer,
     StreamedChoice,
     StreamedResponse,
 )
-from services.gateway.apis.common.transcript import BlockKind, PendingTokens, Transcript
-from services.gateway.apis.openai.logprobs import TokenText
-from services.gateway.core.request import Finish
+from services.gateway.operations.transcript import BlockKind, PendingTokens, Transcript
 
 
 class EventEncoder(Protocol):

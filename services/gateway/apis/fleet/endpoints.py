@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import FastAPI
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import invalid
 from services.gateway import context
-from services.gateway.apis.common.http import BodyReader, json_response
 from services.gateway.apis.openai.fields import Strict
-from services.gateway.apis.openai.openapi import add_route, responses
+from services.gateway.apis.openai.openapi import responses
 from services.gateway.apis.openai.response_schemas import Open
 from services.gateway.apis.openai.validation import check
+from services.gateway.apis.parts import ApiParts
+from services.gateway.apis.routes import ApiRoutes
 from services.gateway.http.body_budgets import BodyBudgets
+from services.gateway.http.json_transport import json_response
+from services.gateway.operations.operation import Caller, Whole
 from services.gateway.workers.fleet_control import FleetControl
 from services.gateway.workers.registry import WorkerRegistry
 
@@ -46,47 +47,40 @@ class Operated(Open):
     workers: list[str]
 
 
-class OperationsEndpoints:
-    """Runs actions on all workers of a model.
+class FleetEndpoints:
+    """Runs actions on all workers of a model."""
 
-    Args:
-        bodies: reads the bodies of requests.
-    """
-
-    def __init__(
-        self, control: FleetControl, registry: WorkerRegistry, bodies: BodyReader, budgets: BodyBudgets
-    ) -> None:
+    def __init__(self, control: FleetControl, registry: WorkerRegistry, budgets: BodyBudgets) -> None:
         self._control = control
         self._registry = registry
-        self._bodies = bodies
         self._budgets = budgets
 
-    async def load_lora_adapter(self, request: Request) -> Response:
+    async def load_lora_adapter(self, body: dict[str, Any], caller: Caller) -> Whole:
         """Load a LoRA adapter on all workers of a model, now and whenever one starts."""
-        fields = check(LoadAdapterRequest, await self._bodies.read(request), self._budgets)
-        return _operated(await self._control.load_adapter(fields.model, fields.lora_name, fields.lora_path))
+        fields = check(LoadAdapterRequest, body, self._budgets)
+        return Whole(_operated(await self._control.load_adapter(fields.model, fields.lora_name, fields.lora_path)))
 
-    async def unload_lora_adapter(self, request: Request) -> Response:
+    async def unload_lora_adapter(self, body: dict[str, Any], caller: Caller) -> Whole:
         """Unload a LoRA adapter from all workers of a model."""
-        fields = check(UnloadAdapterRequest, await self._bodies.read(request), self._budgets)
-        return _operated(await self._control.unload_adapter(fields.model, fields.lora_name))
+        fields = check(UnloadAdapterRequest, body, self._budgets)
+        return Whole(_operated(await self._control.unload_adapter(fields.model, fields.lora_name)))
 
     async def sleep(self, request: Request) -> Response:
         """Put the workers of a model to sleep once they are idle."""
         level = request.query_params.get("level", "1")
         if level not in ("1", "2"):
             raise invalid("level must be 1 or 2.", param="level", code="invalid_value")
-        return _operated(await self._control.sleep(self._model(request), int(level)))
+        return json_response(_operated(await self._control.sleep(self._model(request), int(level))))
 
     async def wake_up(self, request: Request) -> Response:
         """Wake the workers of a model."""
         model = request.query_params.get("model") or await self._control.only_asleep()
         context.current().permit.check_model(model, "model")
-        return _operated(await self._control.wake(model))
+        return json_response(_operated(await self._control.wake(model)))
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Clear the prefix caches of the workers of a model."""
-        return _operated(await self._control.reset_prefix_cache(self._model(request)))
+        return json_response(_operated(await self._control.reset_prefix_cache(self._model(request))))
 
     def _model(self, request: Request) -> str:
         if model := request.query_params.get("model") or self._registry.only_model():
@@ -95,19 +89,18 @@ class OperationsEndpoints:
         raise invalid("model is missing; several models, or none, are served.", param="model")
 
 
-def _operated(workers: list[str]) -> Response:
-    return json_response({"workers": sorted(workers)})
+def _operated(workers: list[str]) -> dict[str, Any]:
+    return {"workers": sorted(workers)}
 
 
-def add_operations(app: FastAPI, endpoints: OperationsEndpoints) -> list[type[BaseModel]]:
-    """Adds the routes and returns the schemas of their request bodies."""
-    add = partial(add_route, app, tag="Operations")
-    done = responses(Operated, FAILURES)
-    add("/v1/load_lora_adapter", endpoints.load_lora_adapter, done, body=LoadAdapterRequest)
-    add("/v1/unload_lora_adapter", endpoints.unload_lora_adapter, done, body=UnloadAdapterRequest)
+def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
+    """Adds the routes."""
+    endpoints = FleetEndpoints(parts.fleet, parts.registry, parts.settings.budgets)
+    done, tag = responses(Operated, FAILURES), "Operations"
+    routes.add("/v1/load_lora_adapter", endpoints.load_lora_adapter, done, tag=tag, body=LoadAdapterRequest)
+    routes.add("/v1/unload_lora_adapter", endpoints.unload_lora_adapter, done, tag=tag, body=UnloadAdapterRequest)
     model = {"name": "model", "in": "query", "required": False, "schema": {"type": "string"}}
     level = {"name": "level", "in": "query", "required": False, "schema": {"enum": [1, 2], "default": 1}}
-    add("/sleep", endpoints.sleep, done, parameters=[model, level])
-    add("/wake_up", endpoints.wake_up, done, parameters=[model])
-    add("/reset_prefix_cache", endpoints.reset_prefix_cache, done, parameters=[model])
-    return [LoadAdapterRequest, UnloadAdapterRequest]
+    routes.add_http("/sleep", endpoints.sleep, done, tag=tag, parameters=[model, level])
+    routes.add_http("/wake_up", endpoints.wake_up, done, tag=tag, parameters=[model])
+    routes.add_http("/reset_prefix_cache", endpoints.reset_prefix_cache, done, tag=tag, parameters=[model])

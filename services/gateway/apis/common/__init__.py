@@ -1,1 +1,0 @@
-"""Block-structured output (text, reasoning, tool calls): shared by the Messages and Responses APIs."""

@@ -1,0 +1,1 @@
+"""Scores, reranking and classification of texts by pooling models."""

@@ -1,0 +1,1 @@
+"""Operations: what APIs do for a caller, whatever transport the caller uses."""
