@@ -14,15 +14,11 @@ from pydantic.fields import FieldInfo
 from scripts.pages.markdown import NOTICE, code, table
 from services.gateway.apis.anthropic.schemas import MessagesRequest
 from services.gateway.apis.generate.schemas import GenerateTokensRequest
-from services.gateway.apis.openai.embedding_schemas import (
-    ClassifyRequest,
-    EmbeddingRequest,
-    RerankRequest,
-    ScoreRequest,
-)
+from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.unsupported_fields import FieldClass, class_of, neutral_values
 from services.gateway.apis.responses.schemas import ResponsesRequest
+from services.gateway.apis.scores.schemas import ClassifyRequest, RerankRequest, ScoreRequest
 
 SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletionRequest,

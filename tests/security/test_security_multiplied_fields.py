@@ -24,11 +24,11 @@ from services.gateway.apis.generate.schemas import SamplingFields
 from services.gateway.apis.openai.choices import CollectedChoices
 from services.gateway.apis.openai.completion_objects import CompletionFormat
 from services.gateway.apis.openai.detailed_choices import DetailedCollectedChoice, DetailOptions
-from services.gateway.apis.scores.schemas import RerankRequest, ScoreRequest
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.translate import chat_request, completion_requests
 from services.gateway.apis.openai.unsupported_fields import FieldClass, class_of
 from services.gateway.apis.openai.validation import check
+from services.gateway.apis.scores.schemas import RerankRequest, ScoreRequest
 from services.gateway.clients.worker_messages import guided_decoding, sampling_options
 from services.gateway.core.request import GenerationRequest, PositionLogprobs, TokenLogprob, TokenPrompt
 from services.gateway.core.request_size import SHORT, SIZES, check_prompt_logprobs, sizes_of

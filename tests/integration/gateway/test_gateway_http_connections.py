@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.requests import Request
@@ -22,6 +22,7 @@ from services.gateway.http.body import read_json
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.server import HttpServer
+from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
 from tests.support.clients.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, post
 
@@ -45,7 +46,7 @@ class App:
             if scope["path"] == "/stream":
                 choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", False), 1, False, lambda error: error)
                 self.choices.append(choices)
-                await choices.open_stream(self.write_scheduler, 64 << 10)(scope, receive, send)
+                await EventStream(choices, self.write_scheduler, 64 << 10)(scope, receive, send)
                 return
             await self.hold.wait()
             try:
@@ -223,7 +224,7 @@ async def test_a_reader_that_stops_is_cut_even_if_nothing_more_comes() -> None:
             for sink in choices.sinks:
                 sink.text(PIECE)
             await asyncio.sleep(0)
-            if choices.stream.blocked and choices.unsent > 20_000:
+            if cast(EventStream, choices.stream).blocked and choices.unsent > 20_000:
                 break
         for sink in choices.sinks:
             sink.finish(Finish(FinishReason.STOP))

@@ -8,8 +8,10 @@ from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.http.keepalive import KeepaliveMonitor
-from services.gateway.http.sse import COMMENT, EventStream
+from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.operations.operation import Listener
+from services.gateway.operations.output import COMMENT
 from tests.support.shared_steps.rigs import ROWS, Fault, Outcome, rig
 
 
@@ -28,6 +30,9 @@ class _Source:
     def unsent(self) -> int:
         return len(self._text)
 
+    def attach(self, listener: Listener) -> None:
+        pass
+
     def take(self) -> bytes:
         self._fault.at(self._row)
         text, self._text = self._text, ""
@@ -45,7 +50,7 @@ class _Client:
 
     def __init__(self, fault: Fault, row: int, scheduler: WriteScheduler) -> None:
         self.source = _Source(fault, row)
-        self.stream = EventStream(self.source, scheduler, 1 << 20, {})
+        self.stream = EventStream(self.source, scheduler, 1 << 20)
         self.received = b""
         self.cut = False
         self.ended = False

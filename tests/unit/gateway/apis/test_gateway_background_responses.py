@@ -96,10 +96,7 @@ async def test_another_gateway_ends_a_response_at_the_next_renewal(how: str) -> 
     run = gateways.one.begin(OWNER, ID, b"[]")
     gateways.one.update(run, QUEUED)
 
-    async def generate() -> None:
-        assert (await run.receive())["type"] == "http.disconnect"
-
-    running = asyncio.create_task(gateways.one.run(run, generate))
+    running = asyncio.create_task(gateways.one.run(run, run.gone))
     if how == "cancel":
         stored = await gateways.two.cancel(OWNER, ID)
         assert stored is not None
@@ -155,9 +152,9 @@ def test_a_log_at_its_limit_drops_the_oldest_events_and_says_so() -> None:
     assert log.read(9) == (b"data: 9\n\n", 10)
 
 
-async def add_events(run: BackgroundRun, number: int, size: int) -> None:
+def add_events(run: BackgroundRun, number: int, size: int) -> None:
     for _ in range(number):
-        await run.send({"type": "http.response.body", "body": b"x" * size + b"\n\n"})
+        run.add(b"x" * size + b"\n\n")
 
 
 async def test_events_of_all_responses_in_progress_stay_within_their_memory_together() -> None:
@@ -166,9 +163,9 @@ async def test_events_of_all_responses_in_progress_stay_within_their_memory_toge
     )
     runs = [background.begin(OWNER, f"resp_{index}", b"[]") for index in range(20)]
     for run in runs:
-        await add_events(run, 300, 1_000)
+        add_events(run, 300, 1_000)
         assert sum(each.events.size for each in runs) <= 1 << 20
-    await add_events(runs[0], 3, 10)
+    add_events(runs[0], 3, 10)
     assert runs[0].events.size > 0
     with raises_error(code="events_expired"):
         background.stream(OWNER, "resp_0", 0)

@@ -8,16 +8,18 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from services.gateway.apis.openai.scores import ScoreOperations
 
 from services.common.errors import invalid
 from services.common.packing import pack_u32, unpack_u32
 from services.gateway.apis.openai.embeddings import EmbeddingOperations
 from services.gateway.apis.openai.operations import OpenAIOperations
 from services.gateway.apis.openai.tokens import TokenOperations
-from services.gateway.app import create_app
+from services.gateway.apis.routes import ApiRoutes
+from services.gateway.app import bare_app, create_app
 from services.gateway.core.request import ChatPrompt, Prompt, SamplingParams, TextPrompt, TokenizedPrompt
-from services.gateway.http.json_transport import BodyReader
+from services.gateway.http.json_transport import BodyReader, HttpTransport
+from services.gateway.http.write_scheduler import WriteScheduler
+from services.gateway.operations.registry import Operations
 from services.gateway.pipeline.models import Pipelines
 from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
@@ -72,14 +74,14 @@ class Gateway:
         self.registry.synced = True
         self.registry.workers["w"] = entry("w", "m")
         settings = GatewaySettings(max_body_mb=0.01)
-        bodies = BodyReader(settings)
+        bodies = BodyReader(10_485, settings.body_timeout_s, settings.budgets.values)
+        routes = ApiRoutes(bare_app(), HttpTransport(bodies, WriteScheduler(), 1000), Operations())
         pipelines = cast(Pipelines, SimpleNamespace(preprocess=self.preprocess, registry=self.registry))
-        openai = OpenAIOperations(pipelines, settings, cast(Any, None), cast(Any, None), cast(Any, None), bodies)
-        tokens = TokenOperations(pipelines, settings, bodies)
-        embeddings = EmbeddingOperations(pipelines, cast(Any, None), settings, bodies)
-        scores = ScoreOperations(embeddings, settings, bodies)
-        app = create_app(openai, tokens, embeddings, scores, cast(Readiness, None))
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
+        openai = OpenAIOperations(pipelines, settings, cast(Any, None), cast(Any, None))
+        tokens = TokenOperations(pipelines, settings)
+        embeddings = EmbeddingOperations(pipelines, cast(Any, None), settings)
+        create_app(routes, openai, tokens, embeddings, cast(Readiness, None))
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(routes.app), base_url="http://gateway")
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
         answer = await self.client.post(path, json=body)

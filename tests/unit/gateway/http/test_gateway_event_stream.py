@@ -19,6 +19,7 @@ from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.operations.logprobs import Naming
+from services.gateway.operations.operation import Listener
 from tests.support.waiting import settle, until
 
 
@@ -60,7 +61,7 @@ def same(error: SluiceError) -> SluiceError:
 
 def make(number: int = 1, usage: bool = False, max_unsent: int = 1000) -> tuple[StreamedChoices, EventStream]:
     choices = StreamedChoices(ChatFormat("chatcmpl-1", 1, "m", usage), number, usage, same)
-    return choices, choices.open_stream(WriteScheduler(), max_unsent)
+    return choices, EventStream(choices, WriteScheduler(), max_unsent)
 
 
 def serve(stream: EventStream, client: Client) -> asyncio.Task[None]:
@@ -361,7 +362,7 @@ async def test_usage_so_far_counts_prompts_that_have_no_ids() -> None:
         return DetailedStreamedChoice(index, events, asked, Naming({}))
 
     choices = StreamedChoices(CompletionFormat("cmpl-1", 1, "m", True), 3, True, same, make=choice)
-    choices.open_stream(WriteScheduler(), 1000)
+    EventStream(choices, WriteScheduler(), 1000)
     of_embeddings = SimpleNamespace(choices=2, prompt_tokens=70)  # rows; there are no ids
     choices.usage.generations += cast(Any, [of_embeddings, SimpleNamespace(choices=1, prompt_tokens=5)])
     for sink in choices.sinks:
@@ -393,6 +394,9 @@ class News:
     def __init__(self) -> None:
         self.events = [b"event: begin\n\n"]
 
+    def attach(self, listener: Listener) -> None:
+        pass
+
     def take(self) -> bytes:
         return self.events.pop() if self.events else b""
 
@@ -405,7 +409,7 @@ class News:
 
 async def test_source_says_how_its_silence_is_sent() -> None:
     client = Client()
-    stream = EventStream(News(), WriteScheduler(KeepaliveMonitor(0.1, 60)), 1000, {})
+    stream = EventStream(News(), WriteScheduler(KeepaliveMonitor(0.1, 60)), 1000)
     serving = serve(stream, client)
     await until(lambda: client.body.count(b"alive") >= 2)
     client.left.set()

@@ -9,8 +9,10 @@ from typing import Any, cast
 import pytest
 
 from services.gateway.http import write_scheduler as pacing
-from services.gateway.http.sse import COMMENT, EventStream
+from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import MAX_PAUSE_S, WriteScheduler
+from services.gateway.operations.operation import Listener
+from services.gateway.operations.output import COMMENT
 
 
 class Clock:
@@ -82,6 +84,9 @@ class Source:
     def __init__(self) -> None:
         self.words: list[str] = []
 
+    def attach(self, listener: Listener) -> None:
+        pass
+
     def take(self) -> bytes:
         words, self.words = self.words, []
         return " ".join(words).encode()
@@ -99,7 +104,7 @@ class Stream:
     def __init__(self, write_scheduler: WriteScheduler) -> None:
         self.source = Source()
         self.writes: list[bytes] = []
-        self.events = EventStream(self.source, write_scheduler, 1 << 20, {})
+        self.events = EventStream(self.source, write_scheduler, 1 << 20)
         self.serving = asyncio.create_task(self.events({"type": "http"}, self._receive, self._send))
 
     async def _receive(self) -> Any:

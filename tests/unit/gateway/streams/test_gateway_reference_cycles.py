@@ -22,7 +22,7 @@ from services.common.rpc.replicas import Replica, ReplicaSet
 from services.gateway.admission.fair_queue import FairQueue
 from services.gateway.admission.keys import ANONYMOUS, ApiKey
 from services.gateway.http.inline_sender import InlineSender
-from services.gateway.http.sse import result_unless_gone
+from services.gateway.operations.waiting import result_unless_gone
 from services.gateway.workers.embeddings import all_or_none
 from tests.support.oracles.circles import circles_of
 from tests.unit.gateway.admission.test_gateway_admission_gate import make, never
@@ -136,10 +136,7 @@ async def test_jobs_that_fail_before_their_client_leaves() -> None:
         await asyncio.sleep(0)
         raise unavailable("No.")
 
-    async def receive() -> Any:
-        await never()
-
-    await none_of(lambda: result_unless_gone(receive, job()))
+    await none_of(lambda: result_unless_gone(never, job()))
 
 
 async def test_one_of_many_that_fails() -> None:

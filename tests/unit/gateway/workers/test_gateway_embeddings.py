@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from starlette.requests import Request
 
 from services.common.errors import (
     ENGINE_UNHEALTHY,
@@ -34,8 +33,8 @@ from services.gateway.core.request import (
     TextPrompt,
     TokenizedPrompt,
 )
-from services.gateway.http.json_transport import BodyReader
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.operations.operation import Caller
 from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.watchdog import WorkerWatchdog
@@ -232,25 +231,19 @@ async def test_embedding_of_a_disconnected_client_is_cancelled() -> None:
 
     registry = Workers({"a": Stub()}).registry
     pipeline = SimpleNamespace(registry=registry, preprocess=Preprocess())
-    settings = SimpleNamespace(max_body_mb=1, body_timeout_s=5, budgets=BUDGETS)
-    endpoints = EmbeddingOperations(
-        cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings), BodyReader(cast(Any, settings))
-    )
-    body = [{"type": "http.request", "body": b'{"model":"m","input":"x"}', "more_body": False}]
+    settings = SimpleNamespace(budgets=BUDGETS)
+    operations = EmbeddingOperations(cast(Any, pipeline), cast(Any, Slow()), cast(Any, settings))
 
-    async def receive() -> Any:
-        if body:
-            return body.pop()
+    async def wait_until_gone() -> None:
         await gone.wait()
-        return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "headers": []}
     async with asyncio.timeout(20):
-        answering = asyncio.create_task(endpoints.embeddings(Request(scope, receive)))
+        body = {"model": "m", "input": "x"}
+        answering = asyncio.create_task(operations.embeddings(body, Caller({}, wait_until_gone)))
         await begun.wait()
         gone.set()
         await ended.wait()
-        assert (await answering).status_code == 499
+        assert await answering is None
 
 
 async def test_worker_after_embeddings_only_is_not_stalled_at_its_first_generation() -> None:
