@@ -37,7 +37,8 @@ from services.gateway.apis.openai.response_schemas import (
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.tokens import TokenOperations
-from services.gateway.apis.routes import ApiRoutes, ModelView
+from services.gateway.apis.routes import ApiRoutes, ModelListFormat
+from services.gateway.http.error_formats import ErrorFormats
 from services.gateway.http.errors import error_response, plain_error_response
 from services.gateway.http.fast_path import FastPathRouter, posts
 from services.gateway.http.json_transport import json_response
@@ -103,7 +104,7 @@ def add_middleware(
         *([] if audit_log is None else [Middleware(AuditMiddleware, entries=audit_log)]),
         Middleware(RequestIds),
         # Outside of everything that rejects requests: convert all errors to an API's format.
-        *routes.dialects,
+        *([Middleware(ErrorFormats, formats=routes.error_formats)] if routes.error_formats else []),
         # Before anything else of a request is used: requests from other sites' web pages have no effect at all.
         Middleware(
             HostMiddleware,
@@ -137,8 +138,8 @@ def _add_openai(
 
 
 def _add_models(routes: ApiRoutes, openai: OpenAIOperations) -> None:
-    def view_of(request: Request) -> ModelView | None:
-        return next((view for view in routes.model_views if view.asked_by(request.scope)), None)
+    def view_of(request: Request) -> ModelListFormat | None:
+        return next((view for view in routes.model_formats if view.asked_by(request.scope)), None)
 
     async def models(request: Request) -> Response:
         """List the models currently served; in the format of the client's API."""
@@ -152,11 +153,11 @@ def _add_models(routes: ApiRoutes, openai: OpenAIOperations) -> None:
 
     parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     listed = responses(
-        _either("ModelList", ModelList, [view.schemas[0] for view in routes.model_views]), (400, 401, 500)
+        _either("ModelList", ModelList, [view.schemas[0] for view in routes.model_formats]), (400, 401, 500)
     )
     routes.add_http("/v1/models", models, listed, method="GET")
     shown = responses(
-        _either("Model", Model, [view.schemas[1] for view in routes.model_views]), (401, 403, 404, 500, 503)
+        _either("Model", Model, [view.schemas[1] for view in routes.model_formats]), (401, 403, 404, 500, 503)
     )
     routes.add_http("/v1/models/{model:path}", model, shown, method="GET", parameters=[parameter])
 

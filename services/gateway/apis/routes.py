@@ -8,11 +8,11 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
-from starlette.middleware import Middleware
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Scope
 
 from services.gateway.apis.openai.openapi import body_of
+from services.gateway.http.error_formats import ErrorFormat
 from services.gateway.http.fast_path import Endpoint
 from services.gateway.http.json_transport import HttpTransport
 from services.gateway.operations.operation import Operation
@@ -20,7 +20,7 @@ from services.gateway.operations.registry import Operations
 
 
 @dataclass(frozen=True, slots=True)
-class ModelView:
+class ModelListFormat:
     """How one API's clients see the list of models, in place of OpenAI's format.
 
     Attributes:
@@ -42,16 +42,16 @@ class ApiRoutes:
 
     Attributes:
         bodies: the schemas of request bodies.
-        dialects: middleware that converts errors to an API's format.
-        model_views: formats of the list of models besides OpenAI's.
+        error_formats: of APIs whose errors are not in OpenAI's format.
+        model_formats: formats of the list of models besides OpenAI's.
     """
 
     app: FastAPI
     transport: HttpTransport
     operations: Operations
     bodies: list[type[BaseModel]] = field(default_factory=list)
-    dialects: list[Middleware] = field(default_factory=list)
-    model_views: list[ModelView] = field(default_factory=list)
+    error_formats: list[ErrorFormat] = field(default_factory=list)
+    model_formats: list[ModelListFormat] = field(default_factory=list)
 
     def add(
         self,

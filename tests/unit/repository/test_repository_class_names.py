@@ -10,6 +10,7 @@ from tests.support.repository import ROOT
 SHARED = {
     "Adapter Adapters": "a LoRA adapter and the loaded ones, in each in-process engine",
     "Block": "a content block of a message; a block of an engine's cache",
+    "Caller": "the sender of an RPC, and of a request to an operation",
     "ChatTools": "a chat's tools as each API declares them",
     "Child": "a child process, behind each of its transports",
     "Constraint": "a constraint on the output, before and after compilation",
@@ -21,6 +22,7 @@ SHARED = {
     "Limits Load": "limits and loads of what each service bounds",
     "Manager": "SGLang's tokenizer manager, in worker and preprocess",
     "MemoryStore RedisStore": "the implementations of a service's store",
+    "Operations": "the operations of the gateway by path, and the control actions of the mock engine",
     "Options": "the options of a command or of an engine",
     "Picker": "the stage of a routing policy that orders candidates, and the endpoint picker of a router",
     "SamplingParams StopParams StructuredOutput": "parts of a generation, in gateway and worker",

@@ -16,7 +16,15 @@ from typing import Any
 
 from tests.support.repository import ROOT
 
-MODULES = ("sluice.engine", "sluice.parsers", "sluice.policies", "sluice.stages", "sluice.testing", "sluice.tokenizers")
+MODULES = (
+    "sluice.apis",
+    "sluice.engine",
+    "sluice.parsers",
+    "sluice.policies",
+    "sluice.stages",
+    "sluice.testing",
+    "sluice.tokenizers",
+)
 RECORD = Path(__file__).with_name("public_surface.txt")
 
 

@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
-from starlette.middleware import Middleware
 
 from services.gateway.apis.anthropic import models
-from services.gateway.apis.anthropic.dialect import VERSIONS, AnthropicDialect, speaks_anthropic
+from services.gateway.apis.anthropic.dialect import ERROR_FORMAT, VERSIONS, speaks_anthropic
 from services.gateway.apis.anthropic.operations import MessageOperations
 from services.gateway.apis.anthropic.response_schemas import (
     AnthropicError,
@@ -21,7 +20,7 @@ from services.gateway.apis.anthropic.response_schemas import (
 from services.gateway.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from services.gateway.apis.openai.openapi import GENERATING, responses
 from services.gateway.apis.parts import ApiParts
-from services.gateway.apis.routes import ApiRoutes, ModelView
+from services.gateway.apis.routes import ApiRoutes, ModelListFormat
 
 _HEADER = {"name": "anthropic-version", "in": "header", "required": False, "schema": {"enum": list(VERSIONS)}}
 
@@ -32,9 +31,9 @@ def add_api(parts: ApiParts, routes: ApiRoutes) -> None:
     add = partial(routes.add, name="anthropic_", tag="Anthropic", parameters=[_HEADER])
     add("/v1/messages", operations.messages, _answers(MessageAnswer, streams=True), body=MessagesRequest)
     add("/v1/messages/count_tokens", operations.count_tokens, _answers(TokenCount), body=CountTokensRequest)
-    routes.dialects.append(Middleware(AnthropicDialect))
-    routes.model_views.append(
-        ModelView((AnthropicModelList, AnthropicModel), speaks_anthropic, models.page, models.as_anthropic)
+    routes.error_formats.append(ERROR_FORMAT)
+    routes.model_formats.append(
+        ModelListFormat((AnthropicModelList, AnthropicModel), speaks_anthropic, models.page, models.as_anthropic)
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind, SluiceError
-from services.gateway.apis.anthropic.dialect import AnthropicDialect, error_event_body
+from services.gateway.apis.anthropic.dialect import ERROR_FORMAT, error_event_body
 from services.gateway.apis.anthropic.event_encoder import MessageEventEncoder
 from services.gateway.apis.anthropic.message import full_message
 from services.gateway.apis.openai.validation import check
@@ -20,6 +20,7 @@ from services.gateway.apis.responses.event_encoder import ResponseEventEncoder
 from services.gateway.apis.responses.resource import OutputOptions, Resource, output_of
 from services.gateway.apis.responses.schemas import ResponsesRequest
 from services.gateway.core.request import Finish, FinishReason, SamplingParams
+from services.gateway.http.error_formats import ErrorFormats
 from services.gateway.http.middleware.request_ids import RequestIds
 from services.gateway.http.sse import EventStream
 from services.gateway.operations.sinks import CollectedTurn, EventEncoder, StreamedBlocks, StreamedTurn
@@ -261,7 +262,9 @@ async def answer_of(path: str, status: int, body: bytes, headers: list[tuple[byt
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await RequestIds(AnthropicDialect(app))({"type": "http", "path": path, "headers": headers}, receive, send)
+    await RequestIds(ErrorFormats(app, [ERROR_FORMAT]))(
+        {"type": "http", "path": path, "headers": headers}, receive, send
+    )
     return sent[0], b"".join(message.get("body", b"") for message in sent[1:]), seen
 
 
