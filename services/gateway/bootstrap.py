@@ -329,9 +329,7 @@ async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) 
     for replicas in gateway.replica_sets:
         await replicas.start()
     on_silent = partial(components.metrics.trouble, "worker", SILENT)
-    watchdog = WorkerWatchdog(
-        lambda: connections.workers, components.stream_manager.computing, settings.token_timeout_s, on_silent
-    )
+    watchdog = WorkerWatchdog(lambda: connections.workers, settings.token_timeout_s, on_silent)
     removed = RemovedWorkers(lambda: connections.workers, on_silent, tasks)
     tasks.spawn(components.registry.run(), "registry")
     tasks.spawn(gateway.pipelines.run(), "models")

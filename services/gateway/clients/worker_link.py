@@ -90,6 +90,9 @@ class WorkerEvents(TextEvents[S_contra], Protocol[S_contra]):
     def on_failed(self, stream: S_contra, error: SluiceError) -> None:
         """Is notified that the worker failed to finish the stream."""
 
+    def on_worker_lost(self, link: WorkerLink[Any], error: SluiceError) -> None:
+        """Is notified that a worker's session, and with it all of its streams, was lost."""
+
 
 class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]):
     """The session to one worker.
@@ -113,7 +116,6 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         channel: grpc.aio.Channel,
         connect_timeout_s: float,
         events: WorkerEvents[S],
-        on_lost: Callable[[WorkerLink[S], SluiceError], None],
         max_start_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
         max_pause_s: float = 0.0,
@@ -125,7 +127,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
             f"worker {worker_id}",
             channel,
             connect_timeout_s,
-            lambda error: on_lost(self, error),
+            lambda error: events.on_worker_lost(self, error),
             max_pause_s,
             frames.parse,
         )

@@ -15,7 +15,7 @@ from services.gateway.pipeline.stages import Components, PlaceStage, TokenizeSta
 from services.gateway.placement.direct import DirectSelector
 from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.placement.selector import WorkerSelector
-from services.gateway.streams.disaggregation import DisaggOrchestrator, StreamRecovery
+from services.gateway.streams.disaggregation import StreamRecovery
 from services.gateway.streams.migration import Migrator
 from services.gateway.workers.registry import WorkerEntry
 
@@ -80,7 +80,7 @@ def build_stages(config: PipelineConfig, components: Components) -> Stages:
         tokenizing = EngineTokenizeStage()
     text = None
     if plugins.postprocess is not None:
-        text = CustomPostprocessAdapter(plugins.postprocess, components.stream_manager)
+        text = CustomPostprocessAdapter(plugins.postprocess, components.stream_manager.events)
     return Stages(
         plugins.tokenize or tokenizing,
         placement,
@@ -98,7 +98,5 @@ def _build_recovery(
     registry, connections, metrics = components.registry, components.connections, components.metrics
     streams = components.stream_manager
     policy = replace(components.migration, enabled=config.migration)
-    return StreamRecovery(
-        DisaggOrchestrator(pairs, registry, connections, streams, metrics, config.migration),
-        Migrator(policy, placement, pairs, registry, connections, streams, metrics, components.tasks),
-    )
+    migrator = Migrator(policy, placement, pairs, registry, connections, streams, metrics, components.tasks)
+    return StreamRecovery(pairs, registry, connections, streams, metrics, migrator, config.migration)

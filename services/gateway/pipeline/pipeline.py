@@ -256,9 +256,9 @@ class Pipeline:
                 )
                 generation.streams.append(stream)
                 for reason in reasons:
-                    self.stream_manager.on_degraded(stream, reason)
+                    self.stream_manager.degrade(stream, reason)
                 if tenant_cache.is_shared(request, permit):
-                    self.stream_manager.on_degraded(stream, SHARED)
+                    self.stream_manager.degrade(stream, SHARED)
         except BaseException:
             generation.cancel()
             raise

@@ -55,7 +55,7 @@ class Components:
 
     Attributes:
         router: queries the router service; a `route` stage may ask it, with workers of its choice.
-        reservations: is told of reservations whose route does not name another.
+        reservations: receives the outcomes of reservations whose route does not name another.
         registry: the registered workers.
         connections: connections to workers and postprocess replicas.
         stream_manager: the generations in progress.

@@ -28,7 +28,7 @@ from services.gateway.core.request import TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.placement.interfaces import Placement, PlacementRequest, PlaceStage
-from services.gateway.streams.interfaces import StreamControl
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream, Loss
 from services.gateway.streams.suspects import Suspects
@@ -67,7 +67,7 @@ class Migrator:
         disaggregation: DisaggregationPolicy,
         registry: WorkerRegistry,
         connections: ConnectionManager,
-        streams: StreamControl,
+        streams: StreamManager,
         metrics: GatewayMetrics,
         tasks: TaskOwner,
     ) -> None:
@@ -98,7 +98,7 @@ class Migrator:
         if obstacle:
             self._metrics.migration(obstacle)
             return False
-        self._streams.release_worker(stream)
+        self._streams.suspend(stream)
         stream.migrations += 1
         stream.losses.pop(lost.worker_id, None)
         stream.losses[lost.worker_id] = Loss(lost, lost.sessions, monotonic())
@@ -175,8 +175,7 @@ class Migrator:
                     if not taken or self._is_any_left(stream, avoided):
                         placement = await self._placement.place(self._placement_request(stream, attempt), avoided)
                         if suspect:
-                            route = placement.route  # its reservation is released with the stream
-                            stream.reservation_id, stream.reservations = route.reservation_id, route.reservations
+                            self._streams.book(stream, placement.route)  # released when the stream ends here
                             self._check_suspect(stream, cause)
                         self._resume(stream, lost, placement)
                         return
@@ -251,12 +250,12 @@ def _with_generated(prompt: TokenizedPrompt, stream: GenerationStream) -> Tokeni
     return replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens), block_hashes=b"", hash_scheme="")
 
 
-def note_inexact(streams: StreamControl, stream: GenerationStream, worker: WorkerEntry | None) -> None:
+def note_inexact(streams: StreamManager, stream: GenerationStream, worker: WorkerEntry | None) -> None:
     """Records a fallback if sampling depends on which tokens were generated and the next worker cannot resume."""
     sampling = stream.request.sampling
     depends = sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
     if stream.tokens and depends and (worker is None or RESUME not in worker.capabilities):
-        streams.on_degraded(stream, INEXACT)
+        streams.degrade(stream, INEXACT)
 
 
 def _trace(stream: GenerationStream, lost: WorkerLink, worker: WorkerLink) -> None:

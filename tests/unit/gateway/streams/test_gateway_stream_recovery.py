@@ -51,28 +51,28 @@ class AnyTrouble(RuleBasedStateMachine):
     @rule(data=st.data(), cached=st.integers(0, 1))
     def started(self, data: st.DataObject, cached: int) -> None:
         if (stream := self.live(data)) is not None and stream.worker is not None:
-            self.desk.stream_manager.on_started(stream, cached)
+            self.desk.events.on_started(stream, cached)
 
     @rule(data=st.data())
     def engine_ends(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, len(stream.tokens) - stream.resumed)
+            self.desk.events.on_ended(stream, FinishReason.LENGTH, None, len(stream.tokens) - stream.resumed)
 
     @rule(data=st.data(), retryable=st.booleans())
     def engine_fails(self, data: st.DataObject, retryable: bool) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.stream_manager.on_failed(stream, LOST if retryable else invalid("x"))
+            self.desk.events.on_failed(stream, LOST if retryable else invalid("x"))
 
     @rule(data=st.data())
     def engine_aborts(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.worker is not None and stream.end is None:
             cast(Any, stream.worker).slots.discard(stream.slot)
-            self.desk.stream_manager.on_ended(stream, FinishReason.CANCELLED, None, 0)
+            self.desk.events.on_ended(stream, FinishReason.CANCELLED, None, 0)
 
     @rule(index=st.integers(0, 1))
     def worker_lost(self, index: int) -> None:
@@ -104,7 +104,7 @@ class AnyTrouble(RuleBasedStateMachine):
         post = data.draw(st.sampled_from(self.desk.posts))
         if post.connected:
             post.leaving = True
-            self.desk.stream_manager.on_post_leaves(cast(PostLink, post))
+            self.desk.events.on_post_leaves(cast(PostLink, post))
 
     @rule(data=st.data(), how=st.sampled_from(["draining", "overloaded", "never"]))
     def post_refuses(self, data: st.DataObject, how: str) -> None:
@@ -112,21 +112,19 @@ class AnyTrouble(RuleBasedStateMachine):
         if stream is not None and stream.post is not None:
             cast(Any, stream.post).close_stream(stream.slot)
             error = invalid("never") if how == "never" else unavailable("no", code=how)
-            self.desk.stream_manager.on_text_failed(stream, error)
+            self.desk.events.on_text_failed(stream, error)
 
     @rule(data=st.data())
     def text(self, data: st.DataObject) -> None:
         if (stream := self.live(data)) is not None:
-            self.desk.stream_manager.on_text(stream, "x")
+            self.desk.events.on_text(stream, "x")
 
     @rule(data=st.data())
     def finished(self, data: st.DataObject) -> None:
         stream = self.live(data)
         if stream is not None and stream.post is not None:
             cast(Any, stream.post).close_stream(stream.slot)
-            self.desk.stream_manager.on_finished(
-                stream, Finish(FinishReason.STOP, completion_tokens=len(stream.tokens))
-            )
+            self.desk.events.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=len(stream.tokens)))
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -160,7 +158,7 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     desk = StreamTable(posts=2)
     stream, sink = desk.connect()
     desk.tokens([(stream, [10, 11, 12])])
-    desk.stream_manager.on_text(stream, "abc")
+    desk.events.on_text(stream, "abc")
     first = cast(Any, stream.post)
     other = next(post for post in desk.posts if post is not first)
     desk.lose_post(desk.posts.index(first))
@@ -169,7 +167,7 @@ def test_a_lost_replica_is_replaced_and_only_the_rest_is_asked_for() -> None:
     assert stream.degraded == (REPLACED,)
     desk.tokens([(stream, [13])])
     assert other.held[stream.slot] == [10, 11, 12, 13]
-    desk.stream_manager.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=4))
+    desk.events.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=4))
     assert cast(Finish, sink.ends[0]).degraded == (REPLACED,)
 
 
@@ -178,7 +176,7 @@ def test_drained_replica_hands_streams_over_without_degradation() -> None:
     streams = [desk.connect()[0] for _ in range(6)]
     desk.tokens([(stream, [7]) for stream in streams])
     desk.posts[0].leaving = True
-    desk.stream_manager.on_post_leaves(cast(PostLink, desk.posts[0]))
+    desk.events.on_post_leaves(cast(PostLink, desk.posts[0]))
     assert desk.posts[0].live == 0
     assert all(cast(Any, stream.post) is desk.posts[1] for stream in streams)
     assert not any(stream.degraded for stream in streams)
@@ -190,7 +188,7 @@ def test_the_only_replica_may_drain_until_another_one_is_there() -> None:
     desk.posts[1].connected = False
     stream, _ = desk.connect()
     desk.posts[0].leaving = True
-    desk.stream_manager.on_post_leaves(cast(PostLink, desk.posts[0]))
+    desk.events.on_post_leaves(cast(PostLink, desk.posts[0]))
     assert cast(Any, stream.post) is desk.posts[0]
     desk.tokens([(stream, [7])])
     desk.connect_post(1)
@@ -224,7 +222,7 @@ def test_streams_without_replicas_fail_after_the_wait() -> None:
 def test_an_engine_that_was_done_needs_no_worker_any_more() -> None:
     desk = StreamTable()
     stream, sink = desk.connect()
-    desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 5)
+    desk.events.on_ended(stream, FinishReason.LENGTH, None, 5)
     desk.lose_worker(0)
     assert not desk.moving
     assert not sink.ends
@@ -248,15 +246,15 @@ def test_tokens_that_are_complete_need_no_worker_any_more() -> None:
 def test_usage_and_bookings_after_a_move() -> None:
     desk = StreamTable()
     stream, sink = desk.connect(0)
-    desk.stream_manager.on_started(stream, 1)
+    desk.events.on_started(stream, 1)
     desk.tokens([(stream, [5, 6, 7])])
     desk.lose_worker(0)
     desk.resume(stream, 1)
-    desk.stream_manager.on_started(stream, 0)
+    desk.events.on_started(stream, 0)
     desk.tokens([(stream, [8, 9])])
-    desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 2)
+    desk.events.on_ended(stream, FinishReason.LENGTH, None, 2)
     assert stream.completion_tokens == 5
-    desk.stream_manager.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=5))
+    desk.events.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=5))
     assert desk.freed == [("res-1", 1, 3), ("res-2", 0, 2)]
     assert desk.computed == ["res-1", "res-2"]
     assert (stream.prompt_tokens, stream.cached_tokens) == (4, 1)
