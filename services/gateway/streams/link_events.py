@@ -1,7 +1,7 @@
 """Handles what the links to workers and postprocess replicas deliver for the streams.
 
-Tokens are forwarded by `token_forwarder`. An event of a stream that has left its worker, by an earlier event of the same
-message, is dropped.
+Tokens are forwarded by `token_forwarder`. The event of a stream that an earlier event of the same message has taken from
+its worker is dropped.
 """
 
 from __future__ import annotations

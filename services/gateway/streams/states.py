@@ -15,8 +15,8 @@ A stream has two states: of its engine, which makes tokens, and of its text, whi
 - `LinkEvents` notes the end of the engine: reported by the worker, or known from the tokens of a worker that was lost.
 - `RunningStreams` ends it, from any state and once: with a finish, an error, or because its client has left.
 
-A stream has a worker in RUNNING, PREFILLING and DECODING, and in no other state. It keeps its reservation until it moves
-or ends.
+A stream has a worker in RUNNING, PREFILLING and DECODING, and in no other state. Its reservation is released when it
+moves or ends.
 
     DEFERRED ──┬─► WAITING ◄─► OPEN        every state ──► CLOSED
                └─► ENGINE
