@@ -1,7 +1,6 @@
 """Handles what the links to workers and postprocess replicas deliver for the streams.
 
-Tokens are forwarded by `token_forwarder`. The event of a stream that an earlier event of the same message has taken from
-its worker is dropped.
+Tokens are forwarded by `token_forwarder`. An event is dropped if an earlier one has taken the stream from its worker.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.common.errors import SluiceError, invalid, unavailable
 from services.common.packing import pack_u32
+from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import NULL_SINK, DisaggregationPart, Finish, FinishReason, Role, TextPrompt
 from services.gateway.streams.interfaces import StreamEnd
@@ -66,14 +67,15 @@ class PairTable(StreamTable):
 class AnyOrder(RuleBasedStateMachine):
     """Sends events to streams whether they fit their state or not, as no link would."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(posts=st.integers(1, 3))
+    def begin(self, posts: int) -> None:
         self.observer = CountingObserver()
-        self.table = PairTable(posts=2, observers=[self.observer])
+        self.table = PairTable(posts, observers=[self.observer])
         self.manager, self.events = self.table.stream_manager, self.table.events
         self.memory = RunningMemory()
         self.streams: list[tuple[GenerationStream, Sink]] = []
         self.cancelled: set[int] = set()
+        self.next_token = 100
 
     def any_stream(self, data: st.DataObject) -> GenerationStream | None:
         """Returns any stream, ended or not."""
@@ -109,10 +111,15 @@ class AnyOrder(RuleBasedStateMachine):
                 )
             )
 
-    @rule(data=st.data(), last=st.sampled_from([7, EOS]))
-    def tokens(self, data: st.DataObject, last: int) -> None:
-        if (stream := self.any_stream(data)) is not None:
-            self.table.tokens([(stream, [5, 6, last])])
+    @rule(data=st.data(), count=st.integers(1, 4), last=st.booleans())
+    def tokens(self, data: st.DataObject, count: int, last: bool) -> None:
+        rows = []
+        for stream, _ in self.streams:
+            if data.draw(st.booleans()):
+                ids = list(range(self.next_token, self.next_token + count))
+                rows.append((stream, [*ids, EOS] if last else ids))
+                self.next_token += count
+        self.table.tokens(rows)
 
     @rule(data=st.data())
     def prompt(self, data: st.DataObject) -> None:
@@ -167,9 +174,31 @@ class AnyOrder(RuleBasedStateMachine):
                 post.close_stream(stream.slot)
             self.events.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=len(stream.tokens)))
 
-    @rule(index=st.integers(0, 1), comes_back=st.booleans())
-    def replica_is_lost(self, index: int, comes_back: bool) -> None:
-        self.table.lose_post(index, comes_back)
+    @rule(data=st.data(), comes_back=st.booleans())
+    def replica_is_lost(self, data: st.DataObject, comes_back: bool) -> None:
+        self.table.lose_post(data.draw(st.integers(0, len(self.table.posts) - 1)), comes_back)
+
+    @rule(data=st.data())
+    def replica_connects(self, data: st.DataObject) -> None:
+        self.table.connect_post(data.draw(st.integers(0, len(self.table.posts) - 1)))
+
+    @rule(data=st.data())
+    def replica_drains(self, data: st.DataObject) -> None:
+        post = data.draw(st.sampled_from(self.table.posts))
+        if post.connected:
+            post.leaving = True
+            self.events.on_post_leaves(cast(PostLink, post))
+
+    @rule(data=st.data(), how=st.sampled_from(["draining", "overloaded", "never"]))
+    def replica_refuses(self, data: st.DataObject, how: str) -> None:
+        stream = self.any_stream(data)
+        if stream is not None and stream.post is not None:
+            cast(Any, stream.post).close_stream(stream.slot)
+            self.events.on_text_failed(stream, invalid("never") if how == "never" else unavailable("no", code=how))
+
+    @rule()
+    def wait_for_replicas_ends(self) -> None:
+        self.manager.texts.sweep()
 
     @rule(data=st.data(), how=st.sampled_from([SluiceError, RuntimeError]))
     def handling_raises(self, data: st.DataObject, how: type[Exception]) -> None:
@@ -190,6 +219,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def states_agree_with_what_streams_hold(self) -> None:
+        if not hasattr(self, "table"):
+            return
         for stream, sink in self.streams:
             ended = stream.state is StreamState.ENDED
             assert ended == (stream.slot not in self.manager._streams)
@@ -197,6 +228,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert (stream.post is not None) == (stream.text_state is TextState.OPEN)
             assert ended == (stream.text_state is TextState.CLOSED) == (stream.sink is NULL_SINK)
             assert (stream.end is not None) <= (stream.state in (StreamState.ENGINE_DONE, StreamState.ENDED))
+            assert stream.text_sent == len("".join(sink.pieces)) or ended  # a late text is counted and dropped
             assert len(sink.ends) == (ended and stream.slot not in self.cancelled)
             assert self.observer.calls.count(("ended", stream.slot)) == ended
             if stream.state in (StreamState.MOVING, StreamState.ENDED) and stream.attempt is not None:
@@ -208,6 +240,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_released_once(self) -> None:
+        if not hasattr(self, "table"):
+            return
         freed = [reservation for reservation, _, _ in self.table.freed]
         assert len(freed) == len(set(freed))
         assert len(freed) + len(self.table.booked) == self.table.reservations
