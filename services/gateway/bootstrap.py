@@ -70,8 +70,9 @@ from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.streams.audit import AuditObserver
 from services.gateway.streams.interfaces import StreamObserver
-from services.gateway.streams.manager import MAX_STREAMS, POST_WAIT_S, StreamManager, shutting_down
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.removed_workers import RemovedWorkers
+from services.gateway.streams.running import MAX_STREAMS, POST_WAIT_S, shutting_down
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.embeddings import MAX_EMBED_S, EmbedClient

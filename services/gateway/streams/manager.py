@@ -25,10 +25,7 @@ from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.audit import recorded
 from services.gateway.streams.interfaces import NoRecovery, StreamObserver
 from services.gateway.streams.link_events import LinkEvents
-from services.gateway.streams.running import MAX_STREAMS as MAX_STREAMS
-from services.gateway.streams.running import POST_WAIT_S as POST_WAIT_S
-from services.gateway.streams.running import RunningStreams
-from services.gateway.streams.running import shutting_down as shutting_down
+from services.gateway.streams.running import POST_WAIT_S, RunningStreams
 from services.gateway.streams.running_memory import RunningMemory, RunningShare
 from services.gateway.streams.states import StreamState
 from services.gateway.streams.stream import GenerationStream, RecoveryPolicy, TextLink, WorkerStart
