@@ -32,13 +32,12 @@ from services.gateway.pipeline.stages import (
     Components,
     CustomStream,
     Handler,
-    PlaceStage,
     PostprocessStage,
     TextDelta,
     TokenizeStage,
 )
 from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
-from services.gateway.placement.interfaces import Placement, PlacementRequest, WorkerRouter
+from services.gateway.placement.interfaces import Placement, PlacementRequest, PlaceStage, WorkerRouter
 from services.gateway.workers.registry import WorkerEntry
 
 __all__ = [

@@ -51,8 +51,9 @@ from services.gateway.readiness import Readiness
 from services.gateway.settings import GatewaySettings
 from services.gateway.streams.audit import AuditObserver
 from services.gateway.streams.interfaces import StreamObserver
-from services.gateway.streams.manager import MAX_STREAMS, POST_WAIT_S, StreamManager, shutting_down
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.removed_workers import RemovedWorkers
+from services.gateway.streams.running import MAX_STREAMS, POST_WAIT_S, shutting_down
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.embeddings import MAX_EMBED_S, EmbedClient
@@ -290,9 +291,7 @@ async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) 
     for replicas in gateway.replica_sets:
         await replicas.start()
     on_silent = partial(components.metrics.trouble, "worker", SILENT)
-    watchdog = WorkerWatchdog(
-        lambda: connections.workers, components.stream_manager.computing, settings.token_timeout_s, on_silent
-    )
+    watchdog = WorkerWatchdog(lambda: connections.workers, settings.token_timeout_s, on_silent)
     removed = RemovedWorkers(lambda: connections.workers, on_silent, tasks)
     tasks.spawn(components.registry.run(), "registry")
     tasks.spawn(gateway.pipelines.run(), "models")

@@ -144,6 +144,9 @@ class Events:
     def on_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         self.failed[stream.slot] = error
 
+    def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
+        self.lost.append(error)
+
 
 class Liar(worker_pb2_grpc.WorkerServicer):
     """A worker that answers with the error it is told to."""
@@ -192,7 +195,6 @@ async def test_error_of_a_worker_is_cut_and_accuses_no_client(where: str, kind: 
         channel,
         5.0,
         cast(Any, events),
-        lambda _, error: events.lost.append(error),
     )
     link.adopt(cast(GenerationStream, SimpleNamespace(slot=SLOT, tokens=array("I"))))
     try:

@@ -8,6 +8,7 @@ buffers. `drain` turns those buffers into one message, or None when they are emp
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, Generic, TypeVar, cast
@@ -34,6 +35,9 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 _FRAMES = Budget("worker_frames", FRAMES, "")
+_LEFT = "the peer of a session disconnected while a message was written to it"
+
+log = logging.getLogger(__name__)
 
 
 class FramePace:
@@ -145,7 +149,7 @@ async def serve_session(
     """Serves a session: reads until the peer half-closes or disconnects, and writes drained messages.
 
     After a half-close, flushes pending output (waiting for `settled` first, if given). The caller cleans up its state
-    after this returns or raises, however the session ended.
+    after this returns or raises, however the session ended; it is cancelled when the peer has disconnected.
     """
     handler = asyncio.current_task()
     assert handler is not None
@@ -163,9 +167,15 @@ async def serve_session(
         await writing
     except asyncio.CancelledError:
         if writing.done() and not writing.cancelled():
-            writing.result()  # report the writer's failure, not the cancellation it caused
+            try:
+                writing.result()  # report the writer's failure, not the cancellation it caused
+            except grpc.aio.InternalError:
+                log.info("%s", _LEFT)
         await _last_write(writer, writing, CANCELLED_WRITE_S)
         raise
+    except grpc.aio.InternalError:
+        log.info("%s", _LEFT)
+        raise asyncio.CancelledError from None
     except Exception:
         await _last_write(writer, writing, LAST_WRITE_S)
         raise

@@ -30,7 +30,7 @@ MAX_OPEN_BYTES = 12 << 20
 
 
 class TextEvents(Protocol[S_contra]):
-    """Handles the events of postprocess sessions; implemented by `StreamManager`."""
+    """Handles the events of postprocess sessions; implemented by `LinkEvents`."""
 
     def on_token_texts(self, stream: S_contra, pieces: list[bytes], offsets: Sequence[int]) -> None:
         """Receives the bytes of the next tokens, and their offsets in the text, in code points."""

@@ -13,7 +13,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.common.observability import telemetry
 from services.common.packing import pack_u32
 from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import from_detail, passed_on
@@ -21,24 +20,9 @@ from services.common.rpc.frame_guard import PacedFrames
 from services.common.tasks import asked_to_end
 from services.gateway.clients.link import Link, take_within
 from services.gateway.clients.media_uploads import MediaUploads, Start, read_hashes
-from services.gateway.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts, stream_options
-from services.gateway.clients.worker_messages import (
-    chat_body,
-    embeds_prompt,
-    guided_decoding,
-    sampling_options,
-    token_prompt,
-)
-from services.gateway.core.request import (
-    DisaggregationPart,
-    FinishReason,
-    GenerationRequest,
-    PositionLogprobs,
-    StopParams,
-    TextPrompt,
-    TokenizedPrompt,
-    TokenLogprob,
-)
+from services.gateway.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts
+from services.gateway.clients.worker_messages import generate_request
+from services.gateway.core.request import DisaggregationPart, FinishReason, PositionLogprobs, TokenLogprob
 from services.gateway.core.stream_view import S, S_contra
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -90,6 +74,9 @@ class WorkerEvents(TextEvents[S_contra], Protocol[S_contra]):
     def on_failed(self, stream: S_contra, error: SluiceError) -> None:
         """Is notified that the worker failed to finish the stream."""
 
+    def on_worker_lost(self, link: WorkerLink[Any], error: SluiceError) -> None:
+        """Is notified that a worker's session, and with it all of its streams, was lost."""
+
 
 class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]):
     """The session to one worker.
@@ -113,7 +100,6 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         channel: grpc.aio.Channel,
         connect_timeout_s: float,
         events: WorkerEvents[S],
-        on_lost: Callable[[WorkerLink[S], SluiceError], None],
         max_start_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
         max_pause_s: float = 0.0,
@@ -125,7 +111,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
             f"worker {worker_id}",
             channel,
             connect_timeout_s,
-            lambda error: on_lost(self, error),
+            lambda error: events.on_worker_lost(self, error),
             max_pause_s,
             frames.parse,
         )
@@ -208,31 +194,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         if len(self.streams) <= 1:  # the worker was idle
             self._active_at = monotonic()
         self.breaker.try_pass()
-        request, prompt = stream.request, stream.prompt
-        if resumed:
-            prompt = replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens[:resumed]))
-        message = worker_pb2.GenerateRequest(
-            request_id=request_id,
-            model=request.model,
-            tokens=token_prompt(prompt) if prompt.has_token_ids else None,
-            embeds=embeds_prompt(prompt.embeds) if prompt.embeds else None,
-            sampling=sampling_options(request.sampling, stream.seed),
-            stop=_stop(request.stop, prompt, stream.max_tokens, resumed),
-            output=_output(request, stream.computed),
-            guided=guided_decoding(request.guided) if request.guided else None,
-            lora=request.lora,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            data_parallel_rank=rank,
-            trace=telemetry.trace_context(stream.current_span),
-            resumed_tokens=resumed,
-            disaggregation=None if part is None else _part(part),
-            postprocess=stream_options(request, prompt) if request.engine_text else None,
-        )
-        if isinstance(prompt.raw, TextPrompt):
-            message.text = prompt.raw.text
-        elif prompt.raw is not None:
-            message.messages_json = chat_body(prompt.raw)
+        message = generate_request(stream, request_id, rank, resumed, part)
         start = worker_pb2.SessionStart(slot=stream.slot, request=message)
         size = start.ByteSize()
         if size + _START_OVERHEAD_BYTES > self._max_start_bytes:
@@ -242,7 +204,7 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
                 f"{self._max_start_bytes}; shorten the prompt.",
                 code="request_too_large",
             )
-        if prompt.media:
+        if stream.prompt.media:
             self._repeatable[stream.slot] = start, size
         self._begin(stream, (start, size))
 
@@ -370,32 +332,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         self._repeatable.clear()
 
 
-def _part(part: DisaggregationPart) -> worker_pb2.DisaggregationParams:
-    role = common_pb2.WorkerRole.ValueType(int(part.role))
-    return worker_pb2.DisaggregationParams(role=role, handoff=part.handoff)
-
-
-def _output(request: GenerationRequest, computed: bool) -> common_pb2.OutputOptions | None:
-    """Returns the requested log-probabilities; those of a prompt that was computed before have been received."""
-    prompt_logprobs = None if computed else request.prompt_logprobs
-    if request.logprobs is None and prompt_logprobs is None:
-        return None
-    return common_pb2.OutputOptions(logprobs=request.logprobs, prompt_logprobs=prompt_logprobs)
-
-
 def _position(position: common_pb2.PositionLogprobs) -> PositionLogprobs:
     return PositionLogprobs(_token(position.chosen), tuple([_token(token) for token in position.top]))
 
 
 def _token(token: common_pb2.TokenLogprob) -> TokenLogprob:
     return TokenLogprob(token.token_id, token.logprob, token.rank)
-
-
-def _stop(stop: StopParams, prompt: TokenizedPrompt, max_tokens: int, generated: int) -> common_pb2.StopOptions:
-    return common_pb2.StopOptions(
-        max_tokens=None if prompt.raw is not None and stop.max_tokens is None else max_tokens - generated,
-        min_tokens=max(stop.min_tokens - generated, 0),
-        stop_token_ids=pack_u32(stop.token_ids) + (b"" if stop.ignore_eos else prompt.stop_token_ids),
-        ignore_eos=stop.ignore_eos,
-        eos_token_ids=prompt.eos_token_ids,
-    )

@@ -1,19 +1,61 @@
-"""Builds the parts of a worker's GenerateRequest."""
+"""Builds a worker's GenerateRequest."""
 
 from __future__ import annotations
 
 import orjson
 
+from services.common.observability import telemetry
 from services.common.packing import pack_u32
 from services.common.rpc.media import span_messages
-from services.gateway.core.request import ChatPrompt, EmbedsPrompt, SamplingParams, StructuredOutput, TokenizedPrompt
+from services.gateway.clients.postprocess_link import stream_options
+from services.gateway.core.request import (
+    ChatPrompt,
+    DisaggregationPart,
+    GenerationRequest,
+    SamplingParams,
+    StopParams,
+    StructuredOutput,
+    TextPrompt,
+    TokenizedPrompt,
+)
+from services.gateway.core.stream_view import StreamView
 from sluice.v1 import common_pb2, worker_pb2
 
 
-def token_prompt(prompt: TokenizedPrompt) -> worker_pb2.TokenPrompt:
-    """Returns the message of a prompt of token ids, with the spans of its media items."""
-    media = span_messages(item.span for item in prompt.media) if prompt.media else None
-    return worker_pb2.TokenPrompt(token_ids=prompt.token_ids, media=media)
+def generate_request(
+    stream: StreamView, request_id: str, rank: int | None, resumed: int, part: DisaggregationPart | None
+) -> worker_pb2.GenerateRequest:
+    """Returns the message that starts a stream; for the arguments see `WorkerLink.start`."""
+    request, prompt = stream.request, stream.prompt
+    message = worker_pb2.GenerateRequest(
+        request_id=request_id,
+        model=request.model,
+        sampling=sampling_options(request.sampling, stream.seed),
+        stop=_stop(request.stop, prompt, stream.max_tokens, resumed),
+        output=_output(request, stream.computed),
+        guided=guided_decoding(request.guided) if request.guided else None,
+        lora=request.lora,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        data_parallel_rank=rank,
+        trace=telemetry.trace_context(stream.current_span),
+        resumed_tokens=resumed,
+        postprocess=stream_options(request, prompt) if request.engine_text else None,
+    )
+    if prompt.embeds is not None:
+        message.embeds.values, message.embeds.width = prompt.embeds.values, prompt.embeds.width
+    elif isinstance(prompt.raw, TextPrompt):
+        message.text = prompt.raw.text
+    elif prompt.raw is not None:
+        message.messages_json = _chat_body(prompt.raw)
+    else:
+        message.tokens.token_ids = prompt.token_ids + pack_u32(stream.tokens[:resumed]) if resumed else prompt.token_ids
+        if prompt.media:
+            message.tokens.media.extend(span_messages(item.span for item in prompt.media))
+    if part is not None:
+        message.disaggregation.role = common_pb2.WorkerRole.ValueType(int(part.role))
+        message.disaggregation.handoff = part.handoff
+    return message
 
 
 def sampling_options(sampling: SamplingParams, seed: int | None) -> common_pb2.SamplingOptions:
@@ -47,7 +89,7 @@ def guided_decoding(guided: StructuredOutput) -> common_pb2.GuidedDecoding:
     return message
 
 
-def chat_body(prompt: ChatPrompt) -> bytes:
+def _chat_body(prompt: ChatPrompt) -> bytes:
     """Returns an OpenAI request body with the fields that determine the prompt."""
     opens = prompt.add_generation_prompt
     parts = {
@@ -63,6 +105,19 @@ def chat_body(prompt: ChatPrompt) -> bytes:
     return b"{%b}" % b",".join(b'"%b":%b' % part for part in parts.items() if part[1])
 
 
-def embeds_prompt(embeds: EmbedsPrompt) -> worker_pb2.EmbedsPrompt:
-    """Returns the message of input embeddings."""
-    return worker_pb2.EmbedsPrompt(values=embeds.values, width=embeds.width)
+def _output(request: GenerationRequest, computed: bool) -> common_pb2.OutputOptions | None:
+    """Returns the requested log-probabilities; those of a prompt that was computed before have been received."""
+    prompt_logprobs = None if computed else request.prompt_logprobs
+    if request.logprobs is None and prompt_logprobs is None:
+        return None
+    return common_pb2.OutputOptions(logprobs=request.logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _stop(stop: StopParams, prompt: TokenizedPrompt, max_tokens: int, generated: int) -> common_pb2.StopOptions:
+    return common_pb2.StopOptions(
+        max_tokens=None if prompt.raw is not None and stop.max_tokens is None else max_tokens - generated,
+        min_tokens=max(stop.min_tokens - generated, 0),
+        stop_token_ids=pack_u32(stop.token_ids) + (b"" if stop.ignore_eos else prompt.stop_token_ids),
+        ignore_eos=stop.ignore_eos,
+        eos_token_ids=prompt.eos_token_ids,
+    )

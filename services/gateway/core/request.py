@@ -257,7 +257,7 @@ class Route:
         worker_id: the worker; of a pair, the decode worker.
         rank: its data-parallel rank; None: the worker chooses. `prefill_rank` likewise.
         reservation_id: the reservation for all workers of the route; empty without one.
-        reservations: what made the reservation and is told of its progress; None: the gateway's router.
+        reservations: what made the reservation and receives its outcome; None: the gateway's router.
         degraded: the fallback that produced this route; empty: none.
         prefill_worker_id: the prefill worker; empty: one worker runs prefill and decode.
         prefill_skipped: the router's reason for choosing no prefill worker although the model has some.

@@ -11,11 +11,12 @@ from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.engine_preprocessing import EngineTokenizeStage
 from services.gateway.pipeline.plugins import Plugins
 from services.gateway.pipeline.postprocess_plugin import CustomPostprocessAdapter
-from services.gateway.pipeline.stages import Components, PlaceStage, TokenizeStage
+from services.gateway.pipeline.stages import Components, TokenizeStage
 from services.gateway.placement.direct import DirectSelector
 from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
+from services.gateway.placement.interfaces import PlaceStage
 from services.gateway.placement.selector import WorkerSelector
-from services.gateway.streams.disaggregation import DisaggOrchestrator, StreamRecovery
+from services.gateway.streams.disaggregation import StreamRecovery
 from services.gateway.streams.migration import Migrator
 from services.gateway.workers.registry import WorkerEntry
 
@@ -62,43 +63,27 @@ def build_stages(config: PipelineConfig, components: Components) -> Stages:
         ValueError: a custom stage cannot be loaded or lacks a method.
     """
     plugins = Plugins(config, components)
+    registry, connections, metrics = components.registry, components.connections, components.metrics
+    streams, tasks = components.stream_manager, components.tasks
+    tokenizing: TokenizeStage = FrontendTokenizeStage(components.preprocess)
+    if config.preprocessing == "engine":
+        tokenizing = EngineTokenizeStage()
     pairs = DisaggregationPolicy(config.disaggregation, config.disagg_min_tokens)
-    selector = WorkerSelector(
-        plugins.route or components.router,
-        components.reservations,
-        components.registry,
-        components.connections,
-        components.tasks,
-    )
+    router = plugins.route or components.router
+    selector = WorkerSelector(router, components.reservations, registry, connections, tasks)
     placement: PlaceStage = selector
     if plugins.place is not None:
         placement = plugins.place
     elif config.routing == "direct":
-        placement = DirectSelector(components.registry, components.connections, pairs.mode != "off")
-    tokenizing: TokenizeStage = FrontendTokenizeStage(components.preprocess)
-    if config.preprocessing == "engine":
-        tokenizing = EngineTokenizeStage()
-    text = None
-    if plugins.postprocess is not None:
-        text = CustomPostprocessAdapter(plugins.postprocess, components.stream_manager)
+        placement = DirectSelector(registry, connections, pairs.mode != "off")
+    policy = replace(components.migration, enabled=config.migration)
+    migrator = Migrator(policy, placement, pairs, registry, connections, streams, metrics, tasks)
     return Stages(
         plugins.tokenize or tokenizing,
         placement,
         selector,
-        _build_recovery(config, components, placement, pairs),
-        text,
+        StreamRecovery(pairs, registry, connections, streams, metrics, migrator, config.migration),
+        None if plugins.postprocess is None else CustomPostprocessAdapter(plugins.postprocess, streams.events),
         plugins.all,
         pairs,
-    )
-
-
-def _build_recovery(
-    config: PipelineConfig, components: Components, placement: PlaceStage, pairs: DisaggregationPolicy
-) -> StreamRecovery:
-    registry, connections, metrics = components.registry, components.connections, components.metrics
-    streams = components.stream_manager
-    policy = replace(components.migration, enabled=config.migration)
-    return StreamRecovery(
-        DisaggOrchestrator(pairs, registry, connections, streams, metrics, config.migration),
-        Migrator(policy, placement, pairs, registry, connections, streams, metrics, components.tasks),
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 StageLocation = Literal["frontend", "engine"]
 Routing = Literal["discover", "direct", "query-only"]
@@ -24,8 +24,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 DEFAULT_PRESET = "full_discovery"
 ALIASES = ("direct_route", "migration_enabled")
 """Alternative names, known from other gateways, of `routing: direct` and `migration`."""
-_NO_STAGES: Mapping[str, str] = MappingProxyType({})
-_NO_MODELS: Mapping[str, PipelineConfig] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,9 @@ class PipelineConfig:
     migration: bool = True
     disaggregation: Disaggregation = "auto"
     disagg_min_tokens: int = 0
-    stages: Mapping[str, str] = field(default_factory=lambda: _NO_STAGES)
+    stages: Mapping[str, str] = field(default_factory=dict)
     handler: str = ""
-    models: Mapping[str, PipelineConfig] = field(default_factory=lambda: _NO_MODELS)
+    models: Mapping[str, PipelineConfig] = field(default_factory=dict)
 
     def check(self) -> PipelineConfig:
         """Returns this configuration if its options are consistent.
@@ -143,10 +141,9 @@ def read_file(file: Path) -> dict[str, Any]:
     """
     try:
         document = _parsed(file)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {error}.") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{file} cannot be read: {reason}.") from error
     values = _checked(str(file), document, _ALLOWED)
     if (models := values.get("models")) is not None:
         if not isinstance(models, dict):
@@ -210,26 +207,26 @@ def _parsed(file: Path) -> Any:
     raise ValueError("the file name must end in .toml, .yaml, .yml or .json")
 
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "preset": get_args(PresetName),
-    "preprocessing": get_args(StageLocation),
-    "postprocessing": get_args(StageLocation),
-    "routing": get_args(Routing),
-    "disaggregation": get_args(Disaggregation),
+_TYPES: Mapping[str, Any] = {
+    "preset": PresetName,
+    **get_type_hints(PipelineConfig),
+    **dict.fromkeys(ALIASES, bool),
 }
-_ALLOWED = ("preset", *(one.name for one in fields(PipelineConfig)), *ALIASES)
+"""The types of the fields of a file. A further field of PipelineConfig needs no code here."""
+_ALLOWED = tuple(_TYPES)
 _ALLOWED_OF_MODEL = tuple(name for name in _ALLOWED if name != "models")
 
 
 def _check_value(file: str, name: str, value: Any) -> None:
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise ValueError(f"{file}: {name} must be one of {', '.join(_CHOICES[name])}, not {value!r}.")
-    if name in ("migration", *ALIASES) and not isinstance(value, bool):
+    kind = _TYPES[name]
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        raise ValueError(f"{file}: {name} must be one of {', '.join(get_args(kind))}, not {value!r}.")
+    if kind is bool and not isinstance(value, bool):
         raise ValueError(f"{file}: {name} must be true or false, not {value!r}.")
-    if name == "disagg_min_tokens" and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ValueError(f"{file}: disagg_min_tokens must be a whole number of at least 0, not {value!r}.")
-    if name == "handler" and not isinstance(value, str):
-        raise ValueError(f"{file}: handler must be package.module:Class, not {value!r}.")
+    if kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ValueError(f"{file}: {name} must be a whole number of at least 0, not {value!r}.")
+    if kind is str and not isinstance(value, str):
+        raise ValueError(f"{file}: {name} must be a text, not {value!r}.")
     if name == "stages":
         if not isinstance(value, dict):
             raise ValueError(f"{file}: stages must map each stage to a package.module:Class.")

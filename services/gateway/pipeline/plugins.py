@@ -7,14 +7,8 @@ import inspect
 from typing import Any
 
 from services.gateway.pipeline.config import PipelineConfig
-from services.gateway.pipeline.stages import (
-    Components,
-    Handler,
-    PlaceStage,
-    PostprocessStage,
-    TokenizeStage,
-    WorkerRouter,
-)
+from services.gateway.pipeline.stages import Components, Handler, PostprocessStage, TokenizeStage
+from services.gateway.placement.interfaces import PlaceStage, WorkerRouter
 
 _METHODS = {"tokenize": "tokenize", "route": "route", "place": "place", "postprocess": "open", "handler": "start"}
 
@@ -27,18 +21,12 @@ class Plugins:
     """
 
     def __init__(self, config: PipelineConfig, components: Components) -> None:
-        self._config = config
-        self._components = components
-        self.tokenize: TokenizeStage | None = self._load_stage("tokenize")
-        self.route: WorkerRouter | None = self._load_stage("route")
-        self.place: PlaceStage | None = self._load_stage("place")
-        self.postprocess: PostprocessStage | None = self._load_stage("postprocess")
-        stages = (self.tokenize, self.route, self.place, self.postprocess)
-        self.all = tuple(stage for stage in stages if stage is not None)
-
-    def _load_stage(self, stage: str) -> Any:
-        path = self._config.stages.get(stage)
-        return None if path is None else _make(stage, path, self._components)
+        stages = {stage: _make(stage, path, components) for stage, path in config.stages.items()}
+        self.tokenize: TokenizeStage | None = stages.get("tokenize")
+        self.route: WorkerRouter | None = stages.get("route")
+        self.place: PlaceStage | None = stages.get("place")
+        self.postprocess: PostprocessStage | None = stages.get("postprocess")
+        self.all = tuple(stages.values())
 
 
 def load_handler(config: PipelineConfig, components: Components) -> Handler:

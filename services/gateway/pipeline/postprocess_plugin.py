@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import SluiceError, internal
@@ -19,35 +20,25 @@ from services.gateway.streams.stream import GenerationStream
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class _OpenStream:
     """A stream of the custom stage, and the number of tokens it has received."""
 
-    __slots__ = ("request_id", "stream", "token_count")
-
-    def __init__(self, stream: CustomStream, request_id: str) -> None:
-        self.stream = stream
-        self.request_id = request_id
-        self.token_count = 0
+    stream: CustomStream
+    request_id: str
+    token_count: int = 0
 
 
 class CustomPostprocessAdapter:
     """Runs a custom postprocess stage in place of the link to a postprocess replica."""
 
-    connected = True
-    retired = False
     leaving = False
-    address = "custom stage"
 
     def __init__(self, stage: PostprocessStage, events: TextEvents) -> None:
         self.streams: dict[int, GenerationStream] = {}
         self._stage = stage
         self._events = events
         self._open: dict[int, _OpenStream] = {}
-
-    @property
-    def live(self) -> int:
-        """Number of streams of the stage."""
-        return len(self.streams)
 
     def adopt(self, stream: GenerationStream) -> None:
         """Assigns a stream to the stage."""
@@ -89,10 +80,6 @@ class CustomPostprocessAdapter:
     def close_stream(self, slot: int) -> None:
         """Closes a stream without emitting events."""
         self._open.pop(slot, None)
-
-    def abandon(self) -> None:
-        """Closes all streams without emitting events."""
-        self._open.clear()
 
     def _feed(self, slot: int, token_ids: array[int]) -> None:
         opened = self._open.get(slot)

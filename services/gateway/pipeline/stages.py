@@ -9,44 +9,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from services.common.tasks import TaskOwner
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.core.generation import Generation
-from services.gateway.core.request import (
-    Finish,
-    FinishReason,
-    GenerationRequest,
-    Reservations,
-    Role,
-    Route,
-    Sink,
-    TokenizedPrompt,
-)
+from services.gateway.core.request import FinishReason, GenerationRequest, Reservations, Sink, TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.placement.interfaces import Placement, PlacementRequest, PlaceStage, WorkerRouter
+from services.gateway.placement.interfaces import WorkerRouter
 from services.gateway.streams.manager import StreamManager
-from services.gateway.streams.migration import MigrationPolicy
+from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
-
-__all__ = [
-    "Components",
-    "CustomStream",
-    "Finish",
-    "FinishReason",
-    "Generation",
-    "GenerationRequest",
-    "Handler",
-    "PlaceStage",
-    "Placement",
-    "PlacementRequest",
-    "PostprocessStage",
-    "Role",
-    "Route",
-    "Sink",
-    "TextDelta",
-    "TokenizeStage",
-    "TokenizedPrompt",
-    "WorkerEntry",
-    "WorkerRouter",
-]
 
 
 @dataclass(frozen=True)
@@ -55,7 +24,7 @@ class Components:
 
     Attributes:
         router: queries the router service; a `route` stage may ask it, with workers of its choice.
-        reservations: is told of reservations whose route does not name another.
+        reservations: receives the outcomes of reservations whose route does not name another.
         registry: the registered workers.
         connections: connections to workers and postprocess replicas.
         stream_manager: the generations in progress.

@@ -38,7 +38,7 @@ class WorkerSelector:
     """Selects workers with a router, and with what the gateway knows while the router does not answer.
 
     Args:
-        reservations: is told of reservations whose route does not name another.
+        reservations: receives the outcomes of reservations whose route does not name another.
         tasks: owner of router queries that outlive a cancelled request, whose reservations are released.
     """
 

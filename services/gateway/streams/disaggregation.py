@@ -13,8 +13,9 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import DisaggregationPart, Role
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
-from services.gateway.streams.interfaces import StreamControl
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration import RESUME_GUIDED, Migrator, note_inexact
+from services.gateway.streams.states import StreamState
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers.connections import ConnectionManager
 from services.gateway.workers.registry import WorkerRegistry
@@ -28,10 +29,11 @@ HANDOFF_PARAM = "disaggregation"
 """The `param` of a worker's error when it cannot take its role in a pair."""
 
 
-class DisaggOrchestrator:
-    """Passes handoffs from prefill to decode workers, and handles failures of pairs.
+class StreamRecovery:
+    """Implements RecoveryPolicy: passes handoffs on, and continues streams whose worker fails.
 
     Args:
+        migrator: migrates what the other worker of a pair cannot continue.
         migrates: whether generations may migrate.
     """
 
@@ -40,8 +42,9 @@ class DisaggOrchestrator:
         policy: DisaggregationPolicy,
         registry: WorkerRegistry,
         connections: ConnectionManager,
-        streams: StreamControl,
+        streams: StreamManager,
         metrics: GatewayMetrics,
+        migrator: Migrator,
         migrates: bool,
     ) -> None:
         self._policy = policy
@@ -49,22 +52,28 @@ class DisaggOrchestrator:
         self._connections = connections
         self._streams = streams
         self._metrics = metrics
+        self._migrator = migrator
         self._migrates = migrates
 
-    def hand_over(self, stream: GenerationStream, handoff: bytes) -> None:
-        """Starts the decode worker with the handoff of the prefill worker."""
-        pair = stream.pair
-        assert pair is not None
-        stream.handed_over = True
-        if pair.worker.connected:
+    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
+        """Starts the decode worker of a pair with the handoff of the prefill worker."""
+        assert stream.attempt is not None
+        decode = stream.attempt.decode
+        assert decode is not None
+        if decode.worker.connected:
             self._metrics.disaggregated("pair")
             if stream.span is not None:
-                stream.span.add_event("handed over", {"to": pair.worker.worker_id, "bytes": len(handoff)})
-        self._streams.start_on_worker(
-            stream, pair.worker, pair.rank, pair.name, pair.resumed, DisaggregationPart(Role.DECODE, handoff)
-        )
+                stream.span.add_event("handed over", {"to": decode.worker.worker_id, "bytes": len(handoff)})
+        self._streams.start_on_worker(stream, decode._replace(part=DisaggregationPart(Role.DECODE, handoff)))
 
-    def rescue(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+    def on_interrupted(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
+        """Continues a stream on the decode worker of its pair, or else on other workers."""
+        remaining_error = self._rescue(stream, worker, error)
+        if remaining_error is None or self._migrator.take_over(stream, worker, remaining_error):
+            return None
+        return remaining_error
+
+    def _rescue(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
         """Handles the failure of a worker of a pair.
 
         The decode worker runs the request alone if it can and no other prefill worker is available; otherwise the
@@ -73,23 +82,29 @@ class DisaggOrchestrator:
         Returns:
             None if the decode worker has taken over, else the error to continue with.
         """
-        pair = stream.pair
-        if pair is None:
+        if stream.state is StreamState.RUNNING:
             return error
-        refused = error.param == HANDOFF_PARAM
-        if stream.handed_over and not (refused and len(stream.tokens) == stream.resumed):
+        assert stream.attempt is not None
+        decode = stream.attempt.decode
+        assert decode is not None
+        refused, handed_over = error.param == HANDOFF_PARAM, stream.state is StreamState.DECODING
+        if handed_over and not (refused and len(stream.tokens) == stream.resumed):
             return error  # the decode worker was generating already: an ordinary loss
         if not refused and not error.retryable:
             return error
-        reason = HANDOFF_REFUSED if stream.handed_over else PREFILL_FAILED
+        reason = HANDOFF_REFUSED if handed_over else PREFILL_FAILED
         self._metrics.disaggregated(reason)
         log.warning(
             "pair of workers failed: %s",
             error.message,
             extra={"request": stream.request_id, "worker": worker.worker_id, "reason": reason},
         )
-        if self._can_run_alone(stream, pair.worker) and not self._has_other_prefill(stream, worker):
-            self._run_alone(stream, pair.worker, pair.rank, f"{pair.name}-alone", reason)
+        replaceable = not handed_over and self._migrates and self._has_other_prefill(stream, worker)
+        if self._can_run_alone(stream, decode.worker) and not replaceable:
+            self._streams.degrade(stream, reason)
+            note_inexact(self._streams, stream, self._registry.workers[decode.worker.worker_id])
+            alone = decode._replace(name=f"{decode.name}-alone", resumed=len(stream.tokens))
+            self._streams.start_on_worker(stream, alone)
             return None
         if not refused:
             return error
@@ -104,38 +119,9 @@ class DisaggOrchestrator:
         return not (stream.tokens and stream.request.guided is not None) or RESUME_GUIDED in entry.capabilities
 
     def _has_other_prefill(self, stream: GenerationStream, lost: WorkerLink) -> bool:
-        """Returns whether another prefill worker can replace a lost one."""
-        if stream.handed_over or not self._migrates:
-            return False
-        others = (one for one in self._registry.of_model(stream.model) if one.role is Role.PREFILL)
-        return any(
-            (link := self._connections.find(one.worker_id)) is not None and link is not lost and link.connected
-            for one in others
-        )
-
-    def _run_alone(
-        self, stream: GenerationStream, worker: WorkerLink, rank: int | None, name: str, reason: str
-    ) -> None:
-        self._streams.on_degraded(stream, reason)
-        note_inexact(self._streams, stream, self._registry.workers[worker.worker_id])
-        stream.pair = None
-        self._streams.start_on_worker(stream, worker, rank, name, len(stream.tokens), None)
-
-
-class StreamRecovery:
-    """Implements RecoveryPolicy with disaggregation and migration."""
-
-    def __init__(self, pairs: DisaggOrchestrator, migrator: Migrator) -> None:
-        self._pairs = pairs
-        self._migrator = migrator
-
-    def on_handoff(self, stream: GenerationStream, handoff: bytes) -> None:
-        """See RecoveryPolicy."""
-        self._pairs.hand_over(stream, handoff)
-
-    def on_interrupted(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
-        """See RecoveryPolicy."""
-        remaining_error = self._pairs.rescue(stream, worker, error)
-        if remaining_error is None or self._migrator.take_over(stream, worker, remaining_error):
-            return None
-        return remaining_error
+        links = [
+            self._connections.find(entry.worker_id)
+            for entry in self._registry.of_model(stream.model)
+            if entry.role is Role.PREFILL
+        ]
+        return any(link is not None and link is not lost and link.connected for link in links)

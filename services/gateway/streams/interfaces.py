@@ -1,4 +1,4 @@
-"""The interfaces between the stream manager and what observes, controls and recovers its streams."""
+"""What observes streams, and how they end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import NamedTuple, Protocol
 
 from services.common.errors import SluiceError, word
 from services.gateway.clients.worker_link import WorkerLink
-from services.gateway.core.request import DisaggregationPart, Finish
-from services.gateway.placement.interfaces import Placement
+from services.gateway.core.request import Finish
 from services.gateway.streams.stream import GenerationStream
 
 
@@ -50,33 +49,3 @@ class NoRecovery:
     def on_interrupted(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> SluiceError | None:
         """See RecoveryPolicy."""
         return error
-
-
-class StreamControl(Protocol):
-    """What a recovery policy does with streams; implemented by `StreamManager`."""
-
-    def choices(self, stream: GenerationStream) -> list[GenerationStream]:
-        """Returns the running streams of the same request."""
-
-    def resume(self, stream: GenerationStream, placement: Placement) -> None:
-        """Continues a stream on other workers, with a new reservation."""
-
-    def start_on_worker(
-        self,
-        stream: GenerationStream,
-        worker: WorkerLink,
-        rank: int | None,
-        name: str,
-        resumed: int,
-        part: DisaggregationPart | None,
-    ) -> None:
-        """Continues a stream on another worker of the same reservation."""
-
-    def release_worker(self, stream: GenerationStream) -> None:
-        """Detaches a stream from its worker and releases its reservation."""
-
-    def on_degraded(self, stream: GenerationStream, reason: str) -> None:
-        """Records a fallback of a stream, once per reason."""
-
-    def give_up(self, stream: GenerationStream, error: SluiceError) -> None:
-        """Ends a stream with an error."""

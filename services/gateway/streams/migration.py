@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -24,11 +23,10 @@ from services.common.tasks import TaskOwner
 from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.deadlines import overdue
 from services.gateway.core.deaths import MAX_DEATHS
-from services.gateway.core.request import TokenizedPrompt
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.placement.disaggregation_policy import DisaggregationPolicy
 from services.gateway.placement.interfaces import Placement, PlacementRequest, PlaceStage
-from services.gateway.streams.interfaces import StreamControl
+from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.migration_policy import MigrationPolicy
 from services.gateway.streams.stream import GenerationStream, Loss
 from services.gateway.streams.suspects import Suspects
@@ -67,7 +65,7 @@ class Migrator:
         disaggregation: DisaggregationPolicy,
         registry: WorkerRegistry,
         connections: ConnectionManager,
-        streams: StreamControl,
+        streams: StreamManager,
         metrics: GatewayMetrics,
         tasks: TaskOwner,
     ) -> None:
@@ -98,7 +96,7 @@ class Migrator:
         if obstacle:
             self._metrics.migration(obstacle)
             return False
-        self._streams.release_worker(stream)
+        self._streams.suspend(stream)
         stream.migrations += 1
         stream.losses.pop(lost.worker_id, None)
         stream.losses[lost.worker_id] = Loss(lost, lost.sessions, monotonic())
@@ -168,15 +166,16 @@ class Migrator:
                 async with self._next_suspect[stream.model] if suspect else self._concurrent:
                     avoided = self._avoided_workers(stream)
                     taken: list[str] = []
+                    workers = [entry.worker_id for entry in self._registry.of_model(stream.model)]
                     if suspect:
                         self._check_suspect(stream, cause)
-                        taken = self._workers_of_suspects(stream, monotonic() - since < SEPARATE_S)
+                        separate = monotonic() - since < SEPARATE_S
+                        taken = self._suspects.workers_to_avoid(stream, workers, separate)
                         avoided += taken
-                    if not taken or self._is_any_left(stream, avoided):
+                    if not taken or not set(workers) <= set(avoided):
                         placement = await self._placement.place(self._placement_request(stream, attempt), avoided)
                         if suspect:
-                            route = placement.route  # its reservation is released with the stream
-                            stream.reservation_id, stream.reservations = route.reservation_id, route.reservations
+                            self._streams.book(stream, placement.route)  # released when the stream ends here
                             self._check_suspect(stream, cause)
                         self._resume(stream, lost, placement)
                         return
@@ -189,13 +188,6 @@ class Migrator:
     def _check_suspect(self, stream: GenerationStream, cause: SluiceError) -> None:
         if self._suspects.deaths(stream) >= MAX_DEATHS:
             raise cause.with_traceback(None)
-
-    def _workers_of_suspects(self, stream: GenerationStream, separate: bool) -> list[str]:
-        workers = [entry.worker_id for entry in self._registry.of_model(stream.model)]
-        return self._suspects.workers_to_avoid(stream, workers, separate)
-
-    def _is_any_left(self, stream: GenerationStream, avoided: Collection[str]) -> bool:
-        return any(entry.worker_id not in avoided for entry in self._registry.of_model(stream.model))
 
     def _avoided_workers(self, stream: GenerationStream) -> list[str]:
         """Returns workers to avoid until they reconnect: the last one lost and, as failures correlate, recent ones."""
@@ -217,10 +209,14 @@ class Migrator:
         request, generated = stream.request, len(stream.tokens)
         entry = self._registry.model(stream.model)
         guided = generated and request.guided is not None
+        prompt = stream.prompt
+        if generated:  # the router computes the block hashes
+            token_ids = prompt.token_ids + pack_u32(stream.tokens)
+            prompt = replace(prompt, token_ids=token_ids, block_hashes=b"", hash_scheme="")
         return PlacementRequest(
             request=request,
             reservation=f"{stream.request_id}-m{stream.migrations}" + (f".{attempt}" if attempt else ""),
-            prompt=_with_generated(stream.prompt, stream),
+            prompt=prompt,
             block_size=entry.block_size,
             output_tokens=stream.max_tokens - generated if request.stop.max_tokens else 0,
             deadline=stream.context.deadline,
@@ -244,19 +240,12 @@ class Migrator:
         self._streams.give_up(stream, error)
 
 
-def _with_generated(prompt: TokenizedPrompt, stream: GenerationStream) -> TokenizedPrompt:
-    """Returns the prompt with the generated tokens; the router computes its block hashes."""
-    if not stream.tokens:
-        return prompt
-    return replace(prompt, token_ids=prompt.token_ids + pack_u32(stream.tokens), block_hashes=b"", hash_scheme="")
-
-
-def note_inexact(streams: StreamControl, stream: GenerationStream, worker: WorkerEntry | None) -> None:
+def note_inexact(streams: StreamManager, stream: GenerationStream, worker: WorkerEntry | None) -> None:
     """Records a fallback if sampling depends on which tokens were generated and the next worker cannot resume."""
     sampling = stream.request.sampling
     depends = sampling.seed is not None or bool(sampling.frequency_penalty or sampling.presence_penalty)
     if stream.tokens and depends and (worker is None or RESUME not in worker.capabilities):
-        streams.on_degraded(stream, INEXACT)
+        streams.degrade(stream, INEXACT)
 
 
 def _trace(stream: GenerationStream, lost: WorkerLink, worker: WorkerLink) -> None:

@@ -15,6 +15,7 @@ from services.common.rows.shared_steps import shared_step
 from services.common.rpc.replicas import idlest
 from services.gateway.clients.postprocess_link import PostLink
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.streams.states import TextState
 from services.gateway.streams.stream import GenerationStream
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,7 @@ class PostprocessPool:
         self._isolated = isolated
         self._metrics = metrics
         self._wait_s = wait_s
-        self._waiting: dict[int, GenerationStream] = {}
-        self._deferred: set[int] = set()
-        self._excluded: set[int] = set()  # streams without a replica: the engine or a custom stage makes their text
+        self._elsewhere: dict[int, GenerationStream] = {}  # streams that no replica has, by slot
 
     def add_link(self, link: PostLink) -> None:
         """Adds the link to a replica."""
@@ -67,40 +66,41 @@ class PostprocessPool:
     @property
     def single_replica(self) -> PostLink | None:
         """The link that carries all streams; None if there may be several, or streams without a link."""
-        if len(self.links) != 1 or self._waiting or self._deferred or self._excluded:
+        if len(self.links) != 1 or self._elsewhere:
             return None
         return next(iter(self.links.values()))
 
     @property
-    def waiting(self) -> int:
-        """Number of streams that wait for a replica."""
-        return len(self._waiting)
+    def waiting(self) -> list[GenerationStream]:
+        """The streams that wait for a replica."""
+        return [stream for stream in self._elsewhere.values() if stream.text_state is TextState.WAITING]
 
     def least_loaded(self) -> PostLink | None:
         """Returns the replica with the fewest streams that accepts new ones, or None."""
         links = [link for link in self.links.values() if link.connected and not link.retired and not link.leaving]
         return idlest(links, lambda link: link.live)
 
-    def exclude(self, stream: GenerationStream) -> None:
-        """Excludes a stream whose engine makes its text."""
-        self._excluded.add(stream.slot)
-
-    def defer(self, stream: GenerationStream) -> None:
-        """Defers a stream until `open` is called."""
-        self._deferred.add(stream.slot)
+    def start(self, stream: GenerationStream) -> None:
+        """Opens a new stream, unless its engine makes the text, or must tokenize the prompt before `open` is called."""
+        if not stream.request.engine_text and stream.prompt.raw is None:
+            self.open(stream)
+            return
+        self._elsewhere[stream.slot] = stream
+        if stream.request.engine_text:
+            stream.text_state = TextState.ENGINE
 
     def open(self, stream: GenerationStream) -> None:
         """Opens or replays a stream on a replica; if none is available, as soon as one connects."""
-        self._deferred.discard(stream.slot)
         link = stream.custom_text or self.least_loaded()
-        if stream.custom_text is not None:
-            self._excluded.add(stream.slot)
         if link is None:
-            stream.waiting_since = perf_counter()
-            self._waiting[stream.slot] = stream
+            stream.text_state, stream.waiting_since = TextState.WAITING, perf_counter()
+            self._elsewhere[stream.slot] = stream
             return
-        self._waiting.pop(stream.slot, None)
-        stream.post = link
+        if stream.custom_text is not None:
+            self._elsewhere[stream.slot] = stream
+        else:
+            self._elsewhere.pop(stream.slot, None)
+        stream.text_state, stream.post = TextState.OPEN, link
         link.adopt(stream)
         try:
             link.open(stream)
@@ -112,16 +112,15 @@ class PostprocessPool:
 
     def remove(self, stream: GenerationStream) -> None:
         """Removes a stream that has ended."""
-        self._deferred.discard(stream.slot)
-        self._excluded.discard(stream.slot)
-        self._waiting.pop(stream.slot, None)
-        self._detach(stream)
+        stream.text_state = TextState.CLOSED
+        self._elsewhere.pop(stream.slot, None)
+        _detach(stream)
 
     @shared_step("gateway.open_waiting")
     def on_connected(self) -> None:
         """Opens waiting streams, and moves those of draining replicas, after a replica has connected."""
-        for stream in list(self._waiting.values()):
-            if stream.slot in self._waiting:  # it may have ended together with another choice
+        for stream in self.waiting:
+            if stream.text_state is TextState.WAITING:  # it may have ended together with another choice
                 self._isolated(stream, self.open)
         for other in self.links.values():
             if other.leaving and other.connected:
@@ -162,7 +161,7 @@ class PostprocessPool:
     def sweep(self) -> None:
         """Fails the streams that have waited too long for a replica."""
         now = perf_counter()
-        for stream in list(self._waiting.values()):
+        for stream in self.waiting:
             if now - stream.waiting_since > self._wait_s:
                 error = unavailable("No postprocess replica is ready; try again later.", code="service_unavailable")
                 self._fail(stream, error)
@@ -177,12 +176,13 @@ class PostprocessPool:
         self._reopen(stream)
 
     def _reopen(self, stream: GenerationStream) -> None:
-        self._detach(stream)
+        _detach(stream)
         if stream.span is not None:
             stream.span.add_event("text replayed", {"tokens": len(stream.tokens)})
         self.open(stream)
 
-    def _detach(self, stream: GenerationStream) -> None:
-        post, stream.post = stream.post, None
-        if post is not None:
-            post.release(stream)
+
+def _detach(stream: GenerationStream) -> None:
+    post, stream.post = stream.post, None
+    if post is not None:
+        post.release(stream)

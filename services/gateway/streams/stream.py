@@ -18,7 +18,7 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.context import RequestContext
 from services.gateway.core.receipts import Receipt, receipt_of
 from services.gateway.core.request import (
-    NULL_SINK,
+    DisaggregationPart,
     FinishReason,
     GenerationRequest,
     PositionLogprobs,
@@ -29,6 +29,7 @@ from services.gateway.core.request import (
 )
 from services.gateway.core.stream_view import Sent
 from services.gateway.streams.running_memory import RunningShare
+from services.gateway.streams.states import StreamState, TextState, checked
 
 PROMPT_TAIL_TOKENS = 16
 """Length of `TokenizedPrompt.prompt_tail`, from which detokenization continues; as in preprocess."""
@@ -41,20 +42,44 @@ class EngineEnd(NamedTuple):
     stop_token_id: int | None = None
 
 
-class WorkerPair(NamedTuple):
-    """The decode worker that continues a stream after its prefill worker.
+class WorkerStart(NamedTuple):
+    """How a worker starts to run a stream.
 
     Attributes:
-        worker: the decode worker.
-        rank: its data-parallel rank.
-        name: request id on both workers.
-        resumed: tokens generated before the prefill; both workers receive them with the prompt.
+        rank: data-parallel rank; None: the worker chooses.
+        name: request id on the worker; both workers of a pair have the same.
+        resumed: tokens generated before, which the worker receives with the prompt.
+        part: its role in a pair; None: it runs the stream alone.
     """
 
     worker: WorkerLink
     rank: int | None
     name: str
     resumed: int
+    part: DisaggregationPart | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The run of a stream on the workers of one reservation; after a migration there is another one.
+
+    Attributes:
+        route: as its workers were chosen.
+        reservations: receives the outcomes of the reservation.
+        first_token: how many tokens there were before.
+        decode: the decode worker of a pair; None: one worker runs the stream.
+        reserved: whether the reservation must still be released.
+        prefilled: whether a worker has reported the completion of prefill.
+        cached_tokens: cached tokens of prompt and earlier output; None until a worker has reported them.
+    """
+
+    route: Route
+    reservations: Reservations
+    first_token: int
+    decode: WorkerStart | None = None
+    reserved: bool = True
+    prefilled: bool = False
+    cached_tokens: int | None = None
 
 
 class Loss(NamedTuple):
@@ -107,29 +132,25 @@ class GenerationStream:
         context: the context of its request.
         recovery: continues it when its worker fails.
         custom_text: the custom stage that makes its text; None: the engine or a postprocess replica does.
-        route: as chosen for its current worker.
-        worker: the worker that runs it; None once the engine has finished, and during a migration.
-        post: what makes its text; None while it waits for a postprocess replica.
+        state: the state of its engine; see `states`.
+        text_state: the state of its text.
+        worker: the worker that runs it, in the states of ON_WORKER.
+        attempt: its run on that worker, or the last one; None until it has been placed.
+        post: what makes its text while that is OPEN.
         waiting_since: when it began to wait for a postprocess replica.
         tokens: all tokens generated so far, by all of its workers.
         resumed: how many of the tokens came from earlier workers.
-        reservations: what made the reservation; None: the gateway's router.
-        booked_from: how many tokens there were when the current reservation was made.
         logprob_positions: number of output tokens received with log-probabilities.
         prompt_positions: number of prompt tokens received with log-probabilities.
         prompt_ids: token ids of a prompt tokenized by the worker, empty until received; None: they are in `prompt`.
-        pair: the decode worker, while a pair runs it.
-        handed_over: whether the decode worker of the pair has taken over.
         text_sent: code points of content passed to the sink; separate from `sent` for speed.
         sent: other output passed to the sink.
-        end: how the engine ended it; None while the engine runs.
+        end: how the engine ended it, once it is ENGINE_DONE.
         migrations: number of migrations.
         losses: workers that failed it, by id, in order.
         replays: how often another postprocess replica took it over after a loss.
         migration_task: the migration in progress.
         cached_tokens: cached prompt tokens on its first worker.
-        prefilled: whether prefill has completed with the current reservation.
-        attempt_cached: cached prompt tokens on the current worker; None until it has reported them.
         computed: whether prefill has completed on any worker.
         active: whether text has arrived since the last sweep.
         tokens_at_last_sweep: number of tokens at the last sweep.
@@ -145,20 +166,17 @@ class GenerationStream:
     context: RequestContext
     recovery: RecoveryPolicy
     custom_text: TextLink | None = None
+    state: StreamState = StreamState.STARTING
+    text_state: TextState = TextState.DEFERRED
     worker: WorkerLink | None = None
-    route: Route | None = None
-    reservation_id: str = ""
-    reservations: Reservations | None = None
+    attempt: Attempt | None = None
     post: TextLink | None = None
     waiting_since: float = 0.0
     tokens: array[int] = field(default_factory=lambda: array("I"))
     resumed: int = 0
-    booked_from: int = 0
     logprob_positions: int = 0
     prompt_positions: int = 0
     prompt_ids: array[int] | None = field(init=False)
-    pair: WorkerPair | None = None
-    handed_over: bool = False
     text_sent: int = 0
     sent: Sent = field(default_factory=Sent)
     end: EngineEnd | None = None
@@ -167,8 +185,6 @@ class GenerationStream:
     replays: int = 0
     migration_task: asyncio.Task[None] | None = None
     cached_tokens: int = 0
-    prefilled: bool = False
-    attempt_cached: int | None = None
     computed: bool = False
     completion_tokens: int = 0
     reasoning_tokens: int = 0
@@ -211,11 +227,6 @@ class GenerationStream:
         """Parent span for the services that currently process the stream."""
         return self.worker_span or self.span
 
-    def detach_sink(self) -> Sink:
-        """Detaches and returns the sink, which breaks the reference cycle between sink and stream."""
-        sink, self.sink = self.sink, NULL_SINK
-        return sink
-
     def end_spans(self, error: SluiceError | None) -> None:
         """Ends the spans, with an error if there is one."""
         for span in (self.worker_span, self.span):
@@ -230,28 +241,36 @@ class GenerationStream:
     @property
     def receipt(self) -> Receipt | None:
         """What was predicted, possible and delivered for its route; None unless the request asks for it."""
-        if self.route is None or not self.context.hints.receipt:
+        if self.attempt is None or not self.context.hints.receipt:
             return None
-        return receipt_of(self.route, self.prompt_tokens, self.attempt_cached)
+        return receipt_of(self.attempt.route, self.prompt_tokens, self.attempt.cached_tokens)
 
-    def attach(self, worker: WorkerLink, route: Route) -> None:
-        """Assigns the stream to a worker with a new reservation."""
-        self.worker = worker
-        self.route = route
-        self.reservation_id, self.reservations = route.reservation_id, route.reservations
-        self.prefilled, self.attempt_cached = False, None
-        self.resumed = self.booked_from = len(self.tokens)
-        self.pair = None
-        self.handed_over = False
-        worker.adopt(self)
-
-    def switch_worker(self, worker: WorkerLink) -> None:
-        """Moves the stream to another worker of the same reservation."""
+    def assign(self, worker: WorkerLink, state: StreamState) -> None:
+        """Gives the stream to a worker of its current attempt, in place of the previous one."""
+        self.state = checked(self.state, state)
         if self.worker is not None:
             self.worker.release(self)
         self.worker = worker
         self.resumed = len(self.tokens)
         worker.adopt(self)
+
+    def leave_worker(self, state: StreamState) -> None:
+        """Drops anything that its worker may still send, and moves to a state without a worker."""
+        self.state = checked(self.state, state)
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.release(self)
+
+    def note_cached(self, cached_tokens: int, first: bool) -> None:
+        """Records the number of cached tokens, which an engine reports with its first tokens or only at the end.
+
+        Args:
+            first: whether it comes from the stream's first worker.
+        """
+        assert self.attempt is not None
+        self.attempt.cached_tokens = min(cached_tokens, self.prompt_tokens + self.resumed)
+        if first:
+            self.cached_tokens = min(cached_tokens, self.prompt_tokens)
 
     def set_prompt_ids(self, token_ids: bytes) -> None:
         """Sets the token ids, packed u32, of a prompt that the worker tokenized."""

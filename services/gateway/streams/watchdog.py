@@ -26,7 +26,6 @@ class WorkerWatchdog:
 
     Args:
         links: returns the current links to workers.
-        computing: returns whether a worker runs a generation.
         timeout_s: maximum silence of a worker that runs a generation; 0: no limit.
         on_silent: called once for each worker that is disconnected.
     """
@@ -34,12 +33,10 @@ class WorkerWatchdog:
     def __init__(
         self,
         links: Callable[[], Iterable[WorkerLink]],
-        computing: Callable[[WorkerLink], bool],
         timeout_s: float,
         on_silent: Callable[[], None],
     ) -> None:
         self._links = links
-        self._computing = computing
         self._timeout_s = timeout_s
         self._on_silent = on_silent
 
@@ -52,7 +49,7 @@ class WorkerWatchdog:
     def look(self) -> None:
         """Disconnects the workers that have been silent for too long."""
         for link in list(self._links()):
-            if link.connected and link.live and link.silent_s >= self._timeout_s and self._computing(link):
+            if link.connected and link.streams and link.silent_s >= self._timeout_s:
                 log.warning(
                     "worker is silent and treated as lost",
                     extra={"worker": link.worker_id, "silent_s": round(link.silent_s), "generations": link.live},

@@ -43,14 +43,14 @@ class PostprocessLinks(Protocol):
         """Ends the streams that have waited too long for a replica."""
 
 
-class StreamEvents(WorkerEvents, Protocol):
-    """Receives what the links deliver."""
+class LinkedStreams(Protocol):
+    """The streams on all links, and what handles the events of the links."""
+
+    @property
+    def events(self) -> WorkerEvents: ...
 
     @property
     def texts(self) -> PostprocessLinks: ...
-
-    def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
-        """Recovers the streams of a link that was lost."""
 
     def sweep_overrun(self) -> None:
         """Ends the streams that have run too long."""
@@ -74,7 +74,7 @@ class ConnectionManager:
         postprocess: Sequence[str],
         credentials: grpc.ChannelCredentials | None,
         connect_timeout_s: float,
-        streams: StreamEvents,
+        streams: LinkedStreams,
         tasks: TaskOwner,
         worker_message_bytes: int = MAX_START_BYTES,
         batch_tokens: Budget = BATCH_TOKENS,
@@ -122,8 +122,7 @@ class ConnectionManager:
             entry.address,
             channel,
             self._connect_timeout_s,
-            self._streams,
-            self._streams.on_worker_lost,
+            self._streams.events,
             self._worker_message_bytes,
             self._batch_tokens,
             self._max_pause_s,
@@ -208,7 +207,7 @@ class ConnectionManager:
         for address, link in links.items():
             link.retired = address not in serving
         for address in serving.keys() - links.keys():
-            link = PostLink(serving[address], self._connect_timeout_s, self._streams, self._max_pause_s)
+            link = PostLink(serving[address], self._connect_timeout_s, self._streams.events, self._max_pause_s)
             link.replica.held = True  # keep the channel, which carries the session, while the replica drains
             self._streams.texts.add_link(link)
             self._running[link] = self._tasks.spawn(link.run(), f"link-postprocess-{address}")

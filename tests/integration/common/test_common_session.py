@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -306,3 +307,26 @@ async def test_a_session_that_is_cancelled_ends_after_the_write_that_is_under_wa
     with pytest.raises(asyncio.CancelledError):
         await serving
     assert written == ["first"]
+
+
+@pytest.mark.parametrize("half_closed", [False, True])
+async def test_session_whose_peer_dies_during_a_write_is_cancelled_with_one_log_line(
+    half_closed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Context:
+        async def read(self) -> object:
+            if not half_closed:
+                await asyncio.Event().wait()
+            return grpc.aio.EOF
+
+    async def write(message: str) -> None:
+        raise grpc.aio.InternalError("Failed to send a message.")  # whose subclass gRPC raises
+
+    waiting = ["first"]
+    writer: BatchWriter[str] = BatchWriter(lambda: waiting.pop(0) if waiting else None, write)
+    writer.wake()
+    with caplog.at_level(logging.INFO), pytest.raises(asyncio.CancelledError):
+        await serve_session(cast(Any, Context()), writer, lambda message: None)
+    (record,) = [record for record in caplog.records if record.name == "services.common.rpc.session"]
+    assert "disconnected while a message was written" in record.message
+    assert record.exc_info is None

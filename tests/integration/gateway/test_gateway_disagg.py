@@ -24,6 +24,7 @@ from services.gateway.pipeline.pipeline import StreamedGeneration
 from services.gateway.placement.disaggregation_policy import NO_PREFILL, PREFILL_BUSY
 from services.gateway.streams.disaggregation import HANDOFF_REFUSED, PREFILL_FAILED
 from services.gateway.streams.migration_policy import MigrationPolicy
+from services.gateway.streams.states import StreamState
 from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers import connections as connections
 from services.worker.contract import handoff
@@ -116,7 +117,7 @@ async def test_the_first_token_comes_from_the_prefill_worker_before_the_decode_w
         generation = await stage.pipeline.start(LONG, [cast(Any, client)])
         assert isinstance(generation, StreamedGeneration)
         await until(lambda: len(generation.streams[0].tokens) == 1)
-        await until(lambda: generation.streams[0].handed_over)
+        await until(lambda: generation.streams[0].state is StreamState.DECODING)
         await asyncio.sleep(0.05)  # the cache travels for hours
         assert len(generation.streams[0].tokens) == 1
         assert stage.hosts[0].worker.live_requests == 0

@@ -22,9 +22,7 @@ async def watched(stage: Stage) -> AsyncIterator[list[int]]:
     """Silence is looked for; gives a list that grows with every worker given up."""
     given_up: list[int] = []
     pipeline = stage.pipeline
-    silent = WorkerWatchdog(
-        lambda: pipeline.connections.workers, pipeline.stream_manager.computing, SILENCE_S, lambda: given_up.append(1)
-    )
+    silent = WorkerWatchdog(lambda: pipeline.connections.workers, SILENCE_S, lambda: given_up.append(1))
     looking = asyncio.create_task(silent.run())
     try:
         yield given_up

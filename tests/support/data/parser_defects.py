@@ -90,9 +90,9 @@ DEFECTS: dict[str, Defect] = {
     ),
     "stop": Defect(
         "a stop string found after detokenizing does not stop the engine",
-        "services/gateway/streams/manager.py",
-        "if worker is not None and stream.end is None:",
-        "if worker is not None and stream.end is None and end.finish is None:",
+        "services/gateway/streams/running.py",
+        "if worker is not None:",
+        "if worker is not None and end.finish is None:",
         f"{STREAM_MANAGER}::test_a_stop_string_stops_the_engine",
     ),
     "thinking-off": Defect(

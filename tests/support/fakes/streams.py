@@ -27,6 +27,7 @@ from services.gateway.placement.interfaces import Placement
 from services.gateway.streams.interfaces import StreamObserver
 from services.gateway.streams.manager import StreamManager
 from services.gateway.streams.running_memory import RunningShare
+from services.gateway.streams.states import TextState
 from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.fake_links import FakeLink
 
@@ -143,6 +144,7 @@ class StreamTable:
         self.computed: list[str] = []
         self.freed: list[tuple[str, int | None, int]] = []
         self.stream_manager = StreamManager(max_streams, self, GatewayMetrics(), post_wait_s=0, observers=observers)
+        self.events = self.stream_manager.events
         self.take_over = self.migrate
         self.rescue: Callable[[GenerationStream, WorkerLink, SluiceError], SluiceError | None] = (
             lambda stream, worker, error: error
@@ -171,7 +173,7 @@ class StreamTable:
     def migrate(self, stream: GenerationStream, worker: WorkerLink, error: SluiceError) -> bool:
         if not (self.may_move and error.retryable):
             return False
-        self.stream_manager.release_worker(stream)
+        self.stream_manager.suspend(stream)
         stream.migrations += 1
         self.moving.append(stream)
         return True
@@ -190,12 +192,13 @@ class StreamTable:
         request: GenerationRequest = REQUEST,
         prompt: TokenizedPrompt = PROMPT,
         index: int = 0,
+        prefill: int | None = None,
         post: int | None = None,
         sink: Sink | None = None,
         custom_text: Any = None,
         memory: RunningShare | None = None,
     ) -> tuple[GenerationStream, Sink]:
-        """Starts a stream; `post` is the only replica that may take it."""
+        """Starts a stream; `post` is the only replica that may take it, `prefill` the prefill worker of its pair."""
         sink = sink or Sink()
         link = cast(WorkerLink, self.workers[worker]) if isinstance(worker, int) else worker
         for number, replica in enumerate(self.posts):
@@ -205,7 +208,7 @@ class StreamTable:
             request,
             index,
             prompt,
-            Placement(route, link),
+            Placement(route, link, None if prefill is None else cast(WorkerLink, self.workers[prefill])),
             MAX_TOKENS,
             cast(Any, sink),
             recovery=self,
@@ -225,7 +228,7 @@ class StreamTable:
     def tokens(self, rows: list[tuple[GenerationStream, list[int]]]) -> None:
         for worker in self.workers:
             of_worker = [(stream, ids) for stream, ids in rows if cast(Any, stream.worker) is worker]
-            self.stream_manager.on_tokens(
+            self.events.on_tokens(
                 cast(WorkerLink, worker),
                 array("I", [stream.slot for stream, _ in of_worker]).tobytes(),
                 array("I", [len(ids) for _, ids in of_worker]).tobytes(),
@@ -234,13 +237,13 @@ class StreamTable:
 
     def lose_worker(self, index: int) -> None:
         self.workers[index].slots.clear()
-        self.stream_manager.on_worker_lost(cast(WorkerLink, self.workers[index]), LOST)
+        self.events.on_worker_lost(cast(WorkerLink, self.workers[index]), LOST)
 
     def lose_post(self, index: int, comes_back: bool = False) -> None:
         post = self.posts[index]
         post.connected = post.leaving = False
         post.clear()
-        self.stream_manager.on_post_lost(cast(PostLink, post), LOST)
+        self.events.on_post_lost(cast(PostLink, post), LOST)
         if comes_back:
             self.connect_post(index)
 
@@ -248,21 +251,23 @@ class StreamTable:
         post = self.posts[index]
         if not post.connected:
             post.connected = True
-            self.stream_manager.on_post_connected(cast(PostLink, post))
+            self.events.on_post_connected(cast(PostLink, post))
 
     def check(self) -> None:
         live = self.stream_manager._streams
         for link in self.workers:
-            assert link.live == sum(cast(Any, one.worker) is link and one.end is None for one in live.values())
+            assert link.live == sum(cast(Any, stream.worker) is link for stream in live.values())
         for post in self.posts:
             assert post.live == sum(cast(Any, stream.post) is post for stream in live.values())
             assert post.held.keys() <= live.keys()
         for stream in live.values():
             if stream.post is None:
-                assert stream.slot in self.stream_manager.texts._waiting
+                assert stream.text_state is not TextState.OPEN
+                assert self.stream_manager.texts._elsewhere[stream.slot] is stream
                 continue
             held = cast(FakePost, stream.post)
             assert held.held[stream.slot] == list(stream.tokens), "a gap or a repeat"
             assert (stream.slot in held.ends) == (stream.end is not None)
-        assert self.stream_manager.texts.waiting <= len(live)
-        assert self.booked == {stream.reservation_id for stream in live.values()} - {""}
+        assert self.stream_manager.texts._elsewhere.keys() <= live.keys()
+        attempts = [stream.attempt for stream in live.values() if stream.attempt is not None]
+        assert self.booked == {attempt.route.reservation_id for attempt in attempts if attempt.reserved}

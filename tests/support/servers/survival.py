@@ -369,7 +369,7 @@ class Stage:
         stream_manager = self.pipeline.stream_manager
         held = {
             "streams": stream_manager.live,
-            "waiting": stream_manager.texts.waiting,
+            "waiting": len(stream_manager.texts.waiting),
             "reservations": len(self.reservations.alive),
             "links": sum(link.live for link in stream_manager.texts.links.values()),
             "workers": sum(host.worker.live_requests for host in self.hosts),

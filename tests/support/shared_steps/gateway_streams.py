@@ -97,7 +97,7 @@ class _Replica:
 @rig("gateway.text_message")
 async def text_message(fault: Fault) -> Outcome:
     rows = _Rows(fault)
-    link = PostLink(cast(Replica[Any], _Replica()), 1.0, rows.manager)
+    link = PostLink(cast(Replica[Any], _Replica()), 1.0, rows.manager.events)
     link._connected.set()
     rows.connect()
     for stream in rows.streams:
@@ -129,12 +129,12 @@ async def text_message(fault: Fault) -> Outcome:
 async def worker_message(fault: Fault) -> Outcome:
     rows = _Rows(fault)
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    link = WorkerLink("w0", "", channel, 1.0, rows.manager, rows.manager.on_worker_lost)
+    link = WorkerLink("w0", "", channel, 1.0, rows.manager.events)
     link._connected.set()
     rows.connect(link, request=replace(REQUEST, logprobs=0, prompt_logprobs=0))
     computed = rows.manager._reservations.prefill_complete
     rows.manager._reservations.prefill_complete = fault.wrap(computed, lambda reservation: int(reservation[4:]) - 1)
-    rows.breaks(rows.manager, "on_ended")
+    rows.breaks(rows.manager.events, "on_ended")
     position = common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=1, logprob=-1.0))
     slots = [stream.slot for stream in rows.streams]
     for number in range(2):
@@ -210,7 +210,7 @@ def drain_texts(fault: Fault) -> Outcome:
     rows.connect(post=0)
     rows.breaks(rows.table.posts[1], "open")
     rows.table.posts[0].leaving = True
-    rows.manager.on_post_leaves(cast(PostLink, rows.table.posts[0]))
+    rows.manager.events.on_post_leaves(cast(PostLink, rows.table.posts[0]))
     return _posts(rows)
 
 
@@ -255,7 +255,7 @@ class _StageStream:
 @rig("gateway.custom_text")
 def custom_text(fault: Fault) -> Outcome:
     rows = _Rows(fault, StreamTable(posts=0))
-    adapter = CustomPostprocessAdapter(cast(Any, _Stage(fault)), rows.manager)
+    adapter = CustomPostprocessAdapter(cast(Any, _Stage(fault)), rows.manager.events)
     rows.connect(custom_text=adapter, prompt=PROMPT)
     slots = pack_u32([stream.slot for stream in rows.streams])
     ones = pack_u32([1] * len(rows.streams))

@@ -45,7 +45,7 @@ class Ends:
     def on_broken(self, stream: GenerationStream, error: Exception) -> None:
         self.by_slot[stream.slot] = error
 
-    def on_lost(self, link: WorkerLink, error: SluiceError) -> None:
+    def on_worker_lost(self, link: WorkerLink, error: SluiceError) -> None:
         self.by_slot[0] = error
 
 
@@ -53,7 +53,7 @@ class Ends:
 async def linked(worker: MediaWorker, ends: Ends) -> AsyncIterator[WorkerLink]:
     async with served(lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)) as address:
         channel = grpc.aio.insecure_channel(address)
-        link = WorkerLink("w", address, channel, 5.0, ends, ends.on_lost)  # type: ignore[arg-type]
+        link = WorkerLink("w", address, channel, 5.0, ends)  # type: ignore[arg-type]
         running = asyncio.create_task(link.run())
         await link.ready()
         try:

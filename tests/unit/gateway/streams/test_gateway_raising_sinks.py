@@ -75,7 +75,7 @@ def check_ends(raising: Sink, other: Sink, table: StreamTable) -> None:
 async def test_detail_of_a_worker_that_a_sink_cannot_take_ends_only_its_stream(detail: str) -> None:
     table = StreamTable()
     manager, channel = table.stream_manager, grpc.aio.insecure_channel("127.0.0.1:1")
-    link = WorkerLink("w0", "", channel, 1.0, manager, manager.on_worker_lost)
+    link = WorkerLink("w0", "", channel, 1.0, manager.events)
     link._connected.set()
     request, other_sink = replace(REQUEST, logprobs=0, prompt_logprobs=0), DetailSink()
     first, raising = table.connect(link, request=request, sink=RaisingSink(detail))
@@ -91,7 +91,7 @@ async def test_detail_of_a_worker_that_a_sink_cannot_take_ends_only_its_stream(d
 @pytest.mark.parametrize("method", EVENTS)
 async def test_event_of_postprocess_that_a_sink_cannot_take_ends_only_its_stream(method: str) -> None:
     table = StreamTable()
-    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, table.stream_manager)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, table.events)
     link._connected.set()
     other_sink = DetailSink()
     (first, raising), (other, _) = table.connect(sink=RaisingSink(method)), table.connect(sink=other_sink)
@@ -108,7 +108,7 @@ async def test_event_of_postprocess_that_a_sink_cannot_take_ends_only_its_stream
 
 async def test_text_column_that_a_sink_cannot_take_ends_only_its_stream() -> None:
     table = StreamTable()
-    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, table.stream_manager)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, table.events)
     (first, raising), (other, other_sink) = table.connect(sink=RaisingSink("text")), table.connect()
     for stream in (first, other):
         link.streams[stream.slot] = stream

@@ -51,8 +51,8 @@ from tests.support.oracles.errors import raises_error
 
 
 def link_to_nowhere(desk: StreamTable, max_start_bytes: int = worker_link.MAX_START_BYTES) -> WorkerLink:
-    manager, channel = desk.stream_manager, grpc.aio.insecure_channel("127.0.0.1:1")
-    return WorkerLink("w0", "127.0.0.1:1", channel, 1.0, manager, manager.on_worker_lost, max_start_bytes)
+    events, channel = desk.events, grpc.aio.insecure_channel("127.0.0.1:1")
+    return WorkerLink("w0", "127.0.0.1:1", channel, 1.0, events, max_start_bytes)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_choices_that_end_with_a_lost_replica_leave_nothing_on_the_next() -> Non
     assert desk.stream_manager.live == 0
     desk.check()
     desk.lose_post(1)
-    assert desk.stream_manager.texts.waiting == 0
+    assert not desk.stream_manager.texts.waiting
     desk.connect_post(0)
     desk.check()
 
@@ -173,7 +173,7 @@ def words(*values: int) -> bytes:
 
 def test_a_stream_that_is_opened_again_on_its_replica_gets_each_token_once() -> None:
     desk = StreamTable()
-    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.events)
     link._connected.set()
     link.open(stream_of(7))
     link.open(stream_of(8))
@@ -227,7 +227,7 @@ async def test_a_start_that_no_worker_would_take_ends_its_request_only() -> None
 
 def test_openings_with_much_to_carry_do_not_travel_in_one_message() -> None:
     desk = StreamTable()
-    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.events)
     link._connected.set()
     request = replace(REQUEST, parsing=Parsing(tool_parser="auto", tools_json=b"[" + b" " * 500_000 + b"]"))
     for slot in range(40):
@@ -321,7 +321,7 @@ def test_requested_stop_id_is_reported() -> None:
     reported = []
     for requested, hit in (((9, 10), 10), ((9, 10), EOS), ((), 10), ((0,), 0)):
         stream, sink = desk.connect(request=replace(REQUEST, stop=replace(REQUEST.stop, token_ids=requested)))
-        desk.stream_manager.on_finished(stream, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
+        desk.events.on_finished(stream, Finish(FinishReason.STOP, stop_token_id=hit, completion_tokens=1))
         (finish,) = sink.ends
         assert isinstance(finish, Finish)
         reported.append(stop_reason(finish))
@@ -381,7 +381,7 @@ async def test_worker_with_an_invalid_message_fails_only_its_generations(
     desk = StreamTable()
     calls: list[Call] = []
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    link = WorkerLink("w9", "", channel, 1.0, desk.stream_manager, desk.stream_manager.on_worker_lost)
+    link = WorkerLink("w9", "", channel, 1.0, desk.events)
 
     async def ready() -> None:
         pass
@@ -454,19 +454,19 @@ class BrokenStage:
 
 def test_a_text_that_cannot_begin_leaves_nothing_on_its_worker() -> None:
     desk = StreamTable(posts=0)
-    own = CustomPostprocessAdapter(BrokenStage(), desk.stream_manager)
+    own = CustomPostprocessAdapter(BrokenStage(), desk.events)
     _, sink = desk.connect(custom_text=own)
     (error,) = sink.ends
     assert isinstance(error, SluiceError)
     assert error.kind is ErrorKind.INTERNAL
-    assert own.live == 0
+    assert not own.streams
     assert not desk.workers[0].slots
     desk.check()
 
 
 def test_a_stream_that_no_replica_would_take_ends_its_request_only() -> None:
     desk = StreamTable(posts=0)
-    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.stream_manager)
+    link = PostLink(cast(Replica[Any], FakeReplica()), 1.0, desk.events)
     link._connected.set()
     desk.stream_manager.texts.links["post"] = link
     stops = [replace(REQUEST.stop, strings=("x" * size,)) for size in (17 << 20, 1 << 20)]

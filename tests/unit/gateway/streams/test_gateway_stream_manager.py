@@ -33,7 +33,7 @@ def test_tokens_are_split_between_replicas_and_unknown_slots_dropped() -> None:
     second, _ = desk.connect(post=1)
     third, _ = desk.connect(post=0)
     columns = packed(first.slot, 999, second.slot, third.slot), packed(1, 2, 2, 1), packed(10, 90, 91, 20, 21, 30)
-    desk.stream_manager.on_tokens(cast(WorkerLink, desk.workers[0]), *columns)
+    desk.events.on_tokens(cast(WorkerLink, desk.workers[0]), *columns)
     assert desk.posts[0].fed == [(packed(first.slot, third.slot), packed(1, 1), packed(10, 30))]
     assert desk.posts[1].fed == [(packed(second.slot), packed(2), packed(20, 21))]
 
@@ -41,10 +41,10 @@ def test_tokens_are_split_between_replicas_and_unknown_slots_dropped() -> None:
 def test_a_stop_string_stops_the_engine() -> None:
     desk = StreamTable(posts=1)
     stream, sink = desk.connect()
-    desk.stream_manager.on_started(stream, 3)
-    desk.stream_manager.on_text(stream, "a")
+    desk.events.on_started(stream, 3)
+    desk.events.on_text(stream, "a")
     finish = Finish(FinishReason.STOP, stop_string="END", completion_tokens=4)
-    desk.stream_manager.on_finished(stream, finish)
+    desk.events.on_finished(stream, finish)
     assert desk.workers[0].cancelled == [stream.slot]
     assert sink.ends == [finish]
     assert (stream.cached_tokens, stream.completion_tokens) == (3, 4)
@@ -56,12 +56,12 @@ def test_reservation_is_freed_with_the_usage_for_every_end() -> None:
     never_started, _ = desk.connect()
     desk.stream_manager.cancel(never_started)
     broken_off, _ = desk.connect()
-    desk.stream_manager.on_started(broken_off, 0)
-    desk.stream_manager.on_failed(broken_off, unavailable("x"))
+    desk.events.on_started(broken_off, 0)
+    desk.events.on_failed(broken_off, unavailable("x"))
     finished, _ = desk.connect()
-    desk.stream_manager.on_started(finished, 2)
-    desk.stream_manager.on_ended(finished, FinishReason.LENGTH, None, 9)
-    desk.stream_manager.on_finished(finished, Finish(FinishReason.LENGTH, completion_tokens=8))
+    desk.events.on_started(finished, 2)
+    desk.events.on_ended(finished, FinishReason.LENGTH, None, 9)
+    desk.events.on_finished(finished, Finish(FinishReason.LENGTH, completion_tokens=8))
     assert desk.freed == [("res-1", None, 0), ("res-2", 0, 0), ("res-3", 2, 8)]
 
 
@@ -70,18 +70,18 @@ def test_cached_tokens_that_an_engine_counts_at_the_end_are_unknown_until_then()
     manager = desk.stream_manager
     for end in ("usage", "usage without them", "cancelled", "failed", "stop string"):
         stream, _ = desk.connect()
-        manager.on_started(stream, None)
+        manager.events.on_started(stream, None)
         desk.tokens([(stream, [7, 8])])
         if end.startswith("usage"):
-            manager.on_ended(stream, FinishReason.STOP, 8, 2, 3 if end == "usage" else None)
-            manager.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=2))
+            manager.events.on_ended(stream, FinishReason.STOP, 8, 2, 3 if end == "usage" else None)
+            manager.events.on_finished(stream, Finish(FinishReason.STOP, completion_tokens=2))
             assert stream.cached_tokens == (3 if end == "usage" else 0)
         elif end == "cancelled":
             manager.cancel(stream)
         elif end == "failed":
-            manager.on_failed(stream, unavailable("x"))
+            manager.events.on_failed(stream, unavailable("x"))
         else:
-            manager.on_finished(stream, Finish(FinishReason.STOP, stop_string="END", completion_tokens=2))
+            manager.events.on_finished(stream, Finish(FinishReason.STOP, stop_string="END", completion_tokens=2))
     assert desk.computed == [f"res-{number}" for number in range(1, 6)]
     assert [cached for _, cached, _ in desk.freed] == [3, None, None, None, None]
 
@@ -89,10 +89,10 @@ def test_cached_tokens_that_an_engine_counts_at_the_end_are_unknown_until_then()
 def test_an_engine_that_is_done_is_not_cancelled() -> None:
     desk = StreamTable(posts=1)
     stream, sink = desk.connect()
-    desk.stream_manager.on_ended(stream, FinishReason.LENGTH, None, 9)
+    desk.events.on_ended(stream, FinishReason.LENGTH, None, 9)
     assert list(desk.posts[0].ends) == [stream.slot]
     assert not sink.ends
-    desk.stream_manager.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=9))
+    desk.events.on_finished(stream, Finish(FinishReason.LENGTH, completion_tokens=9))
     assert len(sink.ends) == 1
     assert desk.workers[0].cancelled == []
 
@@ -102,7 +102,7 @@ def test_stalled_stream_fails_at_the_second_sweep() -> None:
     silent, silent_sink = desk.connect()
     talking, talking_sink = desk.connect()
     desk.stream_manager.sweep_stalled()
-    desk.stream_manager.on_text(talking, "x")
+    desk.events.on_text(talking, "x")
     desk.stream_manager.sweep_stalled()
     assert [type(end) for end in silent_sink.ends] == [SluiceError]
     assert desk.workers[0].cancelled == [silent.slot]
@@ -124,22 +124,22 @@ def test_tokens_held_back_by_a_parser_do_not_count_as_stalled() -> None:
 def test_what_parsers_find_goes_to_the_sink_in_order() -> None:
     desk = StreamTable(posts=1)
     stream, sink = desk.connect()
-    desk.stream_manager.on_reasoning(stream, "hm")
+    desk.events.on_reasoning(stream, "hm")
     assert stream.first_text_at
-    desk.stream_manager.on_text(stream, "a")
-    desk.stream_manager.on_tool_call(stream, 0, "id", "f", "{")
-    desk.stream_manager.on_tool_call(stream, 0, "", "", "}")
+    desk.events.on_text(stream, "a")
+    desk.events.on_tool_call(stream, 0, "id", "f", "{")
+    desk.events.on_tool_call(stream, 0, "", "", "}")
     for reason in ("one", "two", "one"):
-        desk.stream_manager.on_degraded(stream, reason)
-    desk.stream_manager.on_finished(stream, Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4))
+        desk.events.on_degraded(stream, reason)
+    desk.events.on_finished(stream, Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4))
     assert sink.pieces == ["(hm)", "a", "0:f:{", "0::}"]
     assert sink.ends == [
         Finish(FinishReason.TOOL_CALLS, completion_tokens=9, reasoning_tokens=4, degraded=("one", "two"))
     ]
     assert stream.reasoning_tokens == 4
-    desk.stream_manager.on_reasoning(stream, "late")
-    desk.stream_manager.on_tool_call(stream, 1, "id", "g", "")
-    desk.stream_manager.on_degraded(stream, "late")
+    desk.events.on_reasoning(stream, "late")
+    desk.events.on_tool_call(stream, 1, "id", "g", "")
+    desk.events.on_degraded(stream, "late")
     assert len(sink.pieces) == 4
 
 
@@ -157,7 +157,7 @@ def test_stream_end_with_a_failing_observer_reaches_the_client() -> None:
     error = unavailable("gone")
     (failed, failed_sink), (finished, finished_sink) = desk.connect(), desk.connect()
     desk.stream_manager.give_up(failed, error)
-    desk.stream_manager.on_finished(finished, Finish(FinishReason.STOP))
+    desk.events.on_finished(finished, Finish(FinishReason.STOP))
     assert (failed_sink.ends, finished_sink.ends) == ([error], [Finish(FinishReason.STOP)])
     assert desk.stream_manager.live == 0
 
@@ -182,7 +182,7 @@ def test_stream_observer_is_notified_once_of_each_step_and_never_of_tokens() -> 
     stream, _ = desk.connect()
     for token in range(3):
         desk.tokens([(stream, [token])])
-        desk.stream_manager.on_text(stream, "a")
-    desk.stream_manager.on_finished(stream, Finish(FinishReason.STOP))
+        desk.events.on_text(stream, "a")
+    desk.events.on_finished(stream, Finish(FinishReason.STOP))
     desk.stream_manager.cancel(stream)
     assert observer.calls == [("started", "r-0"), ("assigned", "w0"), ("ended", "finished")]

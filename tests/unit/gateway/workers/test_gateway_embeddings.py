@@ -248,7 +248,7 @@ async def test_embedding_of_a_disconnected_client_is_cancelled() -> None:
 
 async def test_worker_after_embeddings_only_is_not_stalled_at_its_first_generation() -> None:
     board = StreamManager(10, cast(Any, None), GatewayMetrics())
-    link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board, board.on_worker_lost)
+    link = WorkerLink("w", "", grpc.aio.insecure_channel("127.0.0.1:1"), 1.0, board.events)
     link._connected.set()
     link.embedding = 1  # vectors are under way all the time
     link._active_at -= 1000
@@ -256,5 +256,5 @@ async def test_worker_after_embeddings_only_is_not_stalled_at_its_first_generati
     prompt = TokenizedPrompt(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
     board.connect(request, 0, prompt, Placement(Route("w"), link), 10, cast(Any, None))
     silent: list[bool] = []
-    WorkerWatchdog(lambda: [link], board.computing, 30.0, lambda: silent.append(True)).look()
+    WorkerWatchdog(lambda: [link], 30.0, lambda: silent.append(True)).look()
     assert not silent
