@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -11,13 +12,9 @@ from random import Random
 from services.common import budgets
 from services.common.errors import SluiceError, invalid, not_found, quoted, unavailable
 from services.common.tasks import TaskOwner
-from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.kv_index.predictions import Lifetimes
 from services.router.metrics import Metrics
 from services.router.registration.limits import MAX_MODELS
 from services.router.registration.manager import WorkerManager
-from services.router.reservations.cost import NO_LOAD, Load
-from services.router.reservations.table import NO_DEADLINE, AllBusy, QueueOrder, ReservedRank
 from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, WaitTerms, no_workers
 from services.router.scheduling.decisions import Decisions, decision_on
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
@@ -28,16 +25,20 @@ from services.router.scheduling.queries import Prompt, Query, RouteResult, check
 from services.router.scheduling.requests import SchedulingRequest
 from services.router.scheduling.scheduler import Scheduler
 from services.router.scheduling.selection import Selector, SelectorConfig, Thresholds
-from services.router.store.base import Store, StoreUnavailable
-from services.router.store.session_affinity import SessionAffinity
-from services.router.store.store_health import StoreHealth
-from services.router.sync.load_reconciler import LoadReconciler, ReadReport, Reports
-from services.router.sync.model_state import ModelState
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.sync.reservation_owners import Owners
-from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank, with_adapter
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.kv_index.predictions import Lifetimes
+from services.router.state.reservations.cost import NO_LOAD, Load
+from services.router.state.reservations.table import NO_DEADLINE, AllBusy, QueueOrder, ReservedRank
+from services.router.state.store.base import Store, StoreUnavailable
+from services.router.state.store.session_affinity import SessionAffinity
+from services.router.state.store.store_health import StoreHealth
+from services.router.state.sync.load_reconciler import LoadReconciler, ReadReport, Reports
+from services.router.state.sync.model_state import ModelState
+from services.router.state.sync.reservation_manager import ReservationManager
+from services.router.state.sync.reservation_owners import Owners
+from services.router.state.sync.synchronizer import IndexSynchronizer
+from services.router.state.workers.registry import Registry
+from services.router.state.workers.worker import Role, Worker, WorkerRank, with_adapter
 
 TOKENIZING_LATE, TOKENIZING_FAILED = "tokenizing_late", "tokenizing_failed"
 REFUSED_BODY = frozenset({budgets.CODE, "request_too_large"})
@@ -150,7 +151,9 @@ class Router:
             self.config.max_worker_models,
             self.config.name_pin_ms,
         )
-        self.metrics.watch_set_aside(self.registry.workers)
+        self.metrics.watch_set_aside(
+            lambda: Counter((each.model, each.set_aside) for each in self.registry.workers() if each.set_aside)
+        )
 
     def start(self) -> None:
         """Starts connecting to the store; `ready` is set once the state of every model has been loaded."""

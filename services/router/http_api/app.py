@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from google.protobuf import json_format
@@ -26,8 +26,8 @@ from services.common.security import identity
 from services.common.tasks import end_all
 from services.router.http_api import route
 from services.router.http_api.bodies import BodyLimits, read_object
+from services.router.rpc.service import RouterService
 from services.router.scheduling.body_intake import HELD_FACTOR, beside
-from services.router.scheduling.request_bodies import ReadBody
 from services.router.scheduling.request_bodies import read_body as read_openai_body
 from sluice.v1 import router_pb2
 
@@ -36,18 +36,6 @@ log = logging.getLogger(__name__)
 SERVICE = "/sluice.v1.Router/"
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class UnaryCalls(Protocol):
-    """The RPCs of the router without gRPC."""
-
-    def unary(self, name: str) -> Callable[[Message], Awaitable[Message]]:
-        """Returns the handler of a unary RPC, which raises typed errors."""
-        ...
-
-    async def route(self, query: router_pb2.RouteQueryRequest, body: ReadBody) -> Message:
-        """Returns the response to a query whose prompt is an OpenAI body that has been read; raises typed errors."""
-        ...
 
 
 class HttpApi:
@@ -63,7 +51,7 @@ class HttpApi:
 
     def __init__(
         self,
-        calls: UnaryCalls,
+        calls: RouterService,
         check: CallerCheck | None,
         limits: BodyLimits,
         is_ready: Callable[[], bool],

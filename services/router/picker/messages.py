@@ -22,9 +22,9 @@ from services.router.picker.http_request import (
     endpoints_of,
 )
 from services.router.picker.picker import PickedEndpoint, stale_headers
-from services.router.reservations.table import AllBusy, BusyReason
 from services.router.scheduling.request_bodies import PARAM, Api
 from services.router.scheduling.route_headers import DESTINATION
+from services.router.state.reservations.table import AllBusy, BusyReason
 from sluice.v1 import ext_proc_pb2 as ext_proc
 
 CHUNK = 62_000

@@ -20,16 +20,16 @@ from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
 from services.router.picker.releases import Releases
 from services.router.picker.usage import UsageReader
-from services.router.reservations.cost import CostModel
-from services.router.reservations.ids import reservation_id
 from services.router.router import Router
 from services.router.scheduling.body_intake import HELD_FACTOR, BodyIntake, beside
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.queries import Prompt, Query, RouteResult, for_policies
 from services.router.scheduling.request_bodies import AnyBody, Api, has_several_prompts, read_prompt
 from services.router.scheduling.route_headers import DESTINATION, ROUTE_HEADERS, headers_of
-from services.router.store.memory import unix_ms
-from services.router.workers.worker import Worker, WorkerRank
+from services.router.state.reservations.cost import CostModel
+from services.router.state.reservations.ids import reservation_id
+from services.router.state.store.memory import unix_ms
+from services.router.state.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 

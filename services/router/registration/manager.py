@@ -14,12 +14,12 @@ from services.common.tasks import TaskOwner
 from services.router.metrics import Metrics
 from services.router.registration.limits import MAX_MODELS, RegistrationLimits
 from services.router.registration.stream import WorkerStream
-from services.router.store.base import Store, StoreUnavailable
-from services.router.store.store_health import StoreHealth
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.claims import Claim, Taken
-from services.router.workers.worker import Worker
+from services.router.state.store.base import Store, StoreUnavailable
+from services.router.state.store.store_health import StoreHealth
+from services.router.state.sync.reservation_manager import ReservationManager
+from services.router.state.sync.synchronizer import IndexSynchronizer
+from services.router.state.workers.claims import Claim, Taken
+from services.router.state.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.rows.shared_steps import shared_step
 from services.common.tasks import TaskOwner
-from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 from services.router.scheduling.service_rate import UNKNOWN_MS, ServiceRate
+from services.router.state.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import unavailable
-from services.router.kv_index.index import NO_OVERLAP
 from services.router.metrics import Metrics
-from services.router.reservations.cost import NO_LOAD, Offer
 from services.router.scheduling.policies.composition import Composition, Ranking
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest
 from services.router.scheduling.policies.isolated.process import PolicyFailed
@@ -17,7 +15,9 @@ from services.router.scheduling.policies.offers import in_groups
 from services.router.scheduling.policies.registry import ComposedPolicies
 from services.router.scheduling.preselect import LoadSnapshot
 from services.router.scheduling.requests import SchedulingRequest
-from services.router.workers.worker import Worker, WorkerRank
+from services.router.state.kv_index.index import NO_OVERLAP
+from services.router.state.reservations.cost import NO_LOAD, Offer
+from services.router.state.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 

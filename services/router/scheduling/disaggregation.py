@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
-from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.workers.registry import Registry
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 LOCAL_PREFILL = "local_prefill"  # capability of decode workers that can prefill
 FEW_UNCACHED = "few_uncached_tokens"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from services.router.metrics import Metrics
-from services.router.reservations.cost import MILLI
-from services.router.reservations.ids import by_model, prefill_halves, request_of
 from services.router.scheduling.decisions import Decisions, Outcome
 from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.scheduling.queries import check_tokens
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.sync.synchronizer import IndexSynchronizer
+from services.router.state.reservations.cost import MILLI
+from services.router.state.reservations.ids import by_model, prefill_halves, request_of
+from services.router.state.sync.reservation_manager import ReservationManager
+from services.router.state.sync.synchronizer import IndexSynchronizer
 
 
 class RequestLifecycle:

@@ -11,7 +11,7 @@ from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u64, unpack_u64
 from services.router.scheduling.queries import Prompt, RoutedPrompt
-from services.router.workers.worker import Worker
+from services.router.state.workers.worker import Worker
 
 NOMINAL_BLOCK = 16  # tokens per block of load for models without KV blocks
 

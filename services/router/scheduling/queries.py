@@ -10,10 +10,10 @@ from typing import Any
 from services.common.errors import check_name, invalid
 from services.common.media.spans import MediaSpan
 from services.common.observability.receipts import reason_of
-from services.router.kv_index.index import Overlap
-from services.router.reservations.cost import CostModel, Load
 from services.router.scheduling.request_bodies import AnyBody
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.reservations.cost import CostModel, Load
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 MAX_TOKENS = 1 << 24
 """Tokens of a prompt or output that a query names; more are refused with INVALID_ARGUMENT."""

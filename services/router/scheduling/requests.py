@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from services.router.kv_index.index import Overlap
 from services.router.scheduling.policies.offers import Demand
 from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query
-from services.router.sync.model_state import ModelState
-from services.router.workers.worker import Role, WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.sync.model_state import ModelState
+from services.router.state.workers.worker import Role, WorkerRank
 
 
 class Part(Enum):

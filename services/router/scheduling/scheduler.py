@@ -6,20 +6,20 @@ import time
 from collections.abc import Sequence
 
 from services.common.errors import invalid
-from services.router.reservations.cost import NO_LOAD, Load
-from services.router.reservations.ids import reservation_id
-from services.router.reservations.table import AllBusy
 from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWorkers
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
 from services.router.scheduling.prompts import Blocks, in_blocks, routed
 from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RoutedPrompt, RouteResult, Score
 from services.router.scheduling.requests import Part, SchedulingRequest, part_of
 from services.router.scheduling.selection import Selection, Selector
-from services.router.store.base import Store
-from services.router.store.session_affinity import SessionAffinity
-from services.router.sync.model_state import ModelState
-from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.reservations.cost import NO_LOAD, Load
+from services.router.state.reservations.ids import reservation_id
+from services.router.state.reservations.table import AllBusy
+from services.router.state.store.base import Store
+from services.router.state.store.session_affinity import SessionAffinity
+from services.router.state.sync.model_state import ModelState
+from services.router.state.sync.synchronizer import IndexSynchronizer
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 BLIND = "no_block_hashes"
 PAIR_BUSY = "pair_busy"

@@ -10,11 +10,7 @@ from operator import lt
 from random import Random
 
 from services.common.errors import unavailable
-from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.metrics import Metrics
-from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
-from services.router.reservations.ids import prefill_id
-from services.router.reservations.table import NO_DEADLINE, AllBusy, Owner, QueueOrder, ReservationParams, ReservedRank
 from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker, RankedOffers
 from services.router.scheduling.policies.built_in import OfferPolicy, direct, kv, least_loaded
 from services.router.scheduling.policies.composition import Composition
@@ -24,11 +20,22 @@ from services.router.scheduling.preselect import INDEPENDENT, MOST, LoadSnapshot
 from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.scheduling.queries import Query, Score
 from services.router.scheduling.requests import Part, SchedulingRequest, part_of
-from services.router.store.base import Store
-from services.router.sync.load_reconciler import Reported, Reports
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
+from services.router.state.reservations.ids import prefill_id
+from services.router.state.reservations.table import (
+    NO_DEADLINE,
+    AllBusy,
+    Owner,
+    QueueOrder,
+    ReservationParams,
+    ReservedRank,
+)
+from services.router.state.store.base import Store
+from services.router.state.sync.load_reconciler import Reported, Reports
+from services.router.state.sync.reservation_manager import ReservationManager
+from services.router.state.workers.registry import Registry
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 IDLE = Reported()
 CLOSED = Limits(0, 0, 0)  # every load reaches these limits, so the rank accepts no requests

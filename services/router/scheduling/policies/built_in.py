@@ -7,10 +7,10 @@ from random import Random
 from typing import TypeAlias
 
 from services.common.errors import invalid
-from services.router.reservations.cost import CostModel, Offer
 from services.router.scheduling.policies.contract import Picker, PolicyRequest
 from services.router.scheduling.policies.offers import Demand, MakeOffer, RankCandidate, cache_aware, load_only
 from services.router.scheduling.policies.pickers import PowerOfTwoPicker, RandomPicker, RoundRobinPicker
+from services.router.state.reservations.cost import CostModel, Offer
 
 OfferPolicy: TypeAlias = Callable[[Sequence[RankCandidate], Demand, CostModel], list[Offer]]
 """Returns the offers among which the store chooses the cheapest."""

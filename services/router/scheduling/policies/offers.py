@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple, TypeAlias
 
-from services.router.kv_index.index import Overlap
-from services.router.reservations.cost import MILLI, NO_LOAD, CostModel, Load, Offer
-from services.router.workers.worker import WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.reservations.cost import MILLI, NO_LOAD, CostModel, Load, Offer
+from services.router.state.workers.worker import WorkerRank
 
 GROUP_STEP = float(1 << 32)
 """Blocks added to the cost of an offer for each group of a picker's order before its own.

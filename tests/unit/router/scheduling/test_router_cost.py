@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
-from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.reservations.cost import CostModel, Load, choose, cost, softmax
 from services.router.router import Router
 from services.router.scheduling.policies.built_in import kv, least_loaded
 from services.router.scheduling.policies.offers import Demand, RankCandidate
 from services.router.scheduling.preselect import LoadSnapshot, preselect
 from services.router.scheduling.queries import Prompt, Query
-from services.router.store.memory import MemoryStore
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.reservations.cost import CostModel, Load, choose, cost, softmax
+from services.router.state.store.memory import MemoryStore
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 
 @pytest.mark.parametrize(

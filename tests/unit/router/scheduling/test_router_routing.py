@@ -13,18 +13,18 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.observability.instruments import read
 from services.common.packing import pack_u64
-from services.router.kv_index.index import Overlap
-from services.router.reservations.cost import Load, Offer
-from services.router.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
-from services.router.reservations.table import ReservationParams, ReservedRank
 from services.router.router import Router
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.policies.built_in import all_policies
 from services.router.scheduling.policies.offers import Demand, RankCandidate, shortlist
 from services.router.scheduling.policies.registry import PolicyRegistry
 from services.router.settings import PolicyName
-from services.router.store.memory import MemoryStore
-from services.router.workers.worker import KV_EVENTS, Role, WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.reservations.cost import Load, Offer
+from services.router.state.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
+from services.router.state.reservations.table import ReservationParams, ReservedRank
+from services.router.state.store.memory import MemoryStore
+from services.router.state.workers.worker import KV_EVENTS, Role, WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.repository import ROOT
 from tests.support.servers.routing import BLOCK, COST, Cluster, prompt, tokens, worker

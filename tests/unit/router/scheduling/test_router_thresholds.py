@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.reservations.cost import Limits, Load
 from services.router.router import RouterConfig
 from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import CLOSED, Thresholds
-from services.router.sync.load_reconciler import Reported
-from services.router.workers.worker import WorkerRank
+from services.router.state.reservations.cost import Limits, Load
+from services.router.state.sync.load_reconciler import Reported
+from services.router.state.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.router_cluster import until
 from tests.support.servers.routing import BLOCK, Cluster, prompt, worker

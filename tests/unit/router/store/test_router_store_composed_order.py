@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.router.kv_index.index import Overlap
-from services.router.reservations.cost import CostModel, Limits
-from services.router.reservations.table import AllBusy, ReservationParams
 from services.router.scheduling.policies.offers import Demand, RankCandidate, cache_aware, in_groups
-from services.router.store.base import Store
-from services.router.store.memory import MemoryStore
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.reservations.cost import CostModel, Limits
+from services.router.state.reservations.table import AllBusy, ReservationParams
+from services.router.state.store.base import Store
+from services.router.state.store.memory import MemoryStore
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import WorkerRank
 from tests.support.servers.redis_server import RedisServer
 
 SLOTS = [WorkerRank(name, rank) for name in "abc" for rank in range(2)]

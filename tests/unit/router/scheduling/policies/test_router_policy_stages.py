@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.router.reservations.cost import Limits, Load, Offer
 from services.router.scheduling.policies.composition import Composition, StageConfig, StagePipeline
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest
 from services.router.scheduling.policies.offers import GROUP_STEP, MAX_GROUPS, in_groups
 from services.router.scheduling.policies.pickers import WeightedRandom
-from services.router.workers.worker import WorkerRank
+from services.router.state.reservations.cost import Limits, Load, Offer
+from services.router.state.workers.worker import WorkerRank
 
 REQUEST = PolicyRequest("m", prompt_tokens=160, prompt_blocks=10, headers={"x-pool": "b"})
 A = Candidate(
