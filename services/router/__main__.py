@@ -18,6 +18,7 @@ from services.router.scheduling.body_intake import openai_bodies, shared_pace
 from services.router.scheduling.disaggregation import DisaggRules
 from services.router.scheduling.policies.config import NO_POLICIES, read_policies
 from services.router.scheduling.policies.registry import ComposedPolicies
+from services.router.scheduling.prompts import no_preprocess
 from services.router.scheduling.selection import Thresholds
 from services.router.servers import RouterServer, RunningRouter, further_servers
 from services.router.settings import RouterSettings
@@ -85,7 +86,7 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         make_config(settings),
         on_death=stop.fail,
         read_report=read_report,
-        bodies=bodies,
+        tokenize=bodies.tokenized if bodies is not None else no_preprocess,
         policies=policies,
     )
     cost = CostModel(prefill_load_scale=settings.prefill_load_scale, temperature=settings.temperature)

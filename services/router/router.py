@@ -15,12 +15,12 @@ from services.common.tasks import TaskOwner
 from services.router.metrics import Metrics
 from services.router.registration.limits import MAX_MODELS
 from services.router.registration.manager import WorkerManager
-from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, WaitTerms, no_workers
+from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, no_workers, wait_terms
 from services.router.scheduling.decisions import Decisions, decision_on
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
 from services.router.scheduling.policies.registry import ComposedPolicies
-from services.router.scheduling.prompts import Bodies, NoBodies, in_blocks
+from services.router.scheduling.prompts import Tokenize, in_blocks, no_preprocess
 from services.router.scheduling.queries import Prompt, Query, RouteResult, check
 from services.router.scheduling.requests import SchedulingRequest
 from services.router.scheduling.scheduler import Scheduler
@@ -28,7 +28,7 @@ from services.router.scheduling.selection import Selector, SelectorConfig, Thres
 from services.router.state.kv_index.index import NO_OVERLAP, Overlap
 from services.router.state.kv_index.predictions import Lifetimes
 from services.router.state.reservations.cost import NO_LOAD, Load
-from services.router.state.reservations.table import NO_DEADLINE, AllBusy, QueueOrder, ReservedRank
+from services.router.state.reservations.table import AllBusy, QueueOrder, ReservedRank
 from services.router.state.store.base import Store, StoreUnavailable
 from services.router.state.store.session_affinity import SessionAffinity
 from services.router.state.store.store_health import StoreHealth
@@ -74,7 +74,7 @@ class Router:
 
     Args:
         read_report: parses worker reports; without it, only reservations make a worker busy, and none is reconciled.
-        bodies: tokenizes OpenAI bodies; without it, they are rejected.
+        tokenize: tokenizes OpenAI bodies; by default they are rejected.
         policies: policies of a policy file, started by the caller.
     """
 
@@ -85,7 +85,7 @@ class Router:
         random: Random | None = None,
         on_death: Callable[[str, BaseException], None] | None = None,
         read_report: ReadReport = lambda report: (),
-        bodies: Bodies | None = None,
+        tokenize: Tokenize = no_preprocess,
         policies: ComposedPolicies | None = None,
     ) -> None:
         self.config = config or RouterConfig()
@@ -139,7 +139,7 @@ class Router:
         )
         sessions = SessionAffinity(store, self._health, self.config.session_ttl_ms)
         self._scheduler = Scheduler(store, self._synchronizer, self._selector, sessions, self._disagg)
-        self._bodies = bodies or NoBodies()
+        self._tokenize_body = tokenize
         self.worker_manager = WorkerManager(
             store,
             self._health,
@@ -205,9 +205,8 @@ class Router:
             return await self._scheduler.decide(ready, view, with_adapter(workers, query.prompt.lora), place)
 
         try:
-            route, waited_ms = await self.queues.admit(
-                query.model, attempt, self._wait_terms(pending.query), pending.prepare
-            )
+            terms = wait_terms(pending.query, self.config.wait_ms, self.config.wait_for_workers_ms, self._disagg)
+            route, waited_ms = await self.queues.admit(query.model, attempt, terms, pending.prepare)
         except AllBusy:
             self.metrics.shed.add(1)
             raise
@@ -215,17 +214,6 @@ class Router:
             route = replace(route, waited_ms=waited_ms, degraded=pending.degraded or route.degraded)
         self._record(pending.query, route)
         return route
-
-    def _wait_terms(self, query: Query) -> WaitTerms:
-        return WaitTerms(
-            query.priority,
-            query.deadline_unix_ms or NO_DEADLINE,
-            query.fairness_id,
-            query.max_wait_ms or self.config.wait_ms,
-            query.max_wait_for_workers_ms or self.config.wait_for_workers_ms,
-            query.prompt.size,
-            (query.candidates, query.role, query.require_pair, self._disagg.may_bypass(query)),
-        )
 
     async def _tokenize(self, query: Query) -> tuple[Query, str]:
         """Returns the query with a tokenized prompt, and why it has only the prompt's length (empty: it has tokens)."""
@@ -263,7 +251,7 @@ class Router:
         if not prompt.openai_body and prompt.body is None:
             return prompt
         _, workers = self._serving(model)
-        return await self._bodies.tokenized(model, prompt, workers, ids)
+        return await self._tokenize_body(model, prompt, workers, ids)
 
     async def add(self, slot: WorkerRank, query: Query) -> tuple[ReservedRank, Overlap]:
         """Reserves load on a rank chosen by the caller; SluiceError (NOT_FOUND) if it does not serve the model."""
@@ -278,7 +266,8 @@ class Router:
         blocks = in_blocks(query.prompt, [worker])
         overlaps = view.match(blocks.hashes)
         overlap = overlaps.get(slot, NO_OVERLAP)
-        choice = await self._selector.place(SchedulingRequest(query, view, blocks, overlaps), slot, worker.role)
+        request = SchedulingRequest(query, view, blocks, overlaps, blocks.demand(query.expected_output_tokens))
+        choice = await self._selector.place(request, slot, worker.role)
         if not choice.repeated and worker.role is not Role.DECODE:
             view.predict(worker, slot, blocks.hashes, overlap, query.request_id)
         return choice, overlap

@@ -258,17 +258,17 @@ class Picker:
         session = request.session_id or document.get("prompt_cache_key")
         two_stages = self._gateways is not None
         return Query(
-            model,
-            prompt,
-            self._cost,
-            _unique(request.request_id),
+            model=model,
+            prompt=prompt,
+            cost=self._cost,
+            request_id=_unique(request.request_id),
             candidates=self._candidates(request, model),
             owner=self._owner,
             priority=priority if isinstance(priority, int) and abs(priority) < 1 << 31 else 0,
             session_id=session[:MAX_ID_LENGTH] if isinstance(session, str) else "",
             return_token_ids=two_stages and request.api in OWN_PROMPTS and not has_several_prompts(document),
             deadline_unix_ms=unix_ms() + request.first_token_ms if request.first_token_ms else 0,
-            fairness_id=request.fairness_id,
+            **request.fields,
             tokenize_ms=self._config.tokenize_ms,
             fallbacks=self._config.fallbacks,
             headers=for_policies(request.headers),
@@ -375,13 +375,8 @@ def _rewrite(document: dict[str, Any], model: str) -> bool:
 
 def _without_body(query: Query, route: RouteResult) -> Query:
     """Returns a query with the hashes of its prompt instead of its body, which may be megabytes."""
-    found = route.prompt
-    prompt = Prompt(prompt_tokens=route.prompt_tokens, lora=query.prompt.lora)
-    if found is not None and found.block_hashes:
-        prompt = replace(
-            prompt, block_hashes=found.block_hashes, hash_scheme=found.hash_scheme, block_size=found.block_size
-        )
-    return replace(query, prompt=prompt, headers={}, candidates=None, return_hashes=False)
+    hashes = replace(route.prompt or Prompt(), token_ids=b"", prompt_tokens=route.prompt_tokens, lora=query.prompt.lora)
+    return replace(query, prompt=hashes, headers={}, candidates=None, return_hashes=False)
 
 
 def stale_headers(headers: Mapping[str, str]) -> list[str]:

@@ -24,7 +24,7 @@ MAX_CALL_S = 15.0
 
 
 class PreprocessBodies:
-    """Implements Bodies with the preprocess service. Call `start` before and `close` after use.
+    """Tokenizes bodies with the preprocess service. Call `start` before and `close` after use.
 
     Args:
         max_pause_s: longest pause between two messages of a session under load.
@@ -57,7 +57,7 @@ class PreprocessBodies:
         """Closes all channels."""
         await self._replicas.close()
 
-    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool = True) -> Prompt:
+    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool) -> Prompt:
         """Returns the prompt as token ids and, if the model has blocks, block hashes.
 
         Args:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from google.protobuf.message import Message
 
 from services.common.errors import invalid
 from services.common.rpc.media import read_spans
 from services.router.scheduling.admission_queue import Reason
 from services.router.scheduling.decisions import Decision, Outcome
-from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RoutedPrompt, RouteResult
+from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RouteResult
 from services.router.scheduling.route_headers import headers_of
 from services.router.state.kv_index.index import Overlap
 from services.router.state.reservations.cost import CostModel
@@ -18,7 +22,7 @@ from services.router.state.store.memory import unix_ms
 from services.router.state.workers.worker import Role, WorkerRank
 from sluice.v1 import router_pb2
 
-NO_PROMPT = RoutedPrompt()
+NO_PROMPT = Prompt()
 MAX_FALLBACKS = 16
 """Fallbacks that a query may ask for; a larger number counts as this."""
 _REASONS = {
@@ -28,18 +32,41 @@ _REASONS = {
 _MODES = router_pb2.RouteQueryRequest.Mode.values()
 
 
+class _SameFields:
+    """The fields that a message and a class of the domain have in common, except some: a new one needs no line here.
+
+    Calling it returns them, by name, of a message or an object.
+    """
+
+    def __init__(self, message: type[Message], domain: type, others: set[str]) -> None:
+        self._names = [
+            name for name in message.DESCRIPTOR.fields_by_name if hasattr(domain, name) and name not in others
+        ]
+        self._values = attrgetter(*self._names)
+
+    def __call__(self, source: Any) -> dict[str, Any]:
+        return dict(zip(self._names, self._values(source), strict=True))
+
+
+_prompt_fields = _SameFields(router_pb2.PromptRef, Prompt, {"media"})
+_query_fields = _SameFields(
+    router_pb2.RouteQueryRequest,
+    Query,
+    {"prompt", "cost", "request_id", "candidates", "owner", "fallbacks", "headers", "role"},
+)
+_route_fields = _SameFields(
+    router_pb2.RouteQueryResponse, RouteResult, {"overlap", "scores", "headers", "block_size", "fallbacks"}
+)
+_decision_fields = _SameFields(router_pb2.Decision, Decision, set())
+
+
 def prompt_of(prompt: router_pb2.PromptRef, lora: str, cache_salt: str) -> Prompt:
     """Returns a prompt from its message; raises SluiceError (INVALID_ARGUMENT) for malformed media."""
     media = prompt.media
     return Prompt(
-        prompt.token_ids,
-        prompt.block_hashes,
-        prompt.hash_scheme,
-        prompt.block_size,
-        prompt.prompt_tokens,
-        lora,
-        cache_salt,
-        prompt.openai_body,
+        **_prompt_fields(prompt),
+        lora=lora,
+        cache_salt=cache_salt,
         media=read_spans(media, len(prompt.token_ids) // 4 or None) if media else (),
     )
 
@@ -56,31 +83,17 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: 
     if reserve:
         check_request_id(request.request_id)
     return Query(
-        request.model,
-        prompt_of(request.prompt, request.lora, request.cache_salt),
-        _cost_model(request.cost, defaults) if request.HasField("cost") else defaults,
-        scoped(scope, request.request_id) if reserve else "",
-        request.policy,
-        frozenset(request.candidates.worker_ids) if request.HasField("candidates") else None,
-        request.expected_output_tokens,
-        request.ttl_ms,
-        request.explain,
-        scoped(scope, request.owner),
-        request.priority,
-        request.session_id,
-        request.session_ttl_ms,
-        request.max_wait_ms,
-        request.return_token_ids,
-        scope,
-        request.max_wait_for_workers_ms,
-        unix_ms() + request.first_token_ms if request.first_token_ms else 0,
-        request.fairness_id,
-        request.tokenize_ms,
-        min(request.fallbacks, MAX_FALLBACKS),
-        {name.lower(): value for name, value in request.headers.items()},
+        **_query_fields(request),
+        prompt=prompt_of(request.prompt, request.lora, request.cache_salt),
+        cost=_cost_model(request.cost, defaults) if request.HasField("cost") else defaults,
+        request_id=scoped(scope, request.request_id) if reserve else "",
+        candidates=frozenset(request.candidates.worker_ids) if request.HasField("candidates") else None,
+        owner=scoped(scope, request.owner),
+        scope=scope,
+        deadline_unix_ms=unix_ms() + request.first_token_ms if request.first_token_ms else 0,
+        fallbacks=min(request.fallbacks, MAX_FALLBACKS),
+        headers={name.lower(): value for name, value in request.headers.items()},
         role=_role(request.role),
-        require_pair=request.require_pair,
-        bypass_uncached_tokens=request.bypass_uncached_tokens,
     )
 
 
@@ -125,19 +138,14 @@ def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
     prefill, prompt = route.prefill_worker, route.prompt or NO_PROMPT
     target = _target(WorkerRank(route.worker.worker_id, route.rank), route.worker.address)
     only_prefill = route.half is Role.PREFILL
+    prefill_target = target if only_prefill else None
+    if prefill is not None:
+        prefill_target = _target(WorkerRank(prefill.worker_id, route.prefill_rank), prefill.address)
     return router_pb2.RouteQueryResponse(
+        **_route_fields(route),
         decode=None if only_prefill else target,
-        prefill=target
-        if only_prefill
-        else None
-        if prefill is None
-        else _target(WorkerRank(prefill.worker_id, route.prefill_rank), prefill.address),
+        prefill=prefill_target,
         overlap=overlap_of(route.overlap),
-        tokens_to_compute=route.tokens_to_compute,
-        reservation_id=route.reservation_id,
-        expires_unix_ms=route.expires_unix_ms,
-        index_age_ms=route.index_age_ms,
-        degraded=route.degraded,
         scores=[
             router_pb2.CandidateScore(
                 worker_id=score.slot.worker_id,
@@ -151,17 +159,10 @@ def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
             for score in route.scores
         ],
         headers=headers_of(route),
-        best_overlap_blocks=route.best_overlap_blocks,
-        waited_ms=route.waited_ms,
-        session_hit=route.session_hit,
-        prefill_skipped=route.prefill_skipped,
         token_ids=prompt.token_ids,
         block_hashes=prompt.block_hashes,
         hash_scheme=prompt.hash_scheme,
         block_size=prompt.block_size,
-        predicted_cached_tokens=route.predicted_cached_tokens,
-        best_cached_tokens=route.best_cached_tokens,
-        policy=route.policy,
         fallbacks=[_target(WorkerRank(worker.worker_id, 0), worker.address) for worker in route.fallbacks],
         router_hint=None if route.peer is None else _hint(route.peer),
     )
@@ -199,22 +200,7 @@ def decision_of(decision: Decision) -> router_pb2.Decision:
     """Returns the message of a decision record."""
     prefill = decision.prefill_slot
     return router_pb2.Decision(
-        reservation_id=decision.reservation_id,
-        request_id=decision.request_id,
-        model=decision.model,
+        **_decision_fields(decision),
         decode=None if decision.slot is None else _target(decision.slot, decision.address),
         prefill=None if prefill is None else _target(prefill, decision.prefill_address),
-        prompt_tokens=decision.prompt_tokens,
-        predicted_cached_tokens=decision.predicted_cached_tokens,
-        best_cached_tokens=decision.best_cached_tokens,
-        delivered_cached_tokens=decision.delivered_cached_tokens,
-        output_tokens=decision.output_tokens,
-        decided_unix_ms=decision.decided_unix_ms,
-        decision_us=decision.decision_us,
-        waited_ms=decision.waited_ms,
-        policy=decision.policy,
-        degraded=decision.degraded,
-        session_hit=decision.session_hit,
-        media_items=decision.media_items,
-        cached_media_items=decision.cached_media_items,
     )

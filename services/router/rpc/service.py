@@ -134,14 +134,13 @@ class RouterService(router_pb2_grpc.RouterServicer):
     async def AddRequest(self, request: router_pb2.AddRequestRequest) -> router_pb2.AddRequestResponse:
         query_messages.check_request_id(request.request_id)
         prompt = query_messages.prompt_of(request.prompt, request.lora, request.cache_salt)
-        only = frozenset((request.worker_id,))
         scope = identity.current.get().scope
         query = Query(
-            request.model,
-            prompt,
-            self._cost,
-            scoped(scope, request.request_id),
-            candidates=only,
+            model=request.model,
+            prompt=prompt,
+            cost=self._cost,
+            request_id=scoped(scope, request.request_id),
+            candidates=frozenset((request.worker_id,)),
             expected_output_tokens=request.expected_output_tokens,
             ttl_ms=request.ttl_ms,
             owner=scoped(scope, request.owner),

@@ -22,6 +22,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.rows.shared_steps import shared_step
 from services.common.tasks import TaskOwner
+from services.router.scheduling.disaggregation import DisaggPlanner
+from services.router.scheduling.queries import Query
 from services.router.scheduling.service_rate import UNKNOWN_MS, ServiceRate
 from services.router.state.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 
@@ -74,6 +76,24 @@ class WaitTerms:
 
 
 DEFAULT_TERMS = WaitTerms()
+
+
+def wait_terms(query: Query, wait_ms: int, wait_for_workers_ms: int, disagg: DisaggPlanner) -> WaitTerms:
+    """Returns the terms of a query.
+
+    Args:
+        wait_ms: longest wait while all workers are busy, of a query that names none.
+        wait_for_workers_ms: the same while the model has no worker.
+    """
+    return WaitTerms(
+        priority=query.priority,
+        deadline_unix_ms=query.deadline_unix_ms or NO_DEADLINE,
+        fairness_id=query.fairness_id,
+        max_wait_ms=query.max_wait_ms or wait_ms,
+        max_wait_for_workers_ms=query.max_wait_for_workers_ms or wait_for_workers_ms,
+        size=query.prompt.size,
+        scope=(query.candidates, query.role, query.require_pair, disagg.may_bypass(query)),
+    )
 
 
 class SchedulingAttempt(Protocol[T]):  # type: ignore[misc]

@@ -15,7 +15,6 @@ from services.router.state.reservations.cost import MILLI, Load, Offer
 from services.router.state.workers.worker import WorkerRank
 
 MOST = 16  # few, because each costs a candidate, an offer and a share of the reservation script
-INDEPENDENT = frozenset({"kv", "least_loaded"})  # policies whose offer of a rank does not depend on other ranks
 
 
 _NO_LOAD = (0.0, 0.0)

@@ -9,17 +9,17 @@ from services.common.errors import invalid
 from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWorkers
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
 from services.router.scheduling.prompts import Blocks, in_blocks, routed
-from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RoutedPrompt, RouteResult, Score
+from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RouteResult, Score
 from services.router.scheduling.requests import Part, SchedulingRequest, part_of
 from services.router.scheduling.selection import Selection, Selector
-from services.router.state.reservations.cost import NO_LOAD, Load
+from services.router.state.reservations.cost import NO_LOAD
 from services.router.state.reservations.ids import reservation_id
 from services.router.state.reservations.table import AllBusy
 from services.router.state.store.base import Store
 from services.router.state.store.session_affinity import SessionAffinity
 from services.router.state.sync.model_state import ModelState
 from services.router.state.sync.synchronizer import IndexSynchronizer
-from services.router.state.workers.worker import Role, Worker, WorkerRank
+from services.router.state.workers.worker import Role, Worker
 
 BLIND = "no_block_hashes"
 PAIR_BUSY = "pair_busy"
@@ -67,7 +67,8 @@ class Scheduler:
         async with self._single_flight.matched(view, blocks.hashes, wait=bool(query.request_id)) as overlaps:
             stopwatch.lap("match")
             eligible = self._disagg.plan(query, workers, blocks, overlaps)
-            request = SchedulingRequest(query, view, blocks, overlaps, place, pinned)
+            demand = blocks.demand(query.expected_output_tokens)
+            request = SchedulingRequest(query, view, blocks, overlaps, demand, place, pinned)
             decode, prefill, skipped = await self._select(request, eligible)
             runs_prompt = prefill or decode
             computes = query.role is not Role.DECODE
@@ -76,7 +77,8 @@ class Scheduler:
             stopwatch.lap("choose")
         if query.session_id and query.role is not Role.PREFILL:
             await self._sessions.remember(query.model, query.session_id, decode.slot, query.session_ttl_ms)
-        scores = self._scores(request, booked, decode, prefill)
+        parts = ((decode, prefill) if prefill else (decode,)) if query.explain else ()
+        scores = [score for each in parts for score in self._selector.scores(request, each, booked)]
         return self._route(request, decode, prefill, skipped, scores, stopwatch)
 
     async def _select(
@@ -125,16 +127,16 @@ class Scheduler:
         blind = BLIND if blocks.blind and policy == "kv" else ""
         booked = bool(decode.choice.expires_unix_ms)
         return RouteResult(
-            decode.worker,
-            decode.slot.rank,
-            runs_prompt.overlap,
-            runs_prompt.best_blocks,
-            max(blocks.tokens - runs_prompt.overlap.device * blocks.size, 0),
-            0 if self._store.embedded else request.view.age_ms,
-            reservation_id(query.model, query.request_id, prefill is not None) if booked else "",
-            decode.choice.expires_unix_ms,
-            decode.degraded or runs_prompt.degraded or blind,
-            scores,
+            worker=decode.worker,
+            rank=decode.slot.rank,
+            overlap=runs_prompt.overlap,
+            best_overlap_blocks=runs_prompt.best_blocks,
+            tokens_to_compute=max(blocks.tokens - runs_prompt.overlap.device * blocks.size, 0),
+            index_age_ms=0 if self._store.embedded else request.view.age_ms,
+            reservation_id=reservation_id(query.model, query.request_id, prefill is not None) if booked else "",
+            expires_unix_ms=decode.choice.expires_unix_ms,
+            degraded=decode.degraded or runs_prompt.degraded or blind,
+            scores=scores,
             prefill_worker=prefill.worker if prefill else None,
             prefill_rank=prefill.slot.rank if prefill else 0,
             prefill_skipped=skipped,
@@ -167,17 +169,8 @@ class Scheduler:
         _, slot, worker = min(peers, key=lambda peer: peer[:2])
         return PrefixPeer(worker, slot.rank, most)
 
-    def _scores(
-        self, request: SchedulingRequest, booked: dict[WorkerRank, Load], decode: Selection, prefill: Selection | None
-    ) -> list[Score]:
-        """Returns the scores of decode candidates, then of prefill candidates."""
-        if not request.query.explain:
-            return []
-        found = self._selector.scores(request, decode, booked)
-        return found + self._selector.scores(request, prefill, booked) if prefill else found
 
-
-def _prompt(query: Query, blocks: Blocks) -> RoutedPrompt | None:
+def _prompt(query: Query, blocks: Blocks) -> Prompt | None:
     """Returns what the query requests of its prompt."""
     if query.return_token_ids:
         return routed(query.prompt, blocks)

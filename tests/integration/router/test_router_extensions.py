@@ -69,7 +69,7 @@ async def serve_once(settings: RouterSettings) -> None:
     stop = Stop()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(serve(settings, stop, port))
-    await asyncio.wait_for(asyncio.wait({running, port}, return_when=asyncio.FIRST_COMPLETED), 30)
+    await asyncio.wait_for(asyncio.shield(port), 30)
     stop.set()
     await asyncio.wait_for(running, 30)
 

@@ -111,5 +111,5 @@ async def test_timeouts_count_against_preprocess_only_without_images(content: An
 
     bodies._replicas.call = call  # type: ignore[method-assign, assignment]
     text = json.dumps({"messages": [{"role": "user", "content": content}]})
-    await bodies.tokenized("m", Prompt(openai_body=text.encode()), [])
+    await bodies.tokenized("m", Prompt(openai_body=text.encode()), [], True)
     assert calls == [waits]

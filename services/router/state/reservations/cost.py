@@ -71,6 +71,7 @@ class Offer(NamedTuple):
         book_prefill: prefill load to reserve, thousandths of a block.
         book_decode: decode load to reserve, thousandths of a block.
         limits: loads at which the rank accepts no more requests; None: never.
+        group: an offer of a lower group is preferred at any cost.
     """
 
     slot: WorkerRank
@@ -80,6 +81,7 @@ class Offer(NamedTuple):
     book_prefill: int
     book_decode: int
     limits: Limits | None = None
+    group: int = 0
 
     def busy(self, load: Load) -> bool:
         """Returns whether the rank accepts no more requests at this load."""

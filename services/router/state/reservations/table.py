@@ -171,6 +171,9 @@ class ReservationTable:
         offers = [offer for offer in offers if not offer.busy(self.load(offer.slot))]
         if not offers:
             raise AllBusy
+        if len(groups := {offer.group for offer in offers}) > 1:
+            first = min(groups)
+            offers = [offer for offer in offers if offer.group == first]
         costs = [offer.cost(self.load(offer.slot), terms.prefill_load_scale) for offer in offers]
         offer = offers[choose(costs, [offer.held for offer in offers], terms.temperature, self._random)]
         if not terms.request_id:

@@ -267,6 +267,7 @@ class RedisStore(Store):
             terms.output,
             *_owner(terms.owner),
             "1" if (limited := any(offer.limits for offer in offers)) else "",
+            "1" if (grouped := any(offer.group for offer in offers)) else "",
             self._replica,
             *terms.order,
         ]
@@ -275,6 +276,8 @@ class RedisStore(Store):
             numbers += (offer.uncached, offer.added, offer.held, offer.book_prefill, offer.book_decode)
             if limited:
                 numbers += [min(limit, NEVER) for limit in offer.limits or NO_LIMITS]
+            if grouped:
+                numbers.append(offer.group)
         args.append(struct.pack(f"<{len(numbers)}d", *numbers))
         args += [offer.slot.field for offer in offers]
         args += terms.allowed or ()

@@ -27,7 +27,7 @@ def read_report(report: bytes) -> Sequence[Reported]:
 
 
 def test_limits_come_from_the_card() -> None:
-    assert Thresholds().limits(worker("a"), 1000) is None
+    assert not Thresholds()
     assert Thresholds(kv_share=0.2).limits(worker("a", blocks=64), 0) == Limits(math.inf, 12.8, math.inf)
     assert Thresholds(0.2, 80, 3).limits(worker("a", blocks=100), 19) == Limits(10, 20, 3)
     assert Thresholds(0.2, 80, 3).limits(worker("a", blocks=100), 20) == CLOSED

@@ -1,13 +1,15 @@
 -- ARGV: request id ("": no reservation), TTL in ms, prefill scale, temperature, random number in [0, 1), number of offers,
--- "*" if any worker is allowed, output, owner ("" for none), its lease in ms, "1" if offers have limits, the replica, priority
--- and deadline of the request and the ms it has waited, numbers of the offers, then their slots, then the allowed workers.
+-- "*" if any worker is allowed, output, owner ("" for none), its lease in ms, "1" if offers have limits, "1" if they have
+-- groups, the replica, priority and deadline of the request and the ms it has waited, numbers of the offers, then their
+-- slots, then the allowed workers.
 -- An offer's numbers are 5 doubles (uncached, added, held, prefill and decode to reserve), with limits 3 more (prefill,
--- decode and requests at which the slot accepts no more).
+-- decode and requests at which the slot accepts no more), with groups 1 more. The lowest group with a slot below its
+-- limits is chosen from.
 -- Returns {slot, expiry in Unix ms, 1 if it was reserved before}; the slot is "" if all are at their limits, or if there
 -- are limits and the first request in another replica's queue precedes this one.
 local request, scale, temperature = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
-local offers, first, limited, numbers = tonumber(ARGV[6]), 17, ARGV[11] == '1', ARGV[16]
-local width = limited and 64 or 40
+local offers, first, limited, grouped, numbers = tonumber(ARGV[6]), 18, ARGV[11] == '1', ARGV[12] == '1', ARGV[17]
+local width = 40 + (limited and 24 or 0) + (grouped and 8 or 0)
 
 if request ~= '' then
   local packed = redis.call('HGET', RESERVATIONS, request)
@@ -20,13 +22,13 @@ if request ~= '' then
   end
 end
 
-if limited and is_preceded(ARGV[12], tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])) then return {'', 0, 0} end
+if limited and is_preceded(ARGV[13], tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])) then return {'', 0, 0} end
 
 local last = first + offers - 1
 local prefills = redis.call('HMGET', PREFILL, unpack(ARGV, first, last))
 local decodes = redis.call('HMGET', DECODE, unpack(ARGV, first, last))
 local counts = limited and redis.call('HMGET', REQUESTS, unpack(ARGV, first, last))
-local costs, able, held, low, high = {}, {}, {}, math.huge, -math.huge
+local costs, able, held, low, high, best = {}, {}, {}, math.huge, -math.huge, math.huge
 for offer = 1, offers do
   local at = 1 + (offer - 1) * width
   local uncached, added, blocks = struct.unpack('<ddd', numbers, at)
@@ -37,7 +39,11 @@ for offer = 1, offers do
     local most_prefill, most_decode, most_requests = struct.unpack('<ddd', numbers, at + 40)
     busy = prefill >= most_prefill or decode >= most_decode or tonumber(counts[offer] or 0) >= most_requests
   end
-  if not busy then
+  local group = grouped and struct.unpack('<d', numbers, at + width - 8) or 0
+  if not busy and group < best then
+    costs, able, held, low, high, best = {}, {}, {}, math.huge, -math.huge, group
+  end
+  if not busy and group == best then
     local cost = scale * math.max(prefill + uncached, 0) + decode + added
     local count = #costs + 1
     costs[count], able[count], held[count] = cost, offer, blocks
