@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from services.router.metrics import Metrics
 from services.router.scheduling.decisions import Decisions, Outcome
 from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.scheduling.queries import check_tokens
 from services.router.state.reservations.cost import MILLI
 from services.router.state.reservations.ids import by_model, prefill_halves, request_of
-from services.router.state.sync.reservation_manager import ReservationManager
-from services.router.state.sync.synchronizer import IndexSynchronizer
+from services.router.state.sync.replica import Replica
 
 
 class RequestLifecycle:
@@ -22,18 +20,11 @@ class RequestLifecycle:
             requests can be retried.
     """
 
-    def __init__(
-        self,
-        reservations: ReservationManager,
-        synchronizer: IndexSynchronizer,
-        decisions: Decisions,
-        metrics: Metrics,
-        on_ended: Callable[[str, int], None],
-    ) -> None:
-        self._reservations = reservations
-        self._synchronizer = synchronizer
+    def __init__(self, replica: Replica, decisions: Decisions, on_ended: Callable[[str, int], None]) -> None:
+        self._reservations = replica.reservations
+        self._synchronizer = replica.synchronizer
+        self._metrics = replica.metrics
         self._decisions = decisions
-        self._metrics = metrics
         self._on_ended = on_ended
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:

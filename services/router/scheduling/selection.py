@@ -9,7 +9,6 @@ from operator import lt
 from random import Random
 
 from services.common.errors import unavailable
-from services.router.metrics import Metrics
 from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker
 from services.router.scheduling.policies.built_in import BuiltInPolicy
 from services.router.scheduling.policies.composition import Composition
@@ -30,10 +29,8 @@ from services.router.state.reservations.table import (
     ReservationParams,
     ReservedRank,
 )
-from services.router.state.store.base import Store
-from services.router.state.sync.load_reconciler import Reported, Reports
-from services.router.state.sync.reservation_manager import ReservationManager
-from services.router.state.workers.registry import Registry
+from services.router.state.sync.load_reconciler import Reported
+from services.router.state.sync.replica import Replica
 from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 IDLE = Reported()
@@ -83,26 +80,16 @@ class SelectorConfig:
 class Selector:
     """Chooses ranks among workers and reserves load on them."""
 
-    def __init__(
-        self,
-        store: Store,
-        reservations: ReservationManager,
-        registry: Registry,
-        reports: Reports,
-        config: SelectorConfig,
-        random: Random,
-        metrics: Metrics,
-        composed: ComposedPolicies,
-    ) -> None:
-        self._store = store
-        self._reservations = reservations
-        self._registry = registry
-        self._reports = reports
+    def __init__(self, replica: Replica, config: SelectorConfig, random: Random, composed: ComposedPolicies) -> None:
+        self._store = replica.store
+        self._reservations = replica.reservations
+        self._registry = replica.registry
+        self._reports = replica.reports
         self._config = config
         self._random = random
         self._policies = PolicyRegistry(random, [*composed.file.compositions])
         self._composed = composed
-        self._ranker = ComposedRanker(composed, metrics)
+        self._ranker = ComposedRanker(composed, replica.metrics)
         self._load_snapshots: dict[str, LoadSnapshot] = {}
         self._slots: tuple[Sequence[Worker], list[WorkerRank]] = ((), [])
 

@@ -137,7 +137,7 @@ async def test_capacity_freed_by_another_replica_is_noticed() -> None:
         await cluster.ask(prompt("A"), request_id="r0")
         waiting = asyncio.create_task(cluster.ask(prompt("A"), request_id="r1"))
         await until(lambda: cluster.router.queues.length("m") == 1)
-        assert await cluster.router._store.free("m", ["r0"]) == []
+        assert await cluster.router._replica.store.free("m", ["r0"]) == []
         assert (await asyncio.wait_for(waiting, 60)).waited_ms > 0
 
 

@@ -167,9 +167,9 @@ async def test_refused_request_with_a_lost_store_answer_is_not_booked(again: str
 async def test_pair_freed_by_another_replica_is_not_booked_after_recovery(settling: bool) -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
-    router._synchronizer.view(MODEL)
+    router._replica.synchronizer.view(MODEL)
     for request_id in ("r", prefill_id("r"), "other"):
-        await router._reservations.select(MODEL, [OFFER], replace(TERMS, request_id=request_id), {})
+        await router._replica.reservations.select(MODEL, [OFFER], replace(TERMS, request_id=request_id), {})
     over = Outcome(reservation_id(MODEL, "r", paired=True), 0, 5)
     if settling:
         async with store.during("book", router._recover()):
@@ -213,7 +213,7 @@ async def test_worker_lost_during_reconciliation_is_notified_too() -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
     gone, _ = await router.worker_manager.attach(worker())
-    await router._reservations.select(MODEL, [OFFER], TERMS, {})
+    await router._replica.reservations.select(MODEL, [OFFER], TERMS, {})
     async with store.during("book", router._recover()):
         router.worker_manager.detach(gone)
         await settle(50)
