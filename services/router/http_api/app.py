@@ -68,8 +68,8 @@ class HttpApi:
         """Returns the ASGI application, which rejects what the policy does not accept."""
         routes = [
             Route("/route", self._served("RouteQuery", self._route), methods=["POST"]),
-            Route("/prefill_complete", self._served("MarkPrefillComplete", self._mark), methods=["POST"]),
-            Route("/free", self._served("FreeRequest", self._free), methods=["POST"]),
+            Route("/prefill_complete", self._report("MarkPrefillComplete", route.marked_of), methods=["POST"]),
+            Route("/free", self._report("FreeRequest", route.freed_of), methods=["POST"]),
             Route("/workers", self._served("ListWorkers", self._workers), methods=["GET"]),
             Route("/health", self._health if self._open_health else self._served("ListWorkers", self._health)),
         ]
@@ -108,19 +108,16 @@ class HttpApi:
         assert isinstance(reply, router_pb2.RouteQueryResponse)
         return _json(route.answer_of(reply))
 
-    async def _mark(self, request: Request) -> Response:
-        async with read_object(request, self._limits) as (fields, _):
-            message = route.marked_of(fields)
-        reply = await self._call(request, self._handlers["MarkPrefillComplete"](message))
-        assert isinstance(reply, router_pb2.MarkPrefillCompleteResponse)
-        return _json({"unknown": reply.unknown})
+    def _report(self, rpc: str, message_of: Callable[[Mapping[str, Any]], Message]) -> Handler:
+        """Returns the handler of a report about reservations."""
 
-    async def _free(self, request: Request) -> Response:
-        async with read_object(request, self._limits) as (fields, _):
-            message = route.freed_of(fields)
-        reply = await self._call(request, self._handlers["FreeRequest"](message))
-        assert isinstance(reply, router_pb2.FreeRequestResponse)
-        return _json({"unknown": reply.unknown})
+        async def report(request: Request) -> Response:
+            async with read_object(request, self._limits) as (fields, _):
+                message = message_of(fields)
+            reply: Any = await self._call(request, self._handlers[rpc](message))
+            return _json({"unknown": reply.unknown})
+
+        return self._served(rpc, report)
 
     async def _workers(self, request: Request) -> Response:
         message = router_pb2.ListWorkersRequest(model=request.query_params.get("model", ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +25,7 @@ from services.router.scheduling.body_intake import HELD_FACTOR, BodyIntake, besi
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.queries import Prompt, Query, RouteResult, for_policies
 from services.router.scheduling.request_bodies import AnyBody, Api, has_several_prompts, read_prompt
-from services.router.scheduling.route_headers import DESTINATION, ROUTE_HEADERS, headers_of
+from services.router.scheduling.route_headers import DESTINATION, headers_of
 from services.router.state.reservations.cost import CostModel
 from services.router.state.reservations.ids import reservation_id
 from services.router.state.store.memory import unix_ms
@@ -322,16 +322,13 @@ class Picker:
         elif not request.allows(endpoint_of(route.worker)):
             raise _OutsideSubset
         else:
-            endpoints = (endpoint_of(route.worker), *map(endpoint_of, self._fallbacks(request, route)))
+            endpoints = (endpoint_of(route.worker), *filter(request.allows, map(endpoint_of, route.fallbacks)))
             pick = PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body)
             pick.query = _without_body(query, route)
         pick.reservation, pick.slot, pick.degraded = route.reservation_id, slot, route.degraded
         if self._config.receipts and is_asked(request.headers.get(ASKED, "")):
             pick.receipt = route.receipt
         return pick
-
-    def _fallbacks(self, request: HttpRequest, route: RouteResult) -> Sequence[Worker]:
-        return [each for each in route.fallbacks if request.allows(endpoint_of(each))]
 
     def _through_gateway(self, request: HttpRequest, headers: Mapping[str, str], body: bytes) -> PickedEndpoint:
         assert self._gateways is not None
@@ -377,15 +374,6 @@ def _without_body(query: Query, route: RouteResult) -> Query:
     """Returns a query with the hashes of its prompt instead of its body, which may be megabytes."""
     hashes = replace(route.prompt or Prompt(), token_ids=b"", prompt_tokens=route.prompt_tokens, lora=query.prompt.lora)
     return replace(query, prompt=hashes, headers={}, candidates=None, return_hashes=False)
-
-
-def stale_headers(headers: Mapping[str, str]) -> list[str]:
-    """Returns the routing headers that the client may have sent and that must not reach the endpoint.
-
-    Args:
-        headers: that are set on the request.
-    """
-    return [name for name in ROUTE_HEADERS if name not in headers]
 
 
 def endpoint_of(worker: Worker) -> str:

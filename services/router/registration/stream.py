@@ -289,7 +289,11 @@ class WorkerStream:
         ready = []
         for batch in batches:
             self._check_rank(batch.rank)
-            self._check_sequence(batch.sequence)
+            if not 1 <= batch.sequence < MAX_SEQUENCE:
+                raise invalid(
+                    f"Sequence number {batch.sequence} is out of range; start at 1 and count up.",
+                    param="events.sequence",
+                )
             self._received[batch.rank] = max(batch.sequence, self._received.get(batch.rank, 0))
             if batch.rank in self._assemblies:
                 self._buffer(batch, replies)
@@ -403,12 +407,6 @@ class WorkerStream:
             raise invalid(
                 f"Worker {self.worker.worker_id} sent events of rank {rank} but registered {self.worker.ranks} ranks.",
                 param="data_parallel_rank",
-            )
-
-    def _check_sequence(self, sequence: int) -> None:
-        if not 1 <= sequence < MAX_SEQUENCE:
-            raise invalid(
-                f"Sequence number {sequence} is out of range; start at 1 and count up.", param="events.sequence"
             )
 
     def _too_many(self, rank: int) -> SluiceError:

@@ -13,7 +13,7 @@ from services.common.errors import invalid
 from services.common.rpc.media import read_spans
 from services.router.scheduling.admission_queue import Reason
 from services.router.scheduling.decisions import Decision, Outcome
-from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RouteResult
+from services.router.scheduling.queries import Prompt, Query, RouteResult
 from services.router.scheduling.route_headers import headers_of
 from services.router.state.kv_index.index import Overlap
 from services.router.state.reservations.cost import CostModel
@@ -135,7 +135,7 @@ def overlap_of(overlap: Overlap) -> router_pb2.Overlap:
 
 def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
     """Returns the response to a query."""
-    prefill, prompt = route.prefill_worker, route.prompt or NO_PROMPT
+    prefill, prompt, peer = route.prefill_worker, route.prompt or NO_PROMPT, route.peer
     target = _target(WorkerRank(route.worker.worker_id, route.rank), route.worker.address)
     only_prefill = route.half is Role.PREFILL
     prefill_target = target if only_prefill else None
@@ -164,14 +164,14 @@ def response_of(route: RouteResult) -> router_pb2.RouteQueryResponse:
         hash_scheme=prompt.hash_scheme,
         block_size=prompt.block_size,
         fallbacks=[_target(WorkerRank(worker.worker_id, 0), worker.address) for worker in route.fallbacks],
-        router_hint=None if route.peer is None else _hint(route.peer),
-    )
-
-
-def _hint(peer: PrefixPeer) -> router_pb2.PeerHint:
-    worker = peer.worker
-    return router_pb2.PeerHint(
-        worker_id=worker.worker_id, address=worker.address, data_parallel_rank=peer.rank, blocks=peer.blocks
+        router_hint=None
+        if peer is None
+        else router_pb2.PeerHint(
+            worker_id=peer.worker.worker_id,
+            address=peer.worker.address,
+            data_parallel_rank=peer.rank,
+            blocks=peer.blocks,
+        ),
     )
 
 

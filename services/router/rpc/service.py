@@ -101,7 +101,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     @_unary("query")
     async def RouteQuery(self, request: router_pb2.RouteQueryRequest) -> router_pb2.RouteQueryResponse:
-        return await self._route(request)
+        return await self.route(request)
 
     async def Session(  # type: ignore[override]  # reads and writes by context
         self, calls: AsyncIterator[router_pb2.RouteCalls], context: Context
@@ -115,15 +115,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, request: router_pb2.RouteQueryRequest, metadata: Metadata
     ) -> router_pb2.RouteQueryResponse:
         with telemetry.stage("router.query", parent=telemetry.carrier_of_metadata(metadata)):
-            return await self._route(request)
+            return await self.route(request)
 
-    async def route(self, query: router_pb2.RouteQueryRequest, body: ReadBody) -> router_pb2.RouteQueryResponse:
-        """Returns the response to a query whose prompt is an OpenAI body that has been read; raises typed errors."""
-        return await self._route(query, body)
-
-    async def _route(
+    async def route(
         self, request: router_pb2.RouteQueryRequest, body: ReadBody | None = None
     ) -> router_pb2.RouteQueryResponse:
+        """Returns the response to a query, whose prompt may be a body that has been read; raises typed errors."""
         logs.request_id.set(request.request_id)
         query = query_messages.query_of(request, self._cost, identity.current.get().scope)
         if body is not None:
@@ -295,9 +292,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
             worker = messages.worker_of(first.registration, caller)
             if not caller.may_register(worker.worker_id):
                 raise _not_allowed(caller, worker.worker_id)
-            return await self._router.worker_manager.attach(
-                worker, f"{caller.proof or 'anonymous'} at {_host(context)}"
-            )
+            host = str(context.peer()).rpartition(":")[0].partition(":")[2]  # without the port, which differs
+            return await self._router.worker_manager.attach(worker, f"{caller.proof or 'anonymous'} at {host}")
         except SluiceError as error:
             self._router.metrics.refused.add(1, {"code": error.code or error.kind.name.lower()})
             raise
@@ -354,11 +350,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 metrics.resyncs.add(len(replies.resyncs))
             for message in messages.replies_of(replies):
                 await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
-
-
-def _host(context: Context) -> str:
-    """Returns the host of a caller, without the port, which differs per connection."""
-    return str(context.peer()).rpartition(":")[0].partition(":")[2]
 
 
 def _not_allowed(caller: Caller, worker_id: str) -> SluiceError:

@@ -281,12 +281,6 @@ def replies_of(replies: Replies) -> Iterator[router_pb2.AttachResponse]:
         yield router_pb2.AttachResponse(resync=router_pb2.ResyncRequest(data_parallel_rank=rank, reason=reason))
 
 
-def change_of(update: WorkerUpdate, report: bytes) -> router_pb2.WorkerChange:
-    """Returns the message to send to a watcher."""
-    worker = None if update.worker is None else worker_info(update.worker, report)
-    return router_pb2.WorkerChange(kind=_KINDS[update.kind], worker=worker)
-
-
 @shared_step("router.worker_changes")
 def changes_of(updates: Iterable[WorkerUpdate], report: Callable[[Worker], bytes]) -> Iterator[router_pb2.WorkerChange]:
     """Yields the messages to send to a watcher, without workers whose record cannot be sent.
@@ -294,29 +288,23 @@ def changes_of(updates: Iterable[WorkerUpdate], report: Callable[[Worker], bytes
     Args:
         report: returns the last heartbeat of a worker.
     """
-    for update in updates:
+    for kind, worker in updates:
         try:
-            message = change_of(update, report(update.worker) if update.worker else b"")
+            info = None if worker is None else worker_info(worker, report(worker))
         except Exception:
-            _log_unsendable(update.worker)
+            _log_unsendable(worker)
         else:
-            yield message
+            yield router_pb2.WorkerChange(kind=_KINDS[kind], worker=info)
 
 
 @shared_step("router.worker_list")
 def worker_infos(workers: Iterable[Worker], report: Callable[[Worker], bytes]) -> Iterator[router_pb2.WorkerInfo]:
-    """Yields the messages of workers, without those whose record cannot be sent.
-
-    Args:
-        report: returns the last heartbeat of a worker.
-    """
+    """Yields the messages of workers, without those whose record cannot be sent; as `changes_of`."""
     for worker in workers:
         try:
-            message = worker_info(worker, report(worker))
+            yield worker_info(worker, report(worker))
         except Exception:
             _log_unsendable(worker)
-        else:
-            yield message
 
 
 def _log_unsendable(worker: Worker | None) -> None:

@@ -48,7 +48,6 @@ EXCUSED: dict[str, list[str]] = {
         "services/router/rpc/workers.py:worker_of",
         "services/router/rpc/preprocess.py:PreprocessBodies._tokenized",
         "services/router/registration/manager.py:WorkerManager._check_here",
-        "services/router/registration/manager.py:WorkerManager._registered",
         "services/router/rpc/service.py:RouterService.DumpIndex",
         "services/router/rpc/service.py:RouterService.GetDecisions",
         "services/router/rpc/service.py:RouterService.GetLoads",

@@ -70,7 +70,8 @@ def make_stage(kind: str, name: str, parameters: Mapping[str, Any]) -> Stage:
     try:
         inspect.signature(stage).bind(**parameters)
     except TypeError as error:
-        known = ", ".join(_parameters(stage)) or "none"
+        found = inspect.signature(stage).parameters.values()
+        known = ", ".join(each.name for each in found if each.kind is not inspect.Parameter.POSITIONAL_ONLY) or "none"
         raise BadParameters(f"{error}; the parameters of {name} are: {known}") from None
     try:
         return stage(**parameters)
@@ -78,11 +79,6 @@ def make_stage(kind: str, name: str, parameters: Mapping[str, Any]) -> Stage:
         raise BadParameters(str(error)) from None
     except Exception as error:
         raise BadParameters(f"constructing {name} raised {type(error).__name__}: {error}") from None
-
-
-def _parameters(stage: type[Stage]) -> list[str]:
-    found = inspect.signature(stage).parameters.values()
-    return [each.name for each in found if each.kind is not inspect.Parameter.POSITIONAL_ONLY]
 
 
 def find_stage(name: str, *kinds: str) -> type[Stage]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
@@ -82,16 +82,13 @@ def encode_ops(ops: Iterable[BlockOp]) -> bytes:
 
 def decode_ops(blob: bytes) -> tuple[BlockOp, ...]:
     """Reverses `encode_ops`."""
-    return tuple(_decoded(blob))
-
-
-def _decoded(blob: bytes) -> Iterator[BlockOp]:
-    at = 0
+    ops, at = [], 0
     while at < len(blob):
         kind, tier, count = _HEADER.unpack_from(blob, at)
         start = at + _HEADER.size
         at = start + count * HASH_BYTES
-        yield BlockOp(CacheOperation(kind), Tier(tier), blob[start:at])
+        ops.append(BlockOp(CacheOperation(kind), Tier(tier), blob[start:at]))
+    return tuple(ops)
 
 
 @dataclass(frozen=True, slots=True)

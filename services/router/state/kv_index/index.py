@@ -8,7 +8,7 @@ rank takes time proportional to its blocks, and the number of blocks per rank is
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import NamedTuple
 
 from services.router.state.kv_index.events import EventBatch, Snapshot
@@ -87,7 +87,7 @@ class BlockIndex:
             cache.capacity = capacity
             return
         self.drop(slot)
-        bit = _lowest_free(self._slot_of_bit)
+        bit = next(bit for bit in count() if bit not in self._slot_of_bit)  # reuse keeps the masks short
         self._bits[slot] = bit
         self._slot_of_bit[bit] = slot
         self._ranks_by_byte.clear()
@@ -159,11 +159,3 @@ class BlockIndex:
         index, byte = key
         slots = self._ranks_by_byte[key] = tuple(self._slot_of_bit[8 * index + bit] for bit in bits_of(byte))
         return slots
-
-
-def _lowest_free(taken: dict[int, WorkerRank]) -> int:
-    """Returns the lowest unused bit; reusing bits keeps the masks short."""
-    bit = 0
-    while bit in taken:
-        bit += 1
-    return bit

@@ -111,6 +111,12 @@ class Reservation:
     owner: Owner | None = None
     booked_unix_ms: int = 0
 
+    @classmethod
+    def of(cls, offer: Offer, params: ReservationParams, expires_unix_ms: int) -> Reservation:
+        """Returns the reservation of an offer."""
+        load = offer.book_prefill, offer.book_decode
+        return cls(params.request_id, offer.slot, *load, expires_unix_ms, params.output, params.owner)
+
 
 class ReservationTable:
     """Reservations of one model, idempotent by request id; each one expires.
@@ -179,17 +185,7 @@ class ReservationTable:
         if not terms.request_id:
             return ReservedRank(offer.slot)
         expires = self._now_ms() + terms.ttl_ms
-        self.put(
-            Reservation(
-                terms.request_id,
-                offer.slot,
-                offer.book_prefill,
-                offer.book_decode,
-                expires,
-                terms.output,
-                terms.owner,
-            )
-        )
+        self.put(Reservation.of(offer, terms, expires))
         return ReservedRank(offer.slot, expires)
 
     def put(self, reservation: Reservation) -> None:

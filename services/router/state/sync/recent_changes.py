@@ -41,18 +41,7 @@ class RecentChanges:
         offer = next(offer for offer in offers if offer.slot == choice.slot)
         self.forget([terms.request_id])
         now = self._drop_old(self._reserved, lambda entry: entry[0])
-        self._reserved[terms.request_id] = (
-            now,
-            Reservation(
-                terms.request_id,
-                choice.slot,
-                offer.book_prefill,
-                offer.book_decode,
-                choice.expires_unix_ms,
-                terms.output,
-                terms.owner,
-            ),
-        )
+        self._reserved[terms.request_id] = now, Reservation.of(offer, terms, choice.expires_unix_ms)
 
     def marked(self, request_ids: Sequence[str]) -> None:
         """Records computed prompts."""

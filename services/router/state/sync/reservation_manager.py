@@ -95,33 +95,35 @@ class ReservationManager:
         """Releases prefill load; returns the number of unknown ids."""
         if (local := self._locals.get(model)) is not None:
             request_ids = local.book.mark_prefill_complete(request_ids)
-        if self._health.available and request_ids:
-            try:
-                unknown = await self._store.mark_prefill_complete(model, request_ids)
-            except StoreUnavailable as error:
-                self._health.mark_unavailable(error)
-            else:
-                if (recent := self._recent_of(model)) is not None:
-                    recent.marked(_known(request_ids, unknown))
-                return len(unknown)
-        if request_ids:
-            _defer(self._local(model).marked, request_ids)
-        return 0
+        return await self._finish(
+            self._store.mark_prefill_complete, model, request_ids, RecentChanges.marked, lambda local: local.marked
+        )
 
     async def free(self, model: str, request_ids: Sequence[str]) -> int:
         """Releases all load; returns the number of unknown ids."""
         request_ids = self.free_local(model, request_ids)
+        return await self._finish(self._store.free, model, request_ids, RecentChanges.freed, lambda local: local.freed)
+
+    async def _finish(
+        self,
+        step: Callable[[str, Sequence[str]], Awaitable[list[str]]],
+        model: str,
+        request_ids: Sequence[str],
+        record: Callable[[RecentChanges, Sequence[str]], None],
+        deferred: Callable[[_Local], dict[str, None]],
+    ) -> int:
+        """Takes a step in the store, or defers it; returns the number of ids that the store does not know."""
         if self._health.available and request_ids:
             try:
-                unknown = await self._store.free(model, request_ids)
+                unknown = await step(model, request_ids)
             except StoreUnavailable as error:
                 self._health.mark_unavailable(error)
             else:
                 if (recent := self._recent_of(model)) is not None:
-                    recent.freed(_known(request_ids, unknown))
+                    record(recent, _known(request_ids, unknown))
                 return len(unknown)
         if request_ids:
-            _defer(self._local(model).freed, request_ids)
+            _defer(deferred(self._local(model)), request_ids)
         return 0
 
     def free_local(self, model: str, request_ids: Sequence[str]) -> Sequence[str]:
