@@ -175,7 +175,11 @@ class Picker:
 
     async def _pick(self, request: HttpRequest, body: bytes, query: Query) -> PickedEndpoint:
         for _ in range(ATTEMPTS):
-            route = await self._route(query)
+            try:
+                route = await self._router.query(query)
+            except asyncio.CancelledError:
+                self.releases.abandon(reservation_id(query.model, query.request_id, paired=True))
+                raise
             try:
                 if self._gateways is not None and route.prompt is not None and route.prompt.token_ids:
                     ids = route.prompt.token_ids
@@ -189,13 +193,6 @@ class Picker:
                 self._release(route)
                 raise
         raise _no_endpoints("No worker of the subset serves this request at the moment")
-
-    async def _route(self, query: Query) -> RouteResult:
-        try:
-            return await self._router.query(query)
-        except asyncio.CancelledError:
-            self.releases.abandon(reservation_id(query.model, query.request_id, paired=True))
-            raise
 
     def _release(self, route: RouteResult) -> None:
         """Releases the booking of a request that has not been sent anywhere."""

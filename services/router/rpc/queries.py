@@ -30,6 +30,7 @@ _REASONS = {
     Reason.WORKERS: router_pb2.WaitingQueue.REASON_WORKERS,
 }
 _MODES = router_pb2.RouteQueryRequest.Mode.values()
+_ROLES: Mapping[int, Role | None] = {0: None, **{role.value: role for role in Role}}
 
 
 class _SameFields:
@@ -80,6 +81,8 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: 
     if request.mode not in _MODES:
         raise invalid(f"Unknown mode {request.mode}; use a value of RouteQueryRequest.Mode.", param="mode")
     reserve = request.mode == router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
+    if request.role not in _ROLES:
+        raise invalid(f"Unknown role {request.role}; use AGGREGATED, PREFILL or DECODE.", param="role")
     if reserve:
         check_request_id(request.request_id)
     return Query(
@@ -93,17 +96,8 @@ def query_of(request: router_pb2.RouteQueryRequest, defaults: CostModel, scope: 
         deadline_unix_ms=unix_ms() + request.first_token_ms if request.first_token_ms else 0,
         fallbacks=min(request.fallbacks, MAX_FALLBACKS),
         headers={name.lower(): value for name, value in request.headers.items()},
-        role=_role(request.role),
+        role=_ROLES[request.role],
     )
-
-
-def _role(number: int) -> Role | None:
-    if not number:
-        return None
-    try:
-        return Role(number)
-    except ValueError:
-        raise invalid(f"Unknown role {number}; use AGGREGATED, PREFILL or DECODE.", param="role") from None
 
 
 def check_request_id(request_id: str) -> None:

@@ -74,11 +74,8 @@ def worker_of(registration: router_pb2.Registration, caller: Caller = ANONYMOUS)
         SluiceError: INVALID_ARGUMENT for an invalid registration.
     """
     card = registration.card
-    for name, value in (
-        ("worker_id", registration.worker_id),
-        ("address", registration.address),
-        ("card.model", card.model),
-    ):
+    required = {"worker_id": registration.worker_id, "address": registration.address, "card.model": card.model}
+    for name, value in required.items():
         if not value:
             raise invalid(f"Missing {name}; a registration requires it.", param=f"registration.{name}")
     check_worker(registration.worker_id, registration.address, card)

@@ -297,7 +297,10 @@ class ReservationTable:
         slot = reservation.slot
         del self._reservations[reservation.request_id]
         if reservation.owner is not None:
-            self._disown(reservation.owner.name, reservation.request_id)
+            owned = self._owned[reservation.owner.name]
+            owned.discard(reservation.request_id)
+            if not owned:
+                del self._owned[reservation.owner.name], self._owner_leases[reservation.owner.name]
         if self._requests[slot] == 1:
             del self._requests[slot], self._prefill[slot], self._decode[slot]
         else:
@@ -308,9 +311,3 @@ class ReservationTable:
             # Freed requests leave their entry in the heap; without compaction it would hold the traffic of a whole TTL.
             self._expiries = [(each.expires_unix_ms, each.request_id) for each in self._reservations.values()]
             heapq.heapify(self._expiries)
-
-    def _disown(self, owner: str, request_id: str) -> None:
-        owned = self._owned[owner]
-        owned.discard(request_id)
-        if not owned:
-            del self._owned[owner], self._owner_leases[owner]

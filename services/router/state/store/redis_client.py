@@ -159,7 +159,10 @@ class RedisClient:
         reason = "closed"
         try:
             while self._waiting:
-                batches = self._next_batches()
+                batches, room = [], MAX_AT_ONCE
+                while self._waiting and room > 0:
+                    batches.append(self._waiting.popleft())
+                    room -= len(batches[-1].calls)
                 await self._send(batches)
         except Exception as error:
             reason = _reason(error)
@@ -257,13 +260,6 @@ class RedisClient:
 
     def _usable(self, idle: _Idle) -> bool:
         return not idle.pipe.lost and self._servers.current(idle.borrowed.address, idle.borrowed.epoch)
-
-    def _next_batches(self) -> list[_Batch]:
-        batches, room = [], MAX_AT_ONCE
-        while self._waiting and room > 0:
-            batches.append(self._waiting.popleft())
-            room -= len(batches[-1].calls)
-        return batches
 
     def _fail_waiting(self, reason: str, address: Address | None = None) -> None:
         """Fails the calls that wait, of one server or of all."""
