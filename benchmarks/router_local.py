@@ -12,9 +12,9 @@ from typing import Any
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
-from services.router.kv_index.index import BlockIndex
-from services.router.workers.worker import WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
+from services.router.state.kv_index.index import BlockIndex
+from services.router.state.workers.worker import WorkerRank
 
 BLOCK_SIZE = 16
 PLENTY = 1 << 24

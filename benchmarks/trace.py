@@ -22,7 +22,7 @@ from trace_agents import agent_arrivals
 from trace_fleet import Affinity, Arrival, Outcome, Shape, Simulation, read_trace, without_reuse
 from trace_plot import plot
 
-from services.router.reservations.cost import PREFILL_LOAD_SCALE
+from services.router.state.reservations.cost import PREFILL_LOAD_SCALE
 
 POLICIES = ["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 SPEEDUPS = [4.0, 5.0, 6.0, 7.0, 8.0]

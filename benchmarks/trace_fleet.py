@@ -16,13 +16,13 @@ from typing import Literal
 from services.common.errors import SluiceError
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.registration.stream import WorkerStream
-from services.router.reservations.cost import PREFILL_LOAD_SCALE, CostModel
 from services.router.router import Router, RouterConfig
 from services.router.scheduling.queries import Prompt, Query
-from services.router.store.memory import MemoryStore
-from services.router.workers.worker import KV_EVENTS, Role, Worker
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
+from services.router.state.reservations.cost import PREFILL_LOAD_SCALE, CostModel
+from services.router.state.store.memory import MemoryStore
+from services.router.state.workers.worker import KV_EVENTS, Role, Worker
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, KvEvent
 from services.worker.contract.generation import FinishReason, GenerateRequest, StopParams
 from services.worker.engines.mock.blocks import BlockPool

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from services.common.intake.pace import BodyPace
 from services.common.rpc.server import GrpcServer
 from services.common.runner import run
 from services.common.security.tls import channel_credentials
-from services.common.tasks import Stop, TaskOwner
-from services.router.http_api.server import http_server
-from services.router.messages.workers import read_report
-from services.router.preprocess_client import PreprocessBodies
-from services.router.reservations.cost import CostModel
+from services.common.tasks import Stop
 from services.router.router import Router, RouterConfig
+from services.router.rpc.preprocess import PreprocessBodies
+from services.router.rpc.service import RouterService
+from services.router.rpc.workers import read_report
 from services.router.scheduling.body_intake import openai_bodies, shared_pace
 from services.router.scheduling.disaggregation import DisaggRules
 from services.router.scheduling.policies.config import NO_POLICIES, read_policies
 from services.router.scheduling.policies.registry import ComposedPolicies
+from services.router.scheduling.prompts import no_preprocess
 from services.router.scheduling.selection import Thresholds
-from services.router.service import RouterService
+from services.router.servers import RouterServer, RunningRouter, further_servers
 from services.router.settings import RouterSettings
-from services.router.store.base import Store
-from services.router.store.memory import MemoryStore
-from services.router.sync.reservation_owners import OWNER_KEEPALIVE_MS
+from services.router.state.reservations.cost import CostModel
+from services.router.state.store.base import Store
+from services.router.state.store.memory import MemoryStore
+from services.router.state.sync.reservation_owners import OWNER_KEEPALIVE_MS
 from sluice.v1 import router_pb2, router_pb2_grpc
-
-if TYPE_CHECKING:
-    from services.router.picker.bootstrap import PickerServers
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ def make_store(settings: RouterSettings) -> Store:
     url = settings.redis_url.get_secret_value()
     if not url:
         return MemoryStore()
-    from services.router.store.redis import RedisStore
+    from services.router.state.store.redis import RedisStore
 
     return RedisStore(url, settings.redis_prefix, settings.redis_timeout_s, credentials=settings.redis_credentials)
 
@@ -78,17 +75,6 @@ def make_policies(settings: RouterSettings, stop: Stop) -> ComposedPolicies:
     return ComposedPolicies(file, on_death=stop.fail)
 
 
-def make_picker(
-    settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner, pace: BodyPace
-) -> PickerServers | None:
-    """Returns the endpoint picker, or None if the settings have none."""
-    if not settings.picker_listen:
-        return None
-    from services.router.picker.bootstrap import PickerServers
-
-    return PickerServers(settings, router, cost, tasks, pace)
-
-
 async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Future[int] | None = None) -> None:
     """Serves until `stop` is set; `on_listening` receives the port."""
     pace = shared_pace()
@@ -100,27 +86,20 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
         make_config(settings),
         on_death=stop.fail,
         read_report=read_report,
-        bodies=bodies,
+        tokenize=bodies.tokenized if bodies is not None else no_preprocess,
         policies=policies,
     )
-    cost = CostModel(
-        prefill_load_scale=settings.prefill_load_scale,
-        temperature=settings.temperature,
-    )
+    cost = CostModel(prefill_load_scale=settings.prefill_load_scale, temperature=settings.temperature)
     service = RouterService(router, cost, settings.session_pause_s)
-    tasks = TaskOwner(stop.fail)
-    picker = make_picker(settings, router, cost, tasks, pace)
-    http = http_server(settings, router, service, pace, stop.fail)
     server = GrpcServer(settings, router_pb2.DESCRIPTOR, keepalive_ms=OWNER_KEEPALIVE_MS)
     router_pb2_grpc.add_RouterServicer_to_server(service, server.server)
+    running = RunningRouter(settings, router, service, cost, pace, stop.fail)
+    servers: list[RouterServer] = [server, *further_servers(running)]
     if bodies is not None:
         await bodies.start()
-    await server.start()
-    if picker is not None:
-        await picker.start()
+    for each in servers:
+        await each.start()
     router.start()
-    if http is not None:
-        http.start()
     if on_listening is not None:
         on_listening.set_result(server.port)
     waits = {asyncio.ensure_future(router.ready.wait()), asyncio.ensure_future(stop.wait())}
@@ -128,22 +107,13 @@ async def serve(settings: RouterSettings, stop: Stop, on_listening: asyncio.Futu
     for wait in waits:
         wait.cancel()
     if not stop.is_set():
-        await server.set_serving(True)
-        if picker is not None:
-            await picker.serve()
+        for each in servers:
+            await each.set_serving(True)
         log.info("router is ready", extra={"store": "redis" if settings.redis_url.get_secret_value() else "memory"})
     await stop.wait()
-    await server.set_serving(False)
-    if picker is not None:
-        await picker.announce_stop()
+    await asyncio.gather(*(each.set_serving(False) for each in servers))
     service.stop()
-    if http is not None:
-        await http.stop()
-    drains = [server.stop(settings.drain_s)]
-    if picker is not None:
-        drains.append(picker.stop(settings.drain_s))
-    await asyncio.gather(*drains)
-    await tasks.close()
+    await asyncio.gather(*(each.stop(settings.drain_s) for each in servers))
     await router.close()
     await policies.close()
     if bodies is not None:

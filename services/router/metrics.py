@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from services.common.observability.declarations import MODEL, Declared, MetricDeclarations
 from services.common.observability.instruments import Counter, Gauge, Histogram, watch
 from services.common.observability.label_bounds import Label
-from services.router.workers.worker import Worker
 
 BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1)
 WAITED_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -194,14 +192,9 @@ class Metrics:
         gauge(PREDICTIONS, lambda index: index.predictions)
         gauge(BOOKED, lambda index: index.reserved)
 
-    def watch_set_aside(self, workers: Callable[[], Iterable[Worker]]) -> None:
-        """Registers the gauge of workers that are set aside."""
-
-        def counted() -> Iterable[tuple[float, dict[str, str]]]:
-            found = Counts((worker.model, worker.set_aside) for worker in workers() if worker.set_aside)
-            return [(count, {"model": model, "why": why}) for (model, why), count in found.items()]
-
-        watch(SET_ASIDE, counted)
+    def watch_set_aside(self, reasons: Callable[[], Mapping[tuple[str, str], int]]) -> None:
+        """Registers the gauge of workers that are set aside, by model and reason."""
+        watch(SET_ASIDE, lambda: [(number, {"model": key[0], "why": key[1]}) for key, number in reasons().items()])
 
     def decided(self, model: str, media_items: int, cached_media_items: int) -> None:
         """Records a granted reservation, and which media items of its prompt the worker was predicted to have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -11,33 +12,29 @@ from random import Random
 from services.common import budgets
 from services.common.errors import SluiceError, invalid, not_found, quoted, unavailable
 from services.common.tasks import TaskOwner
-from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.kv_index.predictions import Lifetimes
 from services.router.metrics import Metrics
 from services.router.registration.limits import MAX_MODELS
 from services.router.registration.manager import WorkerManager
-from services.router.reservations.cost import NO_LOAD, Load
-from services.router.reservations.table import NO_DEADLINE, AllBusy, QueueOrder, ReservedRank
-from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, WaitTerms, no_workers
+from services.router.scheduling.admission_queue import AdmissionQueues, NoWorkers, no_workers, wait_terms
 from services.router.scheduling.decisions import Decisions, decision_on
 from services.router.scheduling.disaggregation import DisaggPlanner, DisaggRules
 from services.router.scheduling.lifecycle import RequestLifecycle
 from services.router.scheduling.policies.registry import ComposedPolicies
-from services.router.scheduling.prompts import Bodies, NoBodies, in_blocks
+from services.router.scheduling.prompts import Tokenize, in_blocks, no_preprocess
 from services.router.scheduling.queries import Prompt, Query, RouteResult, check
 from services.router.scheduling.requests import SchedulingRequest
 from services.router.scheduling.scheduler import Scheduler
 from services.router.scheduling.selection import Selector, SelectorConfig, Thresholds
-from services.router.store.base import Store, StoreUnavailable
-from services.router.store.session_affinity import SessionAffinity
-from services.router.store.store_health import StoreHealth
-from services.router.sync.load_reconciler import LoadReconciler, ReadReport, Reports
-from services.router.sync.model_state import ModelState
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.sync.reservation_owners import Owners
-from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank, with_adapter
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.kv_index.predictions import Lifetimes
+from services.router.state.reservations.cost import NO_LOAD, Load
+from services.router.state.reservations.table import AllBusy, QueueOrder, ReservedRank
+from services.router.state.store.base import Store, StoreUnavailable
+from services.router.state.store.session_affinity import SessionAffinity
+from services.router.state.sync.load_reconciler import ReadReport
+from services.router.state.sync.model_state import ModelState
+from services.router.state.sync.replica import Replica
+from services.router.state.workers.worker import Role, Worker, WorkerRank, with_adapter
 
 TOKENIZING_LATE, TOKENIZING_FAILED = "tokenizing_late", "tokenizing_failed"
 REFUSED_BODY = frozenset({budgets.CODE, "request_too_large"})
@@ -73,7 +70,7 @@ class Router:
 
     Args:
         read_report: parses worker reports; without it, only reservations make a worker busy, and none is reconciled.
-        bodies: tokenizes OpenAI bodies; without it, they are rejected.
+        tokenize: tokenizes OpenAI bodies; by default they are rejected.
         policies: policies of a policy file, started by the caller.
     """
 
@@ -84,79 +81,55 @@ class Router:
         random: Random | None = None,
         on_death: Callable[[str, BaseException], None] | None = None,
         read_report: ReadReport = lambda report: (),
-        bodies: Bodies | None = None,
+        tokenize: Tokenize = no_preprocess,
         policies: ComposedPolicies | None = None,
     ) -> None:
-        self.config = config or RouterConfig()
-        self.registry = Registry()
+        self.config = config = config or RouterConfig()
         self.metrics = Metrics()
         self.ready = asyncio.Event()
-        self._random = random or Random()
-        self._store = store
+        self._tokenize_body = tokenize
         self._tasks = TaskOwner(on_death)
-        self._health = StoreHealth(store)
-        reports = Reports(read_report)
-        self._reservations = ReservationManager(store, self._health, self._random)
-        self._synchronizer = IndexSynchronizer(
+        random = random or Random()
+        self._replica = replica = Replica(
             store,
-            self._health,
-            self._reservations,
-            self.registry,
-            self._tasks,
+            random,
             self.metrics,
-            self.config.lease_ms,
-            self.config.lifetimes,
-            LoadReconciler(store, reports, self.metrics, self.config.drift_after_s),
+            self._tasks,
+            read_report,
+            lease_ms=config.lease_ms,
+            owner_lease_ms=config.owner_lease_ms,
+            drift_after_s=config.drift_after_s,
+            lifetimes=config.lifetimes,
         )
-        self.owners = Owners(store, self._health, self._synchronizer, self.metrics, self.config.owner_lease_ms)
-        self.decisions = Decisions(self.config.decisions_kept)
+        self.registry, self.owners = replica.registry, replica.owners
+        self.decisions = Decisions(config.decisions_kept)
         self.queues: AdmissionQueues[RouteResult] = AdmissionQueues(
-            self._tasks, self.config.queue_limit, self._abandon, self.config.queue_bytes, self._announce
+            self._tasks, config.queue_limit, self._abandon, config.queue_bytes, self._announce
         )
-        self.metrics.watch_indexes(lambda: [view.figures for view in list(self._synchronizer.views)])
+        self.lifecycle = RequestLifecycle(replica, self.decisions, self.queues.ended)
+        self.worker_manager = WorkerManager(replica, config.max_worker_models, config.name_pin_ms)
+        self._disagg = DisaggPlanner(self.registry, config.disagg, config.queue_limit)
+        defaults = SelectorConfig(config.policy, config.reservation_ttl_ms, config.owner_lease_ms, config.thresholds)
+        self._selector = Selector(replica, defaults, random, policies or ComposedPolicies())
+        sessions = SessionAffinity(store, replica.health, config.session_ttl_ms)
+        self._scheduler = Scheduler(replica, self._selector, sessions, self._disagg)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Registers the gauges over what the router holds."""
+        self.metrics.watch_indexes(lambda: [view.figures for view in self._replica.synchronizer.views])
         self.metrics.watch_queues(
             lambda: {(model, reason.value): count for (model, reason), count in self.queues.waiting.items()}
         )
-        self.lifecycle = RequestLifecycle(
-            self._reservations, self._synchronizer, self.decisions, self.metrics, self.queues.ended
+        self.metrics.watch_set_aside(
+            lambda: Counter((each.model, each.set_aside) for each in self.registry.workers() if each.set_aside)
         )
-        self._disagg = DisaggPlanner(self.registry, self.config.disagg, self.config.queue_limit)
-        self._selector = Selector(
-            store,
-            self._reservations,
-            self.registry,
-            reports,
-            SelectorConfig(
-                self.config.policy,
-                self.config.reservation_ttl_ms,
-                self.config.owner_lease_ms,
-                self.config.thresholds,
-            ),
-            self._random,
-            self.metrics,
-            policies or ComposedPolicies(),
-        )
-        sessions = SessionAffinity(store, self._health, self.config.session_ttl_ms)
-        self._scheduler = Scheduler(store, self._synchronizer, self._selector, sessions, self._disagg)
-        self._bodies = bodies or NoBodies()
-        self.worker_manager = WorkerManager(
-            store,
-            self._health,
-            self._synchronizer,
-            self._reservations,
-            self._tasks,
-            self.metrics,
-            self.config.lease_ms,
-            self.config.max_worker_models,
-            self.config.name_pin_ms,
-        )
-        self.metrics.watch_set_aside(self.registry.workers)
 
     def start(self) -> None:
         """Starts connecting to the store; `ready` is set once the state of every model has been loaded."""
-        self._tasks.spawn(self._health.keep(self._recover), "link")
+        self._tasks.spawn(self._replica.health.keep(self._recover), "link")
         self._tasks.spawn(self._get_ready(), "get-ready")
-        self._tasks.spawn(self._synchronizer.tend(), "tend")
+        self._tasks.spawn(self._replica.synchronizer.tend(), "tend")
         self._tasks.spawn(self.owners.tend(), "owners")
 
     def stop(self) -> None:
@@ -167,17 +140,17 @@ class Router:
     async def close(self) -> None:
         """Stops background tasks and closes the store, in which attached workers stay registered."""
         await self._tasks.close()
-        await self._store.close()
+        await self._replica.store.close()
 
     async def _get_ready(self) -> None:
-        await self._synchronizer.load_all()
+        await self._replica.synchronizer.load_all()
         self.ready.set()
 
     async def _recover(self) -> None:
         """Synchronizes with a store that is available again: replays local changes, then reloads model states."""
         await self.worker_manager.recover()
-        await self._reservations.replay()
-        await self._synchronizer.discover()
+        await self._replica.reservations.replay()
+        await self._replica.synchronizer.discover()
         await self.owners.renew()
         await self.worker_manager.remove_departed()  # last, because workers may disconnect meanwhile
 
@@ -202,9 +175,8 @@ class Router:
             return await self._scheduler.decide(ready, view, with_adapter(workers, query.prompt.lora), place)
 
         try:
-            route, waited_ms = await self.queues.admit(
-                query.model, attempt, self._wait_terms(pending.query), pending.prepare
-            )
+            terms = wait_terms(pending.query, self.config.wait_ms, self.config.wait_for_workers_ms, self._disagg)
+            route, waited_ms = await self.queues.admit(query.model, attempt, terms, pending.prepare)
         except AllBusy:
             self.metrics.shed.add(1)
             raise
@@ -212,17 +184,6 @@ class Router:
             route = replace(route, waited_ms=waited_ms, degraded=pending.degraded or route.degraded)
         self._record(pending.query, route)
         return route
-
-    def _wait_terms(self, query: Query) -> WaitTerms:
-        return WaitTerms(
-            query.priority,
-            query.deadline_unix_ms or NO_DEADLINE,
-            query.fairness_id,
-            query.max_wait_ms or self.config.wait_ms,
-            query.max_wait_for_workers_ms or self.config.wait_for_workers_ms,
-            query.prompt.size,
-            (query.candidates, query.role, query.require_pair, self._disagg.may_bypass(query)),
-        )
 
     async def _tokenize(self, query: Query) -> tuple[Query, str]:
         """Returns the query with a tokenized prompt, and why it has only the prompt's length (empty: it has tokens)."""
@@ -260,7 +221,7 @@ class Router:
         if not prompt.openai_body and prompt.body is None:
             return prompt
         _, workers = self._serving(model)
-        return await self._bodies.tokenized(model, prompt, workers, ids)
+        return await self._tokenize_body(model, prompt, workers, ids)
 
     async def add(self, slot: WorkerRank, query: Query) -> tuple[ReservedRank, Overlap]:
         """Reserves load on a rank chosen by the caller; SluiceError (NOT_FOUND) if it does not serve the model."""
@@ -275,7 +236,8 @@ class Router:
         blocks = in_blocks(query.prompt, [worker])
         overlaps = view.match(blocks.hashes)
         overlap = overlaps.get(slot, NO_OVERLAP)
-        choice = await self._selector.place(SchedulingRequest(query, view, blocks, overlaps), slot, worker.role)
+        request = SchedulingRequest(query, view, blocks, overlaps, blocks.demand(query.expected_output_tokens))
+        choice = await self._selector.place(request, slot, worker.role)
         if not choice.repeated and worker.role is not Role.DECODE:
             view.predict(worker, slot, blocks.hashes, overlap, query.request_id)
         return choice, overlap
@@ -286,14 +248,14 @@ class Router:
 
     def report(self, worker: Worker) -> bytes:
         """Returns a worker's last load report; empty before the first one."""
-        view = self._synchronizer.find(worker.model)
+        view = self._replica.synchronizer.find(worker.model)
         return view.reports.get(worker.worker_id, b"") if view else b""
 
     async def loads(self, model: str) -> dict[WorkerRank, tuple[Worker, Load]]:
         """Returns the reserved load of every rank of one model, or of all models for an empty name."""
         found: dict[WorkerRank, tuple[Worker, Load]] = {}
         for view in self._views(model):
-            booked = await self._synchronizer.booked(view)
+            booked = await self._replica.synchronizer.booked(view)
             for worker in view.workers:
                 found |= {slot: (worker, booked.get(slot, NO_LOAD)) for slot in worker.slots}
         return found
@@ -309,8 +271,8 @@ class Router:
 
     def _views(self, model: str) -> list[ModelState]:
         if not model:
-            return self._synchronizer.views
-        view = self._synchronizer.find(model)
+            return self._replica.synchronizer.views
+        view = self._replica.synchronizer.find(model)
         return [view] if view else []
 
     def check_ready(self) -> None:
@@ -321,11 +283,11 @@ class Router:
     def _serving(self, model: str) -> tuple[ModelState, Sequence[Worker]]:
         """Returns the state of a model and its workers that accept requests."""
         self.check_ready()
-        view = self._synchronizer.find(model)
+        view = self._replica.synchronizer.find(model)
         workers = self.registry.serving(model)
         if view is not None and workers:
             return view, workers
-        known = self._synchronizer.known | set(self.registry.models()) | self.config.models
+        known = self._replica.synchronizer.known | set(self.registry.models()) | self.config.models
         if model in known or not known:
             raise no_workers(model)
         raise not_found(
@@ -336,12 +298,12 @@ class Router:
 
     async def _announce(self, model: str, order: QueueOrder | None) -> int:
         """Publishes the first waiting request of a model; returns the number of other replicas with a queue."""
-        if not self._health.available:
+        if not self._replica.health.available:
             return 0
         try:
-            return await self._store.announce_queue(model, order)
+            return await self._replica.store.announce_queue(model, order)
         except StoreUnavailable as error:
-            self._health.mark_unavailable(error)
+            self._replica.health.mark_unavailable(error)
             return 0
 
     async def _abandon(self, route: RouteResult) -> None:

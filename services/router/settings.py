@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr
 
 from services.common.redis.target import RedisLoginSettings
 from services.common.settings import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
-from services.router.reservations.cost import PREFILL_LOAD_SCALE
+from services.router.state.reservations.cost import PREFILL_LOAD_SCALE
 
 PolicyName = Literal["kv", "round_robin", "random", "least_loaded", "power_of_two"]
 

@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 from testcontainers.core.config import testcontainers_config
 from testcontainers.core.container import DockerContainer
 
-from services.router.store.base import Store
-from services.router.store.redis import RedisStore
+from services.router.state.store.base import Store
+from services.router.state.store.redis import RedisStore
 from tests.support.servers import compose_suite
 from tests.unit.router.store import test_router_store as contract
 

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.common import budgets
 from services.gateway.http.server import HttpServer
-from services.router.http_api.server import HttpApiServer
+from services.router.http_api.server import bounded_server
 from tests.support.clients.raw_http import WAIT_S, answer, everything
 
 MAX_PARTS_PER_TURN = 4_500
@@ -104,9 +104,9 @@ async def gateway(app: Any) -> AsyncIterator[tuple[str, int, Any]]:
 
 @asynccontextmanager
 async def twin(app: Any) -> AsyncIterator[tuple[str, int, Any]]:
-    server = HttpApiServer(app, "127.0.0.1:0", None, 100, 10.0, 5.0)
+    server = bounded_server(app, "127.0.0.1:0", None, 5.0)
     embedded, config = _config(server)
-    server.start()
+    serving = asyncio.create_task(server.serve())
     try:
         async with asyncio.timeout(WAIT_S):
             while not embedded.started:  # noqa: ASYNC110
@@ -114,7 +114,8 @@ async def twin(app: Any) -> AsyncIterator[tuple[str, int, Any]]:
         port = embedded.servers[0].sockets[0].getsockname()[1]
         yield "127.0.0.1", port, config.http_protocol_class
     finally:
-        await server.stop()
+        server.stop()
+        await serving
 
 
 SERVERS = pytest.mark.parametrize("served", [gateway, twin])

@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 from services.common import budgets
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind
-from services.router.kv_index.events import WorkerUp
-from services.router.messages.workers import worker_of
 from services.router.registration import stream as stream_module
 from services.router.registration.joining import NAME_PINNED, TOKENIZER_DIFFERS, UNPROVEN_NAME, reason_to_set_aside
 from services.router.registration.limits import RegistrationLimits
 from services.router.registration.stream import WorkerStream
-from services.router.store.base import Store
-from services.router.store.memory import MemoryStore
-from services.router.store.redis import RedisStore
-from services.router.store.store_health import StoreHealth
-from services.router.sync.model_state import ModelState
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Worker
+from services.router.rpc.workers import worker_of
+from services.router.state.kv_index.events import WorkerUp
+from services.router.state.store.base import Store
+from services.router.state.store.memory import MemoryStore
+from services.router.state.store.redis import RedisStore
+from services.router.state.store.store_health import StoreHealth
+from services.router.state.sync.model_state import ModelState
+from services.router.state.workers.registry import Registry
+from services.router.state.workers.worker import Worker
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.fakes.hostile_worker import HostileWorker, card
 from tests.support.oracles.errors import raises_error

@@ -27,8 +27,6 @@ from services.common.rpc.frame_guard import FREE_BYTES, SLICE_BYTES, PacedFrames
 from services.common.rpc.server import STREAM_WINDOW, GrpcServer
 from services.common.rpc.session import FRAMES, FramePace
 from services.common.settings import GrpcServiceSettings
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
-from services.router.messages import workers as messages
 from services.router.metrics import Metrics
 from services.router.picker.server import PickerLimits, PickerService
 from services.router.registration.stream_messages import (
@@ -44,7 +42,9 @@ from services.router.registration.stream_messages import (
     read_pace,
     size_of,
 )
-from services.router.service import INBOX_LIMIT, read_messages
+from services.router.rpc import workers as messages
+from services.router.rpc.service import INBOX_LIMIT, read_messages
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from sluice.v1 import common_pb2, postprocess_pb2, preprocess_pb2, router_pb2, worker_pb2
 from sluice.v1 import ext_proc_pb2 as ext_proc
 from tests.support.fakes.hostile_worker import HostileWorker, card, extra, rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 from google.protobuf import json_format
@@ -26,8 +26,8 @@ from services.common.security import identity
 from services.common.tasks import end_all
 from services.router.http_api import route
 from services.router.http_api.bodies import BodyLimits, read_object
+from services.router.rpc.service import RouterService
 from services.router.scheduling.body_intake import HELD_FACTOR, beside
-from services.router.scheduling.request_bodies import ReadBody
 from services.router.scheduling.request_bodies import read_body as read_openai_body
 from sluice.v1 import router_pb2
 
@@ -36,18 +36,6 @@ log = logging.getLogger(__name__)
 SERVICE = "/sluice.v1.Router/"
 
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class UnaryCalls(Protocol):
-    """The RPCs of the router without gRPC."""
-
-    def unary(self, name: str) -> Callable[[Message], Awaitable[Message]]:
-        """Returns the handler of a unary RPC, which raises typed errors."""
-        ...
-
-    async def route(self, query: router_pb2.RouteQueryRequest, body: ReadBody) -> Message:
-        """Returns the response to a query whose prompt is an OpenAI body that has been read; raises typed errors."""
-        ...
 
 
 class HttpApi:
@@ -63,7 +51,7 @@ class HttpApi:
 
     def __init__(
         self,
-        calls: UnaryCalls,
+        calls: RouterService,
         check: CallerCheck | None,
         limits: BodyLimits,
         is_ready: Callable[[], bool],
@@ -80,8 +68,8 @@ class HttpApi:
         """Returns the ASGI application, which rejects what the policy does not accept."""
         routes = [
             Route("/route", self._served("RouteQuery", self._route), methods=["POST"]),
-            Route("/prefill_complete", self._served("MarkPrefillComplete", self._mark), methods=["POST"]),
-            Route("/free", self._served("FreeRequest", self._free), methods=["POST"]),
+            Route("/prefill_complete", self._report("MarkPrefillComplete", route.marked_of), methods=["POST"]),
+            Route("/free", self._report("FreeRequest", route.freed_of), methods=["POST"]),
             Route("/workers", self._served("ListWorkers", self._workers), methods=["GET"]),
             Route("/health", self._health if self._open_health else self._served("ListWorkers", self._health)),
         ]
@@ -120,19 +108,16 @@ class HttpApi:
         assert isinstance(reply, router_pb2.RouteQueryResponse)
         return _json(route.answer_of(reply))
 
-    async def _mark(self, request: Request) -> Response:
-        async with read_object(request, self._limits) as (fields, _):
-            message = route.marked_of(fields)
-        reply = await self._call(request, self._handlers["MarkPrefillComplete"](message))
-        assert isinstance(reply, router_pb2.MarkPrefillCompleteResponse)
-        return _json({"unknown": reply.unknown})
+    def _report(self, rpc: str, message_of: Callable[[Mapping[str, Any]], Message]) -> Handler:
+        """Returns the handler of a report about reservations."""
 
-    async def _free(self, request: Request) -> Response:
-        async with read_object(request, self._limits) as (fields, _):
-            message = route.freed_of(fields)
-        reply = await self._call(request, self._handlers["FreeRequest"](message))
-        assert isinstance(reply, router_pb2.FreeRequestResponse)
-        return _json({"unknown": reply.unknown})
+        async def report(request: Request) -> Response:
+            async with read_object(request, self._limits) as (fields, _):
+                message = message_of(fields)
+            reply: Any = await self._call(request, self._handlers[rpc](message))
+            return _json({"unknown": reply.unknown})
+
+        return self._served(rpc, report)
 
     async def _workers(self, request: Request) -> Response:
         message = router_pb2.ListWorkersRequest(model=request.query_params.get("model", ""))

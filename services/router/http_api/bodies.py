@@ -38,12 +38,14 @@ class BodyLimits:
 
 
 @asynccontextmanager
-async def read_body(request: Request, limits: BodyLimits) -> AsyncIterator[bytes]:
-    """Provides the body; its share of the memory is taken before it is read and held until the end of the context.
+async def read_object(request: Request, limits: BodyLimits) -> AsyncIterator[tuple[dict[str, Any], int]]:
+    """Provides the JSON object of a body and the body's length in bytes.
+
+    Its share of the memory is taken before it is read and held until the end of the context.
 
     Raises:
         SluiceError: INVALID_ARGUMENT for a form or a compressed body, TOO_LARGE, DEADLINE_EXCEEDED (`body_timeout`),
-            OVERLOADED if too many bodies are being read, CANCELLED if the client disconnected.
+            OVERLOADED if too many bodies are being read, CANCELLED if the client disconnected; as BodyIntake.parsed.
     """
     _check_type(request)
     length = request.headers.get("content-length", "")
@@ -58,7 +60,9 @@ async def read_body(request: Request, limits: BodyLimits) -> AsyncIterator[bytes
             retry_after_ms=1000,
         )
     try:
-        yield await _read(request, limits)
+        body = await _read(request, limits)
+        async with limits.intake.parsed(body) as value:
+            yield value, len(body)
     finally:
         limits.memory.give_back(share)
 
@@ -72,11 +76,8 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
                 if len(body) > limits.size:
                     raise _too_large(limits)
     except TimeoutError:
-        raise SluiceError(
-            ErrorKind.DEADLINE_EXCEEDED,
-            f"The request body did not arrive within {limits.timeout_s:g} s.",
-            code=BODY_TIMEOUT,
-        ) from None
+        late = f"The request body did not arrive within {limits.timeout_s:g} s."
+        raise SluiceError(ErrorKind.DEADLINE_EXCEEDED, late, code=BODY_TIMEOUT) from None
     except ClientDisconnect:
         raise SluiceError(ErrorKind.CANCELLED, "The client disconnected before the body was complete.") from None
     return bytes(body)
@@ -98,13 +99,6 @@ def _too_large(limits: BodyLimits) -> SluiceError:
         f"The request body exceeds {limits.size} bytes.",
         code="request_too_large",
     )
-
-
-@asynccontextmanager
-async def read_object(request: Request, limits: BodyLimits) -> AsyncIterator[tuple[dict[str, Any], int]]:
-    """Provides the JSON object of a body and the body's length in bytes; raises as `read_body` and `BodyIntake`."""
-    async with read_body(request, limits) as body, limits.intake.parsed(body) as value:
-        yield value, len(body)
 
 
 def check_lists(value: Mapping[str, Any], unlimited: Container[str] = ()) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 from uuid import uuid4
 
+from google.protobuf.descriptor import FieldDescriptor
 from starlette.requests import Request
 
 from services.common.errors import invalid, quoted
@@ -62,29 +63,19 @@ def _role(name: str, text: str) -> int:
     return ROLES[text]
 
 
-PARAMETERS: Mapping[str, Callable[[str, str], Any]] = {
-    "request_id": _text,
-    "session_id": _text,
-    "priority": _whole(-(2**31), 2**31 - 1),
-    "max_wait_ms": _whole(0, _MAX_U32),
-    "max_wait_for_workers_ms": _whole(0, _MAX_U32),
-    "first_token_ms": _whole(0, _MAX_U32),
-    "tokenize_ms": _whole(0, _MAX_U32),
-    "fairness_id": _text,
-    "fallbacks": _whole(0, _MAX_U32),
-    "ttl_ms": _whole(0, _MAX_U32),
-    "session_ttl_ms": _whole(0, _MAX_U32),
-    "expected_output_tokens": _whole(0, _MAX_U32),
-    "policy": _text,
-    "owner": _text,
-    "lora": _text,
-    "candidates": _text,
-    "reserve": _flag,
-    "return_token_ids": _flag,
-    "role": _role,
-    "require_pair": _flag,
-    "bypass_uncached_tokens": _whole(0, _MAX_U32),
+_READERS: Mapping[int, Callable[[str, str], Any]] = {
+    FieldDescriptor.TYPE_STRING: _text,
+    FieldDescriptor.TYPE_INT32: _whole(-(2**31), 2**31 - 1),
+    FieldDescriptor.TYPE_UINT32: _whole(0, _MAX_U32),
+    FieldDescriptor.TYPE_BOOL: _flag,
 }
+_IN_BODY = frozenset({"model", "cache_salt", "explain"})
+PARAMETERS: Mapping[str, Callable[[str, str], Any]] = {
+    field.name: _READERS[field.type]
+    for field in router_pb2.RouteQueryRequest.DESCRIPTOR.fields
+    if field.type in _READERS and field.name not in _IN_BODY
+} | {"candidates": _text, "reserve": _flag, "role": _role}
+"""Parameters of `POST /route`: the plain fields of RouteQuery, and those that a URL has in another form."""
 
 
 def query_of(request: Request, body: Mapping[str, Any]) -> router_pb2.RouteQueryRequest:

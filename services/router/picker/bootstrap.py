@@ -10,15 +10,13 @@ from grpc_health.v1 import health_pb2
 
 from services.common.budgets import BudgetPool
 from services.common.errors import ErrorKind, SluiceError
-from services.common.intake.pace import BodyPace
 from services.common.rpc.server import GrpcServer
 from services.common.tasks import TaskOwner
 from services.router.picker.gateways import Gateways
 from services.router.picker.picker import Picker, PickerConfig
 from services.router.picker.server import SERVICE, PickerLimits, PickerService
-from services.router.reservations.cost import CostModel
-from services.router.router import Router
 from services.router.scheduling.body_intake import BodyIntake
+from services.router.servers import RunningRouter
 from services.router.settings import RouterSettings
 
 FLUSH_S = 2.0
@@ -60,12 +58,11 @@ def with_own_certificate(settings: RouterSettings) -> RouterSettings:
 class PickerServers:
     """The picker of a router process: its gRPC servers, its tasks and the lease of its bookings."""
 
-    def __init__(
-        self, settings: RouterSettings, router: Router, cost: CostModel, tasks: TaskOwner, pace: BodyPace
-    ) -> None:
+    def __init__(self, running: RunningRouter) -> None:
+        settings, router = running.settings, running.router
         self._settings = with_own_certificate(settings)
-        self._router = router
-        self._tasks = tasks
+        self._owners = router.owners
+        self._tasks = TaskOwner(running.on_death)
         self._gateways = Gateways(settings.picker_gateways) if settings.picker_gateways else None
         config = PickerConfig(
             fallbacks=settings.picker_fallbacks,
@@ -77,8 +74,8 @@ class PickerServers:
         self._owner = f"picker/{uuid.uuid4().hex}"
         bodies_mb = max(MIN_BODIES_MB, 4 * settings.picker_body_mb)
         bodies = BudgetPool("picker_bodies", bodies_mb << 20, "--picker-body-mb")
-        intake = BodyIntake(bodies, pace)
-        self._picker = Picker(router, config, cost, intake, self._owner, self._gateways)
+        intake = BodyIntake(bodies, running.pace)
+        self._picker = Picker(router, config, running.cost, intake, self._owner, self._gateways)
         limits = PickerLimits(
             settings.picker_body_mb << 20,
             settings.picker_body_s,
@@ -109,17 +106,14 @@ class PickerServers:
         for each in self._servers:
             await each.start()
 
-    async def serve(self) -> None:
-        """Reports readiness; call it once the router is ready."""
-        await self._lease.enter_async_context(self._router.owners.stream(self._owner))
+    async def set_serving(self, serving: bool) -> None:
+        """Reports readiness; of a stopping router, returns when Envoy's health checks have seen it."""
+        if serving:
+            await self._lease.enter_async_context(self._owners.stream(self._owner))
         for each in self._servers:
-            await each.set_serving(True)
-
-    async def announce_stop(self) -> None:
-        """Reports that it drains, and serves on until Envoy's health checks have seen it."""
-        for each in self._servers:
-            await each.set_serving(False)
-        await asyncio.sleep(self._settings.picker_notice_s)
+            await each.set_serving(serving)
+        if not serving:
+            await asyncio.sleep(self._settings.picker_notice_s)
 
     async def stop(self, grace_s: float) -> None:
         """Lets requests finish for `grace_s` seconds and releases the others' bookings."""
@@ -128,3 +122,4 @@ class PickerServers:
         await self._lease.aclose()
         for each in self._servers[1:]:
             await each.stop(0)
+        await self._tasks.close()

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from services.common.net.addresses import host_port, join
 
@@ -56,18 +57,13 @@ class Gateways:
         found: dict[str, GatewayEndpoint] = {}
         for target in self._targets:
             try:
-                endpoints = await asyncio.wait_for(_resolved(target), RESOLVE_TIMEOUT_S)
+                host, port = cast("tuple[str, int]", host_port(target))  # checked with the settings
+                async with asyncio.timeout(RESOLVE_TIMEOUT_S):
+                    answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
             except (OSError, TimeoutError) as error:
                 log.warning("cannot resolve a gateway", extra={"target": target, "error": str(error)})
                 found |= self._gateways
                 continue
+            endpoints = sorted({join(str(answer[4][0]), port) for answer in answers})
             found |= {each: self._gateways.get(each) or GatewayEndpoint(each) for each in endpoints}
         self._gateways = found
-
-
-async def _resolved(target: str) -> list[str]:
-    parsed = host_port(target)
-    assert parsed is not None  # checked with the settings
-    host, port = parsed
-    answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({join(str(answer[4][0]), port) for answer in answers})

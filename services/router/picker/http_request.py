@@ -16,9 +16,10 @@ REQUEST_ID = "x-request-id"
 SESSION = "x-session-id"
 # Each with its older name.
 OBJECTIVE = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
-FAIRNESS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 FIRST_TOKEN_MS = ("x-llm-d-slo-ttft-ms", "x-gateway-slo-ttft-ms")
+QUERY_HEADERS = {"fairness_id": ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")}
+"""Fields of the query that a header gives as they are."""
 TEST_ENDPOINTS = "test-epp-endpoint-selection"  # of the extension's conformance suite
 
 SUBSET_NAMESPACE, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
@@ -35,6 +36,7 @@ class HttpRequest:
         first_token_ms: when the first token is due, milliseconds after the request; 0: no deadline.
         subset: the only endpoints that may be chosen, as ``ip`` or ``ip:port``; None: all.
         test_endpoints: endpoints that a conformance test wants chosen.
+        fields: of the query, as headers name them.
     """
 
     method: str = "POST"
@@ -42,12 +44,12 @@ class HttpRequest:
     request_id: str = ""
     model: str = ""
     objective: str = ""
-    fairness_id: str = ""
     session_id: str = ""
     first_token_ms: int = 0
     subset: tuple[str, ...] | None = None
     test_endpoints: tuple[str, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def api(self) -> Api | None:
@@ -73,11 +75,11 @@ def read_head(headers: Mapping[str, str]) -> HttpRequest:
         first((REQUEST_ID,)),
         first(REWRITE),
         first(OBJECTIVE),
-        first(FAIRNESS),
         first((SESSION,)),
         _milliseconds(first(FIRST_TOKEN_MS)),
         test_endpoints=endpoints_of(headers.get(TEST_ENDPOINTS)) or (),
         headers=headers,
+        fields={name: first(names) for name, names in QUERY_HEADERS.items()},
     )
 
 

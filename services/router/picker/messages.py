@@ -21,10 +21,10 @@ from services.router.picker.http_request import (
     HttpRequest,
     endpoints_of,
 )
-from services.router.picker.picker import PickedEndpoint, stale_headers
-from services.router.reservations.table import AllBusy, BusyReason
+from services.router.picker.picker import PickedEndpoint
 from services.router.scheduling.request_bodies import PARAM, Api
-from services.router.scheduling.route_headers import DESTINATION
+from services.router.scheduling.route_headers import DESTINATION, ROUTE_HEADERS
+from services.router.state.reservations.table import AllBusy, BusyReason
 from sluice.v1 import ext_proc_pb2 as ext_proc
 
 CHUNK = 62_000
@@ -116,8 +116,10 @@ def picked(pick: PickedEndpoint, last: str = "request_body") -> Iterator[bytes]:
 @lru_cache(maxsize=4_096)
 def _destination(headers: tuple[tuple[str, str], ...]) -> tuple[bytes, bytes]:
     """Returns what the answers for one endpoint have in common: a HeaderMutation, and the fields of the metadata."""
-    endpoints = dict(headers)[DESTINATION]
-    mutation = ext_proc.HeaderMutation(set_headers=_set(dict(headers)), remove_headers=stale_headers(dict(headers)))
+    given = dict(headers)
+    endpoints = given[DESTINATION]
+    stale = [name for name in ROUTE_HEADERS if name not in given]  # a client may have sent them
+    mutation = ext_proc.HeaderMutation(set_headers=_set(given), remove_headers=stale)
     destination = struct_pb2.Struct(fields={DESTINATION: struct_pb2.Value(string_value=endpoints)})
     metadata = struct_pb2.Struct(fields={SERVED_NAMESPACE: struct_pb2.Value(struct_value=destination)})
     return mutation.SerializeToString(), ext_proc.ProcessingResponse(dynamic_metadata=metadata).SerializeToString()

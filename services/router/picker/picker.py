@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,16 +20,16 @@ from services.router.picker.gateways import GatewayEndpoint, Gateways
 from services.router.picker.http_request import HttpRequest
 from services.router.picker.releases import Releases
 from services.router.picker.usage import UsageReader
-from services.router.reservations.cost import CostModel
-from services.router.reservations.ids import reservation_id
 from services.router.router import Router
 from services.router.scheduling.body_intake import HELD_FACTOR, BodyIntake, beside
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.queries import Prompt, Query, RouteResult, for_policies
 from services.router.scheduling.request_bodies import AnyBody, Api, has_several_prompts, read_prompt
-from services.router.scheduling.route_headers import DESTINATION, ROUTE_HEADERS, headers_of
-from services.router.store.memory import unix_ms
-from services.router.workers.worker import Worker, WorkerRank
+from services.router.scheduling.route_headers import DESTINATION, headers_of
+from services.router.state.reservations.cost import CostModel
+from services.router.state.reservations.ids import reservation_id
+from services.router.state.store.memory import unix_ms
+from services.router.state.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,11 @@ class Picker:
 
     async def _pick(self, request: HttpRequest, body: bytes, query: Query) -> PickedEndpoint:
         for _ in range(ATTEMPTS):
-            route = await self._route(query)
+            try:
+                route = await self._router.query(query)
+            except asyncio.CancelledError:
+                self.releases.abandon(reservation_id(query.model, query.request_id, paired=True))
+                raise
             try:
                 if self._gateways is not None and route.prompt is not None and route.prompt.token_ids:
                     ids = route.prompt.token_ids
@@ -189,13 +193,6 @@ class Picker:
                 self._release(route)
                 raise
         raise _no_endpoints("No worker of the subset serves this request at the moment")
-
-    async def _route(self, query: Query) -> RouteResult:
-        try:
-            return await self._router.query(query)
-        except asyncio.CancelledError:
-            self.releases.abandon(reservation_id(query.model, query.request_id, paired=True))
-            raise
 
     def _release(self, route: RouteResult) -> None:
         """Releases the booking of a request that has not been sent anywhere."""
@@ -258,17 +255,17 @@ class Picker:
         session = request.session_id or document.get("prompt_cache_key")
         two_stages = self._gateways is not None
         return Query(
-            model,
-            prompt,
-            self._cost,
-            _unique(request.request_id),
+            model=model,
+            prompt=prompt,
+            cost=self._cost,
+            request_id=_unique(request.request_id),
             candidates=self._candidates(request, model),
             owner=self._owner,
             priority=priority if isinstance(priority, int) and abs(priority) < 1 << 31 else 0,
             session_id=session[:MAX_ID_LENGTH] if isinstance(session, str) else "",
             return_token_ids=two_stages and request.api in OWN_PROMPTS and not has_several_prompts(document),
             deadline_unix_ms=unix_ms() + request.first_token_ms if request.first_token_ms else 0,
-            fairness_id=request.fairness_id,
+            **request.fields,
             tokenize_ms=self._config.tokenize_ms,
             fallbacks=self._config.fallbacks,
             headers=for_policies(request.headers),
@@ -322,16 +319,13 @@ class Picker:
         elif not request.allows(endpoint_of(route.worker)):
             raise _OutsideSubset
         else:
-            endpoints = (endpoint_of(route.worker), *map(endpoint_of, self._fallbacks(request, route)))
+            endpoints = (endpoint_of(route.worker), *filter(request.allows, map(endpoint_of, route.fallbacks)))
             pick = PickedEndpoint(endpoints, {**headers, DESTINATION: ",".join(endpoints)}, body)
             pick.query = _without_body(query, route)
         pick.reservation, pick.slot, pick.degraded = route.reservation_id, slot, route.degraded
         if self._config.receipts and is_asked(request.headers.get(ASKED, "")):
             pick.receipt = route.receipt
         return pick
-
-    def _fallbacks(self, request: HttpRequest, route: RouteResult) -> Sequence[Worker]:
-        return [each for each in route.fallbacks if request.allows(endpoint_of(each))]
 
     def _through_gateway(self, request: HttpRequest, headers: Mapping[str, str], body: bytes) -> PickedEndpoint:
         assert self._gateways is not None
@@ -375,22 +369,8 @@ def _rewrite(document: dict[str, Any], model: str) -> bool:
 
 def _without_body(query: Query, route: RouteResult) -> Query:
     """Returns a query with the hashes of its prompt instead of its body, which may be megabytes."""
-    found = route.prompt
-    prompt = Prompt(prompt_tokens=route.prompt_tokens, lora=query.prompt.lora)
-    if found is not None and found.block_hashes:
-        prompt = replace(
-            prompt, block_hashes=found.block_hashes, hash_scheme=found.hash_scheme, block_size=found.block_size
-        )
-    return replace(query, prompt=prompt, headers={}, candidates=None, return_hashes=False)
-
-
-def stale_headers(headers: Mapping[str, str]) -> list[str]:
-    """Returns the routing headers that the client may have sent and that must not reach the endpoint.
-
-    Args:
-        headers: that are set on the request.
-    """
-    return [name for name in ROUTE_HEADERS if name not in headers]
+    hashes = replace(route.prompt or Prompt(), token_ids=b"", prompt_tokens=route.prompt_tokens, lora=query.prompt.lora)
+    return replace(query, prompt=hashes, headers={}, candidates=None, return_hashes=False)
 
 
 def endpoint_of(worker: Worker) -> str:

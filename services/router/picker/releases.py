@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.lifecycle import RequestLifecycle
@@ -71,7 +72,5 @@ class Releases:
 
     async def flush(self, timeout_s: float) -> None:
         """Waits until all reports have been sent, at most `timeout_s` seconds."""
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return

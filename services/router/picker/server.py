@@ -21,7 +21,7 @@ from services.router.picker import messages
 from services.router.picker.http_request import HttpRequest, read_head
 from services.router.picker.picker import PickedEndpoint, Picker
 from services.router.picker.usage import UsageReader
-from services.router.reservations.table import AllBusy
+from services.router.state.reservations.table import AllBusy
 from sluice.v1 import ext_proc_pb2
 
 log = logging.getLogger(__name__)

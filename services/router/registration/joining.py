@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from services.common.discovery.tokenizer_agreement import Fingerprints, same_tokenizer
 from services.common.errors import ErrorKind, SluiceError
-from services.router.workers.worker import Worker
+from services.router.state.workers.worker import Worker
 
 TOKENIZER_DIFFERS = "tokenizer_differs"
 UNPROVEN_NAME = "unproven_name"

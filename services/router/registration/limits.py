@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, quoted
-from services.router.workers.worker import Worker
+from services.router.state.workers.worker import Worker
 
 MAX_MODELS = 128
 """Models of one caller's workers where no setting is given; one more is refused, budget `worker_models`."""

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 
 from services.common.budgets import Budget
 from services.common.rows.shared_steps import shared_step
-from services.common.tasks import TaskOwner
-from services.router.metrics import Metrics
 from services.router.registration.limits import MAX_MODELS, RegistrationLimits
 from services.router.registration.stream import WorkerStream
-from services.router.store.base import Store, StoreUnavailable
-from services.router.store.store_health import StoreHealth
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.claims import Claim, Taken
-from services.router.workers.worker import Worker
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.sync.replica import Replica
+from services.router.state.workers.claims import Claim, Taken
+from services.router.state.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -29,25 +24,14 @@ LOG_AGAIN_S = 60.0
 class WorkerManager:
     """Attaches and detaches workers, and registers them again when the store returns."""
 
-    def __init__(
-        self,
-        store: Store,
-        health: StoreHealth,
-        synchronizer: IndexSynchronizer,
-        reservations: ReservationManager,
-        tasks: TaskOwner,
-        metrics: Metrics,
-        lease_ms: int,
-        max_models: int = MAX_MODELS,
-        pin_ms: int = 0,
-    ) -> None:
-        self._store = store
-        self._health = health
-        self._synchronizer = synchronizer
-        self._reservations = reservations
-        self._tasks = tasks
-        self._metrics = metrics
-        self._lease_ms = lease_ms
+    def __init__(self, replica: Replica, max_models: int = MAX_MODELS, pin_ms: int = 0) -> None:
+        self._store = replica.store
+        self._health = replica.health
+        self._synchronizer = replica.synchronizer
+        self._reservations = replica.reservations
+        self._tasks = replica.tasks
+        self._metrics = replica.metrics
+        self._lease_ms = replica.lease_ms
         self._pin_ms = pin_ms
         self._attachments: dict[tuple[str, str], WorkerStream] = {}
         self._departed: list[WorkerStream] = []
@@ -64,7 +48,7 @@ class WorkerManager:
             SluiceError: FAILED_PRECONDITION (`worker_id_taken`) if another process holds the worker id; as raised by
                 RegistrationLimits.check and WorkerStream.open.
         """
-        self._limits.check(worker, self._registered())
+        self._limits.check(worker, chain.from_iterable(view.workers for view in self._synchronizer.views))
         view = self._synchronizer.view(worker.model)
         attachment = WorkerStream(
             worker, self._store, self._health, view, self._lease_ms, proof, self._check_here, self._pin_ms
@@ -79,10 +63,6 @@ class WorkerManager:
         self._metrics.workers.add(1)
         log.info("worker attached", extra={"worker": worker.worker_id, "model": worker.model, "epoch": worker.epoch})
         return attachment, sequences
-
-    def _registered(self) -> Iterator[Worker]:
-        """Yields the workers of all models, here and elsewhere."""
-        return chain.from_iterable(view.workers for view in self._synchronizer.views)
 
     def _check_here(self, claim: Claim) -> None:
         """Raises Taken for ids held by other processes, as far as known without the store.

@@ -10,9 +10,9 @@ import json
 import time
 from dataclasses import dataclass
 
-from services.router.store.base import Store, StoreUnavailable
-from services.router.store.store_health import StoreHealth
-from services.router.workers.worker import Worker
+from services.router.state.store.base import Store, StoreUnavailable
+from services.router.state.store.store_health import StoreHealth
+from services.router.state.workers.worker import Worker
 
 RENEWALS = 48
 """How often a pin is renewed in its lifetime, at least every minute."""

@@ -9,17 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.router.kv_index.events import (
-    HASH_BYTES,
-    MAX_SEQUENCE,
-    BlocksChanged,
-    EventBatch,
-    Snapshot,
-    WorkerDown,
-    WorkerDraining,
-    WorkerUp,
-)
-from services.router.kv_index.rank_cache import ApplyResult
 from services.router.registration.joining import MESSAGES, check_block_size, reason_to_set_aside
 from services.router.registration.name_pins import NamePin
 from services.router.registration.stream_messages import (
@@ -31,11 +20,22 @@ from services.router.registration.stream_messages import (
     WorkerMessage,
     hashes_of,
 )
-from services.router.store.base import Applied, Lease, Store, StoreUnavailable
-from services.router.store.store_health import StoreHealth
-from services.router.sync.model_state import ModelState
-from services.router.workers.claims import Claim, Hold, Taken
-from services.router.workers.worker import Worker, WorkerRank
+from services.router.state.kv_index.events import (
+    HASH_BYTES,
+    MAX_SEQUENCE,
+    BlocksChanged,
+    EventBatch,
+    Snapshot,
+    WorkerDown,
+    WorkerDraining,
+    WorkerUp,
+)
+from services.router.state.kv_index.rank_cache import ApplyResult
+from services.router.state.store.base import Applied, Lease, Store, StoreUnavailable
+from services.router.state.store.store_health import StoreHealth
+from services.router.state.sync.model_state import ModelState
+from services.router.state.workers.claims import Claim, Hold, Taken
+from services.router.state.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 
@@ -289,7 +289,11 @@ class WorkerStream:
         ready = []
         for batch in batches:
             self._check_rank(batch.rank)
-            self._check_sequence(batch.sequence)
+            if not 1 <= batch.sequence < MAX_SEQUENCE:
+                raise invalid(
+                    f"Sequence number {batch.sequence} is out of range; start at 1 and count up.",
+                    param="events.sequence",
+                )
             self._received[batch.rank] = max(batch.sequence, self._received.get(batch.rank, 0))
             if batch.rank in self._assemblies:
                 self._buffer(batch, replies)
@@ -403,12 +407,6 @@ class WorkerStream:
             raise invalid(
                 f"Worker {self.worker.worker_id} sent events of rank {rank} but registered {self.worker.ranks} ranks.",
                 param="data_parallel_rank",
-            )
-
-    def _check_sequence(self, sequence: int) -> None:
-        if not 1 <= sequence < MAX_SEQUENCE:
-            raise invalid(
-                f"Sequence number {sequence} is out of range; start at 1 and count up.", param="events.sequence"
             )
 
     def _too_many(self, rank: int) -> SluiceError:

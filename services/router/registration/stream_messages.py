@@ -12,8 +12,8 @@ from typing import Generic, TypeAlias, TypeVar
 from services.common.errors import ErrorKind, SluiceError
 from services.common.rpc.session import WINDOW_S as FRAMES_WINDOW_S
 from services.common.rpc.session import FramePace
-from services.router.kv_index.events import HASH_BYTES, EventBatch, Tier
-from services.router.workers.worker import Worker
+from services.router.state.kv_index.events import HASH_BYTES, EventBatch, Tier
+from services.router.state.workers.worker import Worker
 
 WINDOW_S = 10.0
 MAX_MESSAGES_OF_RANK = 5_000

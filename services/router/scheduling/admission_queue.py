@@ -14,6 +14,7 @@ import bisect
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -22,8 +23,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.rows.shared_steps import shared_step
 from services.common.tasks import TaskOwner
-from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
+from services.router.scheduling.disaggregation import DisaggPlanner
+from services.router.scheduling.queries import Query
 from services.router.scheduling.service_rate import UNKNOWN_MS, ServiceRate
+from services.router.state.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +77,24 @@ class WaitTerms:
 
 
 DEFAULT_TERMS = WaitTerms()
+
+
+def wait_terms(query: Query, wait_ms: int, wait_for_workers_ms: int, disagg: DisaggPlanner) -> WaitTerms:
+    """Returns the terms of a query.
+
+    Args:
+        wait_ms: longest wait while all workers are busy, of a query that names none.
+        wait_for_workers_ms: the same while the model has no worker.
+    """
+    return WaitTerms(
+        priority=query.priority,
+        deadline_unix_ms=query.deadline_unix_ms or NO_DEADLINE,
+        fairness_id=query.fairness_id,
+        max_wait_ms=query.max_wait_ms or wait_ms,
+        max_wait_for_workers_ms=query.max_wait_for_workers_ms or wait_for_workers_ms,
+        size=query.prompt.size,
+        scope=(query.candidates, query.role, query.require_pair, disagg.may_bypass(query)),
+    )
 
 
 class SchedulingAttempt(Protocol[T]):  # type: ignore[misc]
@@ -242,7 +263,7 @@ class AdmissionQueues(Generic[T]):
                 waiter.restart(reason)
                 return await result, int((time.monotonic() - started) * 1000)
         except BaseException as error:
-            if _placed(result):  # placed just as its caller gave up
+            if result.done() and not result.cancelled() and result.exception() is None:  # placed as its caller gave up
                 self._tasks.spawn(self._abandon(result.result()), f"abandon-{model}")
             if not isinstance(error, TimeoutError):
                 raise
@@ -290,12 +311,15 @@ class AdmissionQueues(Generic[T]):
             while queue.waiters:
                 queue.changed.clear()
                 reason = queue.reason
-                contended = await self._announce(model, _announced(queue.waiters[0])) > 0
+                first = queue.waiters[0]
+                order = first.order._replace(waited_ms=int((_now() - first.since) * 1000))
+                contended = await self._announce(model, order) > 0
                 await self._round(model, queue)
                 if queue.reason is not reason:
                     _log(model, queue)
                 if queue.waiters:
-                    await _wait_at_most(queue.changed.wait(), CONTENDED_POLL_S if contended else POLL_S)
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(queue.changed.wait(), CONTENDED_POLL_S if contended else POLL_S)
         finally:
             del self._queues[model]
             for waiter in queue.waiters:  # only when this router stops
@@ -374,18 +398,3 @@ def _fail(waiter: _Waiter[T], error: Exception) -> None:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _announced(waiter: _Waiter[Any]) -> QueueOrder:
-    return waiter.order._replace(waited_ms=int((_now() - waiter.since) * 1000))
-
-
-def _placed(result: asyncio.Future[T]) -> bool:
-    return result.done() and not result.cancelled() and result.exception() is None
-
-
-async def _wait_at_most(event: Awaitable[object], timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event, timeout_s)
-    except TimeoutError:
-        return

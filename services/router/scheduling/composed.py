@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import unavailable
-from services.router.kv_index.index import NO_OVERLAP
 from services.router.metrics import Metrics
-from services.router.reservations.cost import NO_LOAD, Offer
 from services.router.scheduling.policies.composition import Composition, Ranking
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest
 from services.router.scheduling.policies.isolated.process import PolicyFailed
-from services.router.scheduling.policies.offers import in_groups
 from services.router.scheduling.policies.registry import ComposedPolicies
 from services.router.scheduling.preselect import LoadSnapshot
 from services.router.scheduling.requests import SchedulingRequest
-from services.router.workers.worker import Worker, WorkerRank
+from services.router.state.kv_index.index import NO_OVERLAP
+from services.router.state.reservations.cost import NO_LOAD, Offer
+from services.router.state.workers.worker import Worker, WorkerRank
 
 log = logging.getLogger(__name__)
 
@@ -29,16 +28,14 @@ class RankedOffers:
     """Offers in the order of a composed policy.
 
     Attributes:
-        preferred: offers of the picker's groups, with costs by which the store prefers earlier groups.
-        others: offers of the other candidates that passed the filters, tried when `preferred` are busy.
-        scores: score of each candidate that passed the filters.
-        groups: number of the group of each preferred candidate; 0 is the first.
+        offers: those that passed the filters; each has the number of its group, and those in no group the next number.
+        groups: how many groups the picker made.
+        scores: of each offer.
     """
 
-    preferred: list[Offer]
-    others: list[Offer]
+    offers: list[Offer]
+    groups: int
     scores: Mapping[WorkerRank, float]
-    groups: Mapping[WorkerRank, int]
 
 
 class ComposedRanker:
@@ -70,7 +67,18 @@ class ComposedRanker:
             SluiceError: UNAVAILABLE if the filters keep no candidate (`workers_excluded`), or if a policy with
                 `on_failure: reject` failed (`policy_failed`).
         """
-        facts = _request(request, part)
+        query, blocks = request.query, request.blocks
+        facts = PolicyRequest(
+            model=query.model,
+            part=part,
+            prompt_tokens=blocks.tokens,
+            prompt_blocks=blocks.count,
+            output_blocks=request.demand.output_blocks,
+            lora=query.prompt.lora,
+            priority=query.priority,
+            session_id=query.session_id,
+            headers=query.headers,
+        )
         candidates = _candidates(request, workers, offers, snapshot)
         try:
             ranking = await self._policies.rank(composition, facts, candidates)
@@ -93,21 +101,6 @@ class ComposedRanker:
         return _ranked(ranking, offers)
 
 
-def _request(request: SchedulingRequest, part: str) -> PolicyRequest:
-    query, blocks = request.query, request.blocks
-    return PolicyRequest(
-        query.model,
-        part,
-        blocks.tokens,
-        blocks.count,
-        request.demand.output_blocks,
-        query.prompt.lora,
-        query.priority,
-        query.session_id,
-        query.headers,
-    )
-
-
 def _candidates(
     request: SchedulingRequest, workers: Sequence[Worker], offers: Sequence[Offer], snapshot: LoadSnapshot
 ) -> list[Candidate]:
@@ -120,38 +113,36 @@ def _candidates(
         slot, worker = offer.slot, by_id[offer.slot.worker_id]
         overlap = request.overlaps.get(slot, NO_OVERLAP)
         prefill, decode = booked.get(slot, (0.0, 0.0))
-        requests = loads.get(slot, NO_LOAD).requests + snapshot.added_requests(slot)
         found.append(
             Candidate(
-                slot.worker_id,
-                slot.rank,
-                worker.address,
-                worker.role.name.lower(),
-                worker.capabilities,
-                worker.adapters,
-                worker.total_blocks,
-                request.view.index.blocks(slot),
-                overlap.device,
-                overlap.host,
-                overlap.disk,
-                overlap.predicted,
-                prefill,
-                decode,
-                requests,
-                scale * max(prefill + offer.uncached, 0.0) + decode + offer.added,
-                slot == request.pinned,
-                dict(worker.labels),
+                worker_id=slot.worker_id,
+                rank=slot.rank,
+                address=worker.address,
+                role=worker.role.name.lower(),
+                capabilities=worker.capabilities,
+                adapters=worker.adapters,
+                total_blocks=worker.total_blocks,
+                cached_blocks=request.view.index.blocks(slot),
+                device_blocks=overlap.device,
+                host_blocks=overlap.host,
+                disk_blocks=overlap.disk,
+                predicted_blocks=overlap.predicted,
+                prefill_blocks=prefill,
+                decode_blocks=decode,
+                requests=loads.get(slot, NO_LOAD).requests + snapshot.added_requests(slot),
+                cost=scale * max(prefill + offer.uncached, 0.0) + decode + offer.added,
+                in_session=slot == request.pinned,
+                labels=dict(worker.labels),
             )
         )
     return found
 
 
 def _ranked(ranking: Ranking, offers: Sequence[Offer]) -> RankedOffers:
-    groups = {offers[at].slot: number for number, group in enumerate(ranking.groups) for at in group}
-    kept = [offers[at] for at in ranking.kept]
+    groups = {at: number for number, group in enumerate(ranking.groups) for at in group}
+    others = len(ranking.groups)
     return RankedOffers(
-        in_groups(kept, groups),
-        [offer for offer in kept if offer.slot not in groups],
+        [offers[at]._replace(group=groups.get(at, others)) for at in ranking.kept],
+        others,
         {offers[at].slot: score for at, score in zip(ranking.kept, ranking.scores, strict=True)},
-        groups,
     )

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.common.media.spans import items_within
-from services.router.reservations.ids import unscoped
 from services.router.scheduling.queries import Query, RouteResult
-from services.router.workers.worker import Role, WorkerRank
+from services.router.state.reservations.ids import unscoped
+from services.router.state.workers.worker import Role, WorkerRank
 
 
 @dataclass(slots=True)

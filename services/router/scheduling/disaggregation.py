@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
-from services.router.kv_index.index import NO_OVERLAP, Overlap
 from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.workers.registry import Registry
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 LOCAL_PREFILL = "local_prefill"  # capability of decode workers that can prefill
 FEW_UNCACHED = "few_uncached_tokens"
@@ -131,8 +131,13 @@ class DisaggPlanner:
         if decode and rules.wait_for_prefill and rules.enforce:
             raise _no_prefill(decode[0].model)
         if standalone or allowed is None:
+            if not standalone and decode:
+                raise _no_prefill(decode[0].model)
             if not standalone:
-                raise _no_prefill(eligible[0].model) if decode else _prefill_only(eligible)
+                raise unavailable(
+                    f"Model {eligible[0].model!r} has only prefill workers at the moment; start a decode worker.",
+                    code="no_workers",
+                )
             return EligibleWorkers(standalone)
         return EligibleWorkers(eligible)
 
@@ -194,10 +199,4 @@ def _no_prefill(model: str) -> SluiceError:
     return unavailable(
         f"Model {model!r} has decode workers but no prefill worker at the moment; retry later.",
         code="no_prefill_workers",
-    )
-
-
-def _prefill_only(workers: Sequence[Worker]) -> SluiceError:
-    return unavailable(
-        f"Model {workers[0].model!r} has only prefill workers at the moment; start a decode worker.", code="no_workers"
     )

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from services.router.metrics import Metrics
-from services.router.reservations.cost import MILLI
-from services.router.reservations.ids import by_model, prefill_halves, request_of
 from services.router.scheduling.decisions import Decisions, Outcome
 from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.scheduling.queries import check_tokens
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.sync.synchronizer import IndexSynchronizer
+from services.router.state.reservations.cost import MILLI
+from services.router.state.reservations.ids import by_model, prefill_halves, request_of
+from services.router.state.sync.replica import Replica
 
 
 class RequestLifecycle:
@@ -22,18 +20,11 @@ class RequestLifecycle:
             requests can be retried.
     """
 
-    def __init__(
-        self,
-        reservations: ReservationManager,
-        synchronizer: IndexSynchronizer,
-        decisions: Decisions,
-        metrics: Metrics,
-        on_ended: Callable[[str, int], None],
-    ) -> None:
-        self._reservations = reservations
-        self._synchronizer = synchronizer
+    def __init__(self, replica: Replica, decisions: Decisions, on_ended: Callable[[str, int], None]) -> None:
+        self._reservations = replica.reservations
+        self._synchronizer = replica.synchronizer
+        self._metrics = replica.metrics
         self._decisions = decisions
-        self._metrics = metrics
         self._on_ended = on_ended
 
     async def mark_prefill_complete(self, reservations: Sequence[str]) -> int:
@@ -83,8 +74,18 @@ class RequestLifecycle:
             if decision is not None and outcome.cached_tokens is not None:
                 predicted, best = decision.predicted_cached_tokens, decision.best_cached_tokens
                 self._metrics.delivered(decision.model, predicted, best, outcome.cached_tokens)
-        self._end_predictions(reservations, outcomes)
-        self._free_local(outcomes)
+        never_ran = {each.reservation_id for each in outcomes if each.cached_tokens is None and not each.output_tokens}
+        ended = [each.reservation_id for each in outcomes]
+        for reservation in {*reservations, *ended}:
+            model, request_id = request_of(reservation)
+            if (view := self._synchronizer.find(model)) is not None:
+                view.predictions.end_request(request_id, ran=reservation not in never_ran)
+        for groups in (
+            prefill_halves(ended),
+            by_model(ended),
+        ):  # which other replicas lack
+            for model, ids in groups.items():
+                self._reservations.free_local(model, ids)
         await self._free_prefill_halves(reservations)
         unknown = 0
         for model, ids in by_model(reservations).items():
@@ -93,20 +94,6 @@ class RequestLifecycle:
             if known:
                 self._on_ended(model, len(ids))
         return unknown
-
-    def _end_predictions(self, reservations: Sequence[str], outcomes: Sequence[Outcome]) -> None:
-        never_ran = {each.reservation_id for each in outcomes if each.cached_tokens is None and not each.output_tokens}
-        for reservation in {*reservations, *(each.reservation_id for each in outcomes)}:
-            model, request_id = request_of(reservation)
-            if (view := self._synchronizer.find(model)) is not None:
-                view.predictions.end_request(request_id, ran=reservation not in never_ran)
-
-    def _free_local(self, outcomes: Sequence[Outcome]) -> None:
-        """Frees reservations that exist only in this replica; the replica that was called to free them lacks them."""
-        ended = [each.reservation_id for each in outcomes]
-        for groups in (prefill_halves(ended), by_model(ended)):
-            for model, ids in groups.items():
-                self._reservations.free_local(model, ids)
 
     async def _free_prefill_halves(self, reservations: Sequence[str]) -> None:
         """Frees the prefill halves of pairs; they may have been freed before."""

@@ -11,9 +11,9 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from services.router.kv_index.index import Overlap
-from services.router.sync.model_state import ModelState
-from services.router.workers.worker import WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.sync.model_state import ModelState
+from services.router.state.workers.worker import WorkerRank
 
 MAX_WAIT_S = 1.0
 """Seconds, as the store's timeout, that a prompt waits for others with its new prefix; then it no longer waits."""

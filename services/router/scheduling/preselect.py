@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from random import Random
 
-from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.reservations.cost import MILLI, Load, Offer
-from services.router.workers.worker import WorkerRank
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.reservations.cost import MILLI, Load, Offer
+from services.router.state.workers.worker import WorkerRank
 
 MOST = 16  # few, because each costs a candidate, an offer and a share of the reservation script
-INDEPENDENT = frozenset({"kv", "least_loaded"})  # policies whose offer of a rank does not depend on other ranks
 
 
 _NO_LOAD = (0.0, 0.0)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from services.common.errors import ErrorKind, SluiceError, invalid, quoted
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u64, unpack_u64
-from services.router.scheduling.queries import Prompt, RoutedPrompt
-from services.router.workers.worker import Worker
+from services.router.scheduling.policies.offers import Demand
+from services.router.scheduling.queries import Prompt
+from services.router.state.workers.worker import Worker
 
 NOMINAL_BLOCK = 16  # tokens per block of load for models without KV blocks
 
@@ -34,6 +35,10 @@ class Blocks:
     tokens: int
     blind: bool = False
     encoding: tuple[tuple[int, float], ...] = ()
+
+    def demand(self, output_tokens: int) -> Demand:
+        """Returns the blocks that a request with this prompt and output needs."""
+        return Demand(self.count, -(-output_tokens // self.size), self.encoding)
 
 
 def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
@@ -64,11 +69,16 @@ def in_blocks(prompt: Prompt, workers: Sequence[Worker]) -> Blocks:
     return Blocks(hashes, size, -(-tokens // size), tokens, blind, encoding)
 
 
-def routed(prompt: Prompt, blocks: Blocks) -> RoutedPrompt:
+def routed(prompt: Prompt, blocks: Blocks) -> Prompt:
     """Returns the token ids and block hashes of a prompt in the form that a query returns."""
     if not blocks.hashes:
-        return RoutedPrompt(prompt.token_ids)
-    return RoutedPrompt(prompt.token_ids, pack_u64(blocks.hashes), HASH_SCHEME, blocks.size)
+        return Prompt(token_ids=prompt.token_ids)
+    return Prompt(
+        token_ids=prompt.token_ids,
+        block_hashes=pack_u64(blocks.hashes),
+        hash_scheme=HASH_SCHEME,
+        block_size=blocks.size,
+    )
 
 
 def _given(prompt: Prompt, card: Worker | None) -> array[int]:
@@ -92,27 +102,17 @@ def _given(prompt: Prompt, card: Worker | None) -> array[int]:
     return unpack_u64(prompt.block_hashes, "prompt.block_hashes")
 
 
-class Bodies(Protocol):
-    """Tokenizes OpenAI bodies."""
-
-    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool = True) -> Prompt:
-        """Returns the prompt as block hashes if the model's workers have blocks, and as token ids.
-
-        Args:
-            ids: whether the token ids are needed although there are hashes.
-        """
-        ...
+Tokenize: TypeAlias = Callable[[str, Prompt, Sequence[Worker], bool], Awaitable[Prompt]]
+"""Tokenizes the OpenAI body of a prompt for the workers of a model; returns the prompt as block hashes, if the workers
+have blocks, and as token ids if the last argument is true or there are no hashes."""
 
 
-class NoBodies:
-    """Rejects OpenAI bodies; used without a preprocess service."""
-
-    async def tokenized(self, model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool = True) -> Prompt:
-        """Raises SluiceError (FAILED_PRECONDITION)."""
-        raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION,
-            "This router has no preprocess service to tokenize openai_body; set --preprocess, or send token_ids or "
-            "block_hashes.",
-            param="prompt.openai_body",
-            code="no_preprocess",
-        )
+async def no_preprocess(model: str, prompt: Prompt, workers: Sequence[Worker], ids: bool) -> Prompt:
+    """Raises SluiceError (FAILED_PRECONDITION): OpenAI bodies are rejected without a preprocess service."""
+    raise SluiceError(
+        ErrorKind.FAILED_PRECONDITION,
+        "This router has no preprocess service to tokenize openai_body; set --preprocess, or send token_ids or "
+        "block_hashes.",
+        param="prompt.openai_body",
+        code="no_preprocess",
+    )

@@ -10,10 +10,10 @@ from typing import Any
 from services.common.errors import check_name, invalid
 from services.common.media.spans import MediaSpan
 from services.common.observability.receipts import reason_of
-from services.router.kv_index.index import Overlap
-from services.router.reservations.cost import CostModel, Load
 from services.router.scheduling.request_bodies import AnyBody
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.reservations.cost import CostModel, Load
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 MAX_TOKENS = 1 << 24
 """Tokens of a prompt or output that a query names; more are refused with INVALID_ARGUMENT."""
@@ -113,23 +113,6 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedPrompt:
-    """A prompt as it was routed.
-
-    Attributes:
-        token_ids: packed u32; empty if only hashes or the length were given.
-        block_hashes: packed u64 hashes of the full blocks.
-        hash_scheme: empty without hashes.
-        block_size: tokens per block; 0 without hashes.
-    """
-
-    token_ids: bytes = b""
-    block_hashes: bytes = b""
-    hash_scheme: str = ""
-    block_size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class PrefixPeer:
     """A rank that holds more of a prompt than the worker that computes it."""
 
@@ -147,7 +130,7 @@ class RouteResult:
         overlap: with the worker that runs the prompt.
         repeated: the request had a reservation before.
         seconds: duration of the decision.
-        prompt: set if the query requests it.
+        prompt: with the block hashes by which it was routed, if the query requests it.
         fallbacks: further workers for the part that generates the output, cheapest first.
         peer: set if another rank holds at least one block more of the prompt than the worker that runs it.
         half: part of the request for which `worker` was selected, if only one half was asked for.
@@ -175,7 +158,7 @@ class RouteResult:
     repeated: bool = False
     seconds: float = 0.0
     stages: Mapping[str, float] = field(default_factory=dict)
-    prompt: RoutedPrompt | None = None
+    prompt: Prompt | None = None
     fallbacks: Sequence[Worker] = ()
     peer: PrefixPeer | None = None
     half: Role | None = None

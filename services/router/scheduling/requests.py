@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from services.router.kv_index.index import Overlap
-from services.router.scheduling.policies.offers import Demand
+from services.router.scheduling.policies.offers import Demand, MakeOffer
 from services.router.scheduling.prompts import Blocks
 from services.router.scheduling.queries import Query
-from services.router.sync.model_state import ModelState
-from services.router.workers.worker import Role, WorkerRank
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.reservations.cost import Offer
+from services.router.state.sync.model_state import ModelState
+from services.router.state.workers.worker import Role, WorkerRank
 
 
 class Part(Enum):
@@ -33,6 +34,7 @@ class SchedulingRequest:
 
     Attributes:
         place: False: succeed only if the request has a reservation.
+        demand: blocks that the request needs.
         pinned: rank of the session's last request.
     """
 
@@ -40,11 +42,20 @@ class SchedulingRequest:
     view: ModelState
     blocks: Blocks
     overlaps: Mapping[WorkerRank, Overlap]
+    demand: Demand
     place: bool = True
     pinned: WorkerRank | None = None
 
-    @property
-    def demand(self) -> Demand:
-        """Blocks that the request needs."""
-        blocks = self.blocks
-        return Demand(blocks.count, -(-self.query.expected_output_tokens // blocks.size), blocks.encoding)
+    def offers(self, slots: Sequence[WorkerRank], make: MakeOffer, part: Part) -> list[Offer]:
+        """Returns the offers of ranks for one part: computation for prefill workers, KV blocks for decode workers."""
+        held, overlaps, demand, cost = self.view.index.blocks, self.overlaps, self.demand, self.query.cost
+        return of_part([make(slot, overlaps.get(slot, NO_OVERLAP), held(slot), demand, cost) for slot in slots], part)
+
+
+def of_part(offers: list[Offer], part: Part) -> list[Offer]:
+    """Restricts offers to the load of one part."""
+    if part is Part.PREFILL:
+        return [offer._replace(added=0.0, book_decode=0) for offer in offers]
+    if part is Part.DECODE:
+        return [offer._replace(uncached=0.0, book_prefill=0) for offer in offers]
+    return offers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.router.scheduling.queries import RouteResult
-from services.router.workers.worker import Role, Worker
+from services.router.state.workers.worker import Role, Worker
 
 DESTINATION = "x-gateway-destination-endpoint"
 ROUTING_MODE = "x-dynamo-routing-mode"

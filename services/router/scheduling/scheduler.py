@@ -6,20 +6,19 @@ import time
 from collections.abc import Sequence
 
 from services.common.errors import invalid
-from services.router.reservations.cost import NO_LOAD, Load
-from services.router.reservations.ids import reservation_id
-from services.router.reservations.table import AllBusy
 from services.router.scheduling.disaggregation import DisaggPlanner, EligibleWorkers
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
-from services.router.scheduling.prompts import Blocks, in_blocks, routed
-from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RoutedPrompt, RouteResult, Score
+from services.router.scheduling.prompts import in_blocks, routed
+from services.router.scheduling.queries import PrefixPeer, Prompt, Query, RouteResult, Score
 from services.router.scheduling.requests import Part, SchedulingRequest, part_of
 from services.router.scheduling.selection import Selection, Selector
-from services.router.store.base import Store
-from services.router.store.session_affinity import SessionAffinity
-from services.router.sync.model_state import ModelState
-from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.reservations.cost import NO_LOAD
+from services.router.state.reservations.ids import reservation_id
+from services.router.state.reservations.table import AllBusy
+from services.router.state.store.session_affinity import SessionAffinity
+from services.router.state.sync.model_state import ModelState
+from services.router.state.sync.replica import Replica
+from services.router.state.workers.worker import Role, Worker
 
 BLIND = "no_block_hashes"
 PAIR_BUSY = "pair_busy"
@@ -30,16 +29,9 @@ class Scheduler:
     """Makes decisions; waits only for the store, stages of policies in their process, and, briefly, for decisions about
     the same new prefix."""
 
-    def __init__(
-        self,
-        store: Store,
-        synchronizer: IndexSynchronizer,
-        selector: Selector,
-        sessions: SessionAffinity,
-        disagg: DisaggPlanner,
-    ) -> None:
-        self._store = store
-        self._synchronizer = synchronizer
+    def __init__(self, replica: Replica, selector: Selector, sessions: SessionAffinity, disagg: DisaggPlanner) -> None:
+        self._embedded = replica.store.embedded
+        self._synchronizer = replica.synchronizer
         self._selector = selector
         self._sessions = sessions
         self._disagg = disagg
@@ -67,7 +59,8 @@ class Scheduler:
         async with self._single_flight.matched(view, blocks.hashes, wait=bool(query.request_id)) as overlaps:
             stopwatch.lap("match")
             eligible = self._disagg.plan(query, workers, blocks, overlaps)
-            request = SchedulingRequest(query, view, blocks, overlaps, place, pinned)
+            demand = blocks.demand(query.expected_output_tokens)
+            request = SchedulingRequest(query, view, blocks, overlaps, demand, place, pinned)
             decode, prefill, skipped = await self._select(request, eligible)
             runs_prompt = prefill or decode
             computes = query.role is not Role.DECODE
@@ -76,15 +69,22 @@ class Scheduler:
             stopwatch.lap("choose")
         if query.session_id and query.role is not Role.PREFILL:
             await self._sessions.remember(query.model, query.session_id, decode.slot, query.session_ttl_ms)
-        scores = self._scores(request, booked, decode, prefill)
+        parts = ((decode, prefill) if prefill else (decode,)) if query.explain else ()
+        scores = [score for each in parts for score in self._selector.scores(request, each, booked)]
         return self._route(request, decode, prefill, skipped, scores, stopwatch)
 
     async def _select(
         self, request: SchedulingRequest, eligible: EligibleWorkers
     ) -> tuple[Selection, Selection | None, str]:
         """Returns the decode or standalone worker, the prefill worker if any, and why prefill workers were skipped."""
-        if request.query.role is not None:
-            return await self._select_half(request, request.query.role, eligible.standalone), None, ""
+        if (role := request.query.role) is not None:
+            half = await self._selector.select(request, part_of(role), eligible.standalone)
+            if half.choice.repeated and half.worker not in eligible.standalone:
+                raise invalid(
+                    "This request_id has a reservation for another role; use a request_id of its own for each half.",
+                    param="request_id",
+                )
+            return half, None, ""
         if not eligible.prefill:
             return await self._selector.select(request, Part.STANDALONE, eligible.standalone), None, eligible.skipped
         try:
@@ -101,15 +101,6 @@ class Scheduler:
                 raise
             return await self._selector.select(request, Part.STANDALONE, eligible.standalone), None, PAIR_BUSY
 
-    async def _select_half(self, request: SchedulingRequest, role: Role, workers: Sequence[Worker]) -> Selection:
-        selection = await self._selector.select(request, part_of(role), workers)
-        if selection.choice.repeated and selection.worker not in workers:
-            raise invalid(
-                "This request_id has a reservation for another role; use a request_id of its own for each half.",
-                param="request_id",
-            )
-        return selection
-
     def _route(
         self,
         request: SchedulingRequest,
@@ -124,17 +115,18 @@ class Scheduler:
         policy = self._selector.policy_of(query)
         blind = BLIND if blocks.blind and policy == "kv" else ""
         booked = bool(decode.choice.expires_unix_ms)
+        wanted = query.return_token_ids or query.return_hashes
         return RouteResult(
-            decode.worker,
-            decode.slot.rank,
-            runs_prompt.overlap,
-            runs_prompt.best_blocks,
-            max(blocks.tokens - runs_prompt.overlap.device * blocks.size, 0),
-            0 if self._store.embedded else request.view.age_ms,
-            reservation_id(query.model, query.request_id, prefill is not None) if booked else "",
-            decode.choice.expires_unix_ms,
-            decode.degraded or runs_prompt.degraded or blind,
-            scores,
+            worker=decode.worker,
+            rank=decode.slot.rank,
+            overlap=runs_prompt.overlap,
+            best_overlap_blocks=runs_prompt.best_blocks,
+            tokens_to_compute=max(blocks.tokens - runs_prompt.overlap.device * blocks.size, 0),
+            index_age_ms=0 if self._embedded else request.view.age_ms,
+            reservation_id=reservation_id(query.model, query.request_id, prefill is not None) if booked else "",
+            expires_unix_ms=decode.choice.expires_unix_ms,
+            degraded=decode.degraded or runs_prompt.degraded or blind,
+            scores=scores,
             prefill_worker=prefill.worker if prefill else None,
             prefill_rank=prefill.slot.rank if prefill else 0,
             prefill_skipped=skipped,
@@ -146,7 +138,7 @@ class Scheduler:
             repeated=decode.choice.repeated,
             seconds=stopwatch.seconds,
             stages=stopwatch.laps,
-            prompt=_prompt(query, blocks),
+            prompt=routed(query.prompt if query.return_token_ids else NO_PROMPT, blocks) if wanted else None,
             fallbacks=self._selector.fallbacks(request, decode) if query.fallbacks else (),
             peer=self._peer(request, decode, prefill),
             half=query.role if query.role is not Role.AGGREGATED else None,
@@ -166,22 +158,6 @@ class Scheduler:
             return None
         _, slot, worker = min(peers, key=lambda peer: peer[:2])
         return PrefixPeer(worker, slot.rank, most)
-
-    def _scores(
-        self, request: SchedulingRequest, booked: dict[WorkerRank, Load], decode: Selection, prefill: Selection | None
-    ) -> list[Score]:
-        """Returns the scores of decode candidates, then of prefill candidates."""
-        if not request.query.explain:
-            return []
-        found = self._selector.scores(request, decode, booked)
-        return found + self._selector.scores(request, prefill, booked) if prefill else found
-
-
-def _prompt(query: Query, blocks: Blocks) -> RoutedPrompt | None:
-    """Returns what the query requests of its prompt."""
-    if query.return_token_ids:
-        return routed(query.prompt, blocks)
-    return routed(NO_PROMPT, blocks) if query.return_hashes else None
 
 
 class Stopwatch:

@@ -5,38 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import lt
 from random import Random
 
 from services.common.errors import unavailable
-from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.metrics import Metrics
-from services.router.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
-from services.router.reservations.ids import prefill_id
-from services.router.reservations.table import NO_DEADLINE, AllBusy, Owner, QueueOrder, ReservationParams, ReservedRank
-from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker, RankedOffers
-from services.router.scheduling.policies.built_in import OfferPolicy, direct, kv, least_loaded
+from services.router.scheduling.composed import POLICY_FAILED, ComposedRanker
+from services.router.scheduling.policies.built_in import BuiltInPolicy
 from services.router.scheduling.policies.composition import Composition
-from services.router.scheduling.policies.offers import RankCandidate, shortlist
+from services.router.scheduling.policies.offers import cache_aware, load_only, shortlist
 from services.router.scheduling.policies.registry import ComposedPolicies, PolicyRegistry
-from services.router.scheduling.preselect import INDEPENDENT, MOST, LoadSnapshot, distinct_overlaps, preselect
+from services.router.scheduling.preselect import MOST, LoadSnapshot, distinct_overlaps, preselect
 from services.router.scheduling.prompts import NOMINAL_BLOCK
 from services.router.scheduling.queries import Query, Score
-from services.router.scheduling.requests import Part, SchedulingRequest, part_of
-from services.router.store.base import Store
-from services.router.sync.load_reconciler import Reported, Reports
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.scheduling.requests import Part, SchedulingRequest, of_part, part_of
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.reservations.cost import MILLI, NO_LOAD, Limits, Load, Offer
+from services.router.state.reservations.ids import prefill_id
+from services.router.state.reservations.table import (
+    NO_DEADLINE,
+    AllBusy,
+    Owner,
+    QueueOrder,
+    ReservationParams,
+    ReservedRank,
+)
+from services.router.state.sync.load_reconciler import Reported
+from services.router.state.sync.replica import Replica
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 IDLE = Reported()
 CLOSED = Limits(0, 0, 0)  # every load reaches these limits, so the rank accepts no requests
-
-MAX_SCALE = 1024.0
-"""Scale of prefill loads beside a composed policy, whose order no load may outweigh; a larger one counts as this."""
-
 ATTEMPTS = 2  # the request may have a reservation on a worker that was removed since
+_NO_SLOT = WorkerRank("", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Selection:
 
     Attributes:
         best_blocks: the largest overlap of any candidate.
-        ranked: set if a composed policy ordered the candidates.
+        degraded: why less was known than usual, or the local table was used; empty: neither.
+        offers: among which it was chosen, without those that a composed policy filtered out.
+        scores: of the offers, if a composed policy ordered them.
     """
 
     worker: Worker
@@ -54,22 +56,15 @@ class Selection:
     best_blocks: int
     degraded: str
     offers: list[Offer]
-    ranked: RankedOffers | None = None
+    scores: Mapping[WorkerRank, float] | None = None
 
     @property
     def slot(self) -> WorkerRank:
         return self.choice.slot
 
     def by_preference(self, loads: Mapping[WorkerRank, Load], scale: float) -> list[Offer]:
-        """Returns the offers, most preferred first; those that a composed policy filtered out are omitted."""
-        if self.ranked is None:
-            return sorted(self.offers, key=lambda offer: offer.cost(loads.get(offer.slot, NO_LOAD), scale))
-        groups, scores = self.ranked.groups, self.ranked.scores
-        offers = [offer for offer in self.offers if offer.slot in scores]
-        return sorted(
-            offers,
-            key=lambda offer: (groups.get(offer.slot, len(offers)), offer.cost(loads.get(offer.slot, NO_LOAD), scale)),
-        )
+        """Returns the offers, most preferred first."""
+        return sorted(self.offers, key=lambda offer: (offer.group, offer.cost(loads.get(offer.slot, NO_LOAD), scale)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +80,16 @@ class SelectorConfig:
 class Selector:
     """Chooses ranks among workers and reserves load on them."""
 
-    def __init__(
-        self,
-        store: Store,
-        reservations: ReservationManager,
-        registry: Registry,
-        reports: Reports,
-        config: SelectorConfig,
-        random: Random,
-        metrics: Metrics,
-        composed: ComposedPolicies,
-    ) -> None:
-        self._store = store
-        self._reservations = reservations
-        self._registry = registry
-        self._reports = reports
+    def __init__(self, replica: Replica, config: SelectorConfig, random: Random, composed: ComposedPolicies) -> None:
+        self._store = replica.store
+        self._reservations = replica.reservations
+        self._registry = replica.registry
+        self._reports = replica.reports
         self._config = config
         self._random = random
         self._policies = PolicyRegistry(random, [*composed.file.compositions])
         self._composed = composed
-        self._ranker = ComposedRanker(composed, metrics)
+        self._ranker = ComposedRanker(composed, replica.metrics)
         self._load_snapshots: dict[str, LoadSnapshot] = {}
         self._slots: tuple[Sequence[Worker], list[WorkerRank]] = ((), [])
 
@@ -120,33 +105,37 @@ class Selector:
             SluiceError: INVALID_ARGUMENT for an unknown policy, UNAVAILABLE if the chosen worker was removed.
         """
         name = self.policy_of(request.query)
-        composition = self._composed.find(name)
-        if composition is not None and request.place:
-            return await self._select_composed(composition, request, part, workers)
-        if composition is not None:
-            name = "kv"  # finds the request's reservation, if any, whatever the order
-        return await self._select_built_in(name, request, part, workers)
+        if (composition := self._composed.find(name)) is None:
+            return await self._select_built_in(name, request, part, workers)
+        if not request.place:  # finds the request's reservation, if any, whatever the order
+            return await self._select_built_in("kv", request, part, workers)
+        if (selection := await self._select_composed(composition, request, part, workers)) is not None:
+            return selection
+        selection = await self._select_built_in("kv", request, part, workers)
+        return replace(selection, degraded=selection.degraded or POLICY_FAILED)
 
     async def _select_composed(
         self, composition: Composition, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
-    ) -> Selection:
-        given, request = request, _ordered(request)
-        slots = self._slots_of(workers)
-        policy = kv if composition.cost == "kv" else least_loaded
-        offers = _of_part(policy(_candidates(request, slots), request.demand, request.query.cost), part)
-        snapshot = self._load_snapshot(request)
+    ) -> Selection | None:
+        """Chooses by a composed policy; returns None if that failed and is to be ignored."""
+        request = replace(request, query=replace(request.query, cost=replace(request.query.cost, temperature=0.0)))
+        slots, limits, snapshot = self._slots_of(workers), self._limits(request, workers), self._load_snapshot(request)
+        offers = request.offers(slots, cache_aware if composition.cost == "kv" else load_only, part)
         ranked = await self._ranker.rank(composition, request, part.value, workers, offers, snapshot)
         if ranked is None:
-            selection = await self._select_built_in("kv", given, part, workers)
-            return replace(selection, degraded=selection.degraded or POLICY_FAILED)
-        limits = self._limits(request, workers)
-        rounds = partial(self._composed_rounds, request, ranked, limits)
-        worker, choice, degraded = await self._reserve(request, part, rounds)
-        if choice.expires_unix_ms and not choice.repeated:
-            snapshot.add(offer for offer in offers if offer.slot == choice.slot)
-        overlap = request.overlaps.get(choice.slot, NO_OVERLAP)
-        best = max(each.blocks for each in distinct_overlaps(slots, request.overlaps))
-        return Selection(worker, choice, overlap, best, degraded, offers, ranked)
+            return None
+
+        def rounds() -> Iterator[list[Offer]]:
+            """Yields offers in turn: those in groups, then, if these are busy, the others."""
+            some = self._shortlist(
+                request, [each for each in _limited(ranked.offers, limits) if each.group < ranked.groups]
+            )
+            yield some
+            if limits:
+                yield from self._others(request, ranked.offers, {offer.slot for offer in some}, limits)
+
+        overlaps = distinct_overlaps(slots, request.overlaps)
+        return await self._reserve(request, part, rounds, ranked.offers, overlaps, snapshot, ranked.scores)
 
     async def _select_built_in(
         self, name: str, request: SchedulingRequest, part: Part, workers: Sequence[Worker]
@@ -155,46 +144,60 @@ class Selector:
         policy = self._policies.get(name, request.query.model, part.value)
         limits = self._limits(request, workers)
         overlaps = distinct_overlaps(slots, request.overlaps)
-        some = slots
-        if (
-            name in INDEPENDENT
-            and len(slots) > MOST
-            and not request.query.explain
-            and not request.query.cost.temperature
-        ):
-            some = self._preselect(request, part, policy, slots, overlaps, limits)
-        offers = _of_part(policy(_candidates(request, some), request.demand, request.query.cost), part)
-        rounds = partial(self._rounds, request, part, slots, offers, limits)
-        worker, choice, degraded = await self._reserve(request, part, rounds)
-        if some is not slots and choice.expires_unix_ms and not choice.repeated:
-            self._load_snapshot(request).add(offer for offer in offers if offer.slot == choice.slot)
-        overlap = request.overlaps.get(choice.slot, NO_OVERLAP)
-        best = max(each.blocks for each in overlaps)
-        return Selection(worker, choice, overlap, best, degraded, offers)
+        offered, snapshot = policy.offered(slots), None
+        if len(offered) > MOST and not request.query.explain and not request.query.cost.temperature:
+            snapshot = self._load_snapshot(request)
+            offered = self._preselect(request, part, policy, slots, overlaps, limits, snapshot)
+        offers = request.offers(offered, policy.make_offer, part)
+
+        def rounds() -> Iterator[list[Offer]]:
+            """Yields offers in turn: the session's rank, those of the policy, then, if these are busy, all others."""
+            if request.pinned is not None and request.pinned in slots and part is not Part.PREFILL:
+                yield _limited(request.offers([request.pinned], load_only, part), limits)
+            some = self._shortlist(request, _limited(offers, limits))
+            yield some
+            if limits and request.place:
+                rest = request.offers(slots, load_only, part)
+                yield from self._others(request, rest, {offer.slot for offer in some}, limits)
+
+        return await self._reserve(request, part, rounds, offers, overlaps, snapshot)
 
     async def _reserve(
-        self, request: SchedulingRequest, part: Part, rounds: Callable[[], Iterator[list[Offer]]]
-    ) -> tuple[Worker, ReservedRank, str]:
+        self,
+        request: SchedulingRequest,
+        part: Part,
+        rounds: Callable[[], Iterator[list[Offer]]],
+        offers: list[Offer],
+        overlaps: set[Overlap],
+        snapshot: LoadSnapshot | None,
+        scores: Mapping[WorkerRank, float] | None = None,
+    ) -> Selection:
         """Reserves one of the offers of the first round that has one below its limits.
 
-        Returns:
-            The worker, its rank, and the reason why the local table was used (empty: it was not).
+        Args:
+            offers: of which the selection is one.
+            overlaps: of all candidates.
+            snapshot: to which a new reservation is added.
         """
-        terms = self._terms(request, part)
+        params = self._params(request, part)
         for _ in range(ATTEMPTS):
-            choice, degraded = await self._book(request, rounds(), terms)
+            choice, degraded = await self._book(request, rounds(), params)
             worker = self._registry.get(request.query.model, choice.slot.worker_id)
             if worker is not None:
-                return worker, choice, degraded
+                if snapshot is not None and choice.expires_unix_ms and not choice.repeated:
+                    snapshot.add(offer for offer in offers if offer.slot == choice.slot)
+                overlap = request.overlaps.get(choice.slot, NO_OVERLAP)
+                best = max(each.blocks for each in overlaps)
+                return Selection(worker, choice, overlap, best, degraded, offers, scores)
             await self._reservations.free(request.query.model, [_request_id(request, part)])
         raise unavailable(f"The worker chosen for model {request.query.model!r} was removed; retry.", code="no_workers")
 
     async def place(self, request: SchedulingRequest, slot: WorkerRank, role: Role) -> ReservedRank:
         """Reserves load on a rank chosen by the caller, busy or not, for the part that its role runs."""
         part = part_of(role)
-        offers = _of_part(direct(_candidates(request, [slot]), request.demand, request.query.cost), part)
-        terms = replace(self._terms(request, part), request_id=request.query.request_id)
-        choice, _ = await self._reservations.select(request.query.model, offers, terms, request.view.loads)
+        offers = request.offers([slot], cache_aware, part)
+        params = replace(self._params(request, part), request_id=request.query.request_id)
+        choice, _ = await self._reservations.select(request.query.model, offers, params, request.view.loads)
         return choice
 
     async def give_back(self, request: SchedulingRequest, part: Part, selection: Selection) -> None:
@@ -209,7 +212,7 @@ class Selector:
         found, scale = [], request.query.cost.prefill_load_scale
         for offer in selection.by_preference(booked, scale):
             load = booked.get(offer.slot, NO_LOAD)
-            score = selection.ranked.scores[offer.slot] if selection.ranked else None
+            score = selection.scores[offer.slot] if selection.scores else None
             overlap = request.overlaps.get(offer.slot, NO_OVERLAP)
             found.append(Score(offer.slot, offer.cost(load, scale), overlap, load, score))
         return found
@@ -226,42 +229,14 @@ class Selector:
         return list(found.values())[1:]
 
     async def _book(
-        self, request: SchedulingRequest, rounds: Iterator[list[Offer]], terms: ReservationParams
+        self, request: SchedulingRequest, rounds: Iterator[list[Offer]], params: ReservationParams
     ) -> tuple[ReservedRank, str]:
         for some in rounds:
             try:
-                return await self._reservations.select(request.query.model, some, terms, request.view.loads)
+                return await self._reservations.select(request.query.model, some, params, request.view.loads)
             except AllBusy:
                 continue
         raise AllBusy
-
-    def _rounds(
-        self,
-        request: SchedulingRequest,
-        part: Part,
-        slots: Sequence[WorkerRank],
-        offers: list[Offer],
-        limits: Mapping[WorkerRank, Limits],
-    ) -> Iterator[list[Offer]]:
-        """Yields offers in turn: the rank of the session, those of the policy, then, if these are busy, all others."""
-        if request.pinned is not None and request.pinned in slots and part is not Part.PREFILL:
-            only = least_loaded(_candidates(request, [request.pinned]), request.demand, request.query.cost)
-            yield _limited(_of_part(only, part), limits)
-        some = self._shortlist(request, _limited(offers, limits))
-        yield some
-        if not limits or not request.place:
-            return
-        rest = _of_part(least_loaded(_candidates(request, slots), request.demand, request.query.cost), part)
-        yield from self._others(request, rest, {offer.slot for offer in some}, limits)
-
-    def _composed_rounds(
-        self, request: SchedulingRequest, ranked: RankedOffers, limits: Mapping[WorkerRank, Limits]
-    ) -> Iterator[list[Offer]]:
-        """Yields offers in turn: the preferred ones in the order of the policy, then others that it may use."""
-        some = self._shortlist(request, _limited(ranked.preferred, limits))
-        yield some
-        if limits:
-            yield from self._others(request, [*ranked.preferred, *ranked.others], {each.slot for each in some}, limits)
 
     def _others(
         self,
@@ -291,24 +266,24 @@ class Selector:
         self,
         request: SchedulingRequest,
         part: Part,
-        policy: OfferPolicy,
+        policy: BuiltInPolicy,
         slots: Sequence[WorkerRank],
         overlaps: set[Overlap],
         limits: Mapping[WorkerRank, Limits],
+        snapshot: LoadSnapshot,
     ) -> list[WorkerRank]:
         """Returns the ranks to consider as candidates."""
-        query, loads = request.query, request.view.loads
+        cost, loads = request.query.cost, request.view.loads
         if limits:
             below = [
                 slot for slot in slots if slot not in limits or all(map(lt, loads.get(slot, NO_LOAD), limits[slot]))
             ]
             slots = below or slots
-        offers = policy(
-            [RankCandidate(WorkerRank("", 0), overlap, 0) for overlap in overlaps], request.demand, query.cost
+        offers = [policy.make_offer(_NO_SLOT, overlap, 0, request.demand, cost) for overlap in overlaps]
+        samples = dict(zip(overlaps, of_part(offers, part), strict=True))
+        return preselect(
+            slots, request.overlaps, samples, snapshot.booked(loads), cost.prefill_load_scale, self._random
         )
-        samples = dict(zip(overlaps, _of_part(offers, part), strict=True))
-        booked = self._load_snapshot(request).booked(loads)
-        return preselect(slots, request.overlaps, samples, booked, query.cost.prefill_load_scale, self._random)
 
     def _shortlist(self, request: SchedulingRequest, offers: list[Offer]) -> list[Offer]:
         most = self._store.shortlist
@@ -324,51 +299,29 @@ class Selector:
         if not thresholds:
             return {}
         reported = self._reports.by_rank(request.view) if thresholds.kv_share else {}
-        limits = {
+        return {
             slot: thresholds.limits(worker, reported.get(slot, IDLE).used_blocks)
             for worker in workers
             for slot in worker.slots
         }
-        return {slot: limit for slot, limit in limits.items() if limit is not None}
 
-    def _terms(self, request: SchedulingRequest, part: Part) -> ReservationParams:
+    def _params(self, request: SchedulingRequest, part: Part) -> ReservationParams:
         query = request.query
         return ReservationParams(
-            _request_id(request, part),
-            query.ttl_ms or self._config.ttl_ms,
-            query.cost.prefill_load_scale,
-            query.cost.temperature,
-            query.candidates,
-            0 if part is Part.PREFILL else request.demand.output_blocks * MILLI,
-            Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
-            QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE, query.waited_ms),
+            request_id=_request_id(request, part),
+            ttl_ms=query.ttl_ms or self._config.ttl_ms,
+            prefill_load_scale=query.cost.prefill_load_scale,
+            temperature=query.cost.temperature,
+            allowed=query.candidates,
+            output=0 if part is Part.PREFILL else request.demand.output_blocks * MILLI,
+            owner=Owner(query.owner, self._config.owner_lease_ms) if query.owner else None,
+            order=QueueOrder(query.priority, query.deadline_unix_ms or NO_DEADLINE, query.waited_ms),
         )
-
-
-def _candidates(request: SchedulingRequest, slots: Sequence[WorkerRank]) -> list[RankCandidate]:
-    held, overlaps = request.view.index.blocks, request.overlaps
-    return [RankCandidate(slot, overlaps.get(slot, NO_OVERLAP), held(slot)) for slot in slots]
-
-
-def _ordered(request: SchedulingRequest) -> SchedulingRequest:
-    """Returns the request with costs that cannot outweigh the order of a composed policy."""
-    cost = request.query.cost
-    cost = replace(cost, prefill_load_scale=min(cost.prefill_load_scale, MAX_SCALE), temperature=0.0)
-    return replace(request, query=replace(request.query, cost=cost))
 
 
 def _request_id(request: SchedulingRequest, part: Part) -> str:
     request_id, pair = request.query.request_id, request.query.role is None
     return prefill_id(request_id) if request_id and pair and part is Part.PREFILL else request_id
-
-
-def _of_part(offers: list[Offer], part: Part) -> list[Offer]:
-    """Restricts offers to the load of one part: computation for prefill workers, KV blocks for decode workers."""
-    if part is Part.PREFILL:
-        return [offer._replace(added=0.0, book_decode=0) for offer in offers]
-    if part is Part.DECODE:
-        return [offer._replace(uncached=0.0, book_prefill=0) for offer in offers]
-    return offers
 
 
 def _limited(offers: list[Offer], limits: Mapping[WorkerRank, Limits]) -> list[Offer]:
@@ -392,10 +345,8 @@ class Thresholds:
     def __bool__(self) -> bool:
         return bool(self.kv_share or self.prefill_tokens or self.requests)
 
-    def limits(self, worker: Worker, used_blocks: int) -> Limits | None:
-        """Returns the reserved loads at which a rank accepts no more requests; None without thresholds."""
-        if not self:
-            return None
+    def limits(self, worker: Worker, used_blocks: int) -> Limits:
+        """Returns the reserved loads at which a rank accepts no more requests."""
         most_blocks = self.kv_share * worker.total_blocks or math.inf
         if used_blocks >= most_blocks:
             return CLOSED

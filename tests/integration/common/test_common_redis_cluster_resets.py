@@ -19,9 +19,9 @@ from services.common.redis.failures import FAILURES, closed_is_lost
 from services.common.redis.scripts import Script, ScriptRunner
 from services.common.redis.servers import RedisServers
 from services.common.redis.target import parse
-from services.router.store.base import StoreUnavailable
-from services.router.store.redis import RedisStore
-from services.router.store.redis_client import RedisClient
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.store.redis import RedisStore
+from services.router.state.store.redis_client import RedisClient
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import SLOTS, ask, wait_for
 

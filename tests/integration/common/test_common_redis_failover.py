@@ -10,9 +10,9 @@ import pytest
 
 from services.common.redis.scripts import Script, ScriptRunner
 from services.common.redis.target import parse
-from services.router.store.base import StoreUnavailable
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import Role, Worker
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import Role, Worker
 from tests.support.servers.redis_name import RedisName
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import ask

@@ -38,8 +38,8 @@ from services.gateway.apis.batches.store import Limits
 from services.gateway.apis.responses.redis_store import RedisStore as RedisResponses
 from services.gateway.apis.responses.store import StoreLimits
 from services.gateway.workers.redis_fleet_store import RedisFleetStore
-from services.router.store.base import StoreUnavailable
-from services.router.store.redis import RedisStore
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.store.redis import RedisStore
 from tests.support.servers.router_cluster import until
 from tests.support.servers.scripted_redis import HANG_UP, SILENCE, ScriptedRedis, encoded
 

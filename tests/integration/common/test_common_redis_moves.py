@@ -21,11 +21,11 @@ from services.gateway.apis.batches.store import Limits
 from services.gateway.apis.responses.redis_store import RedisStore as RedisResponses
 from services.gateway.apis.responses.store import StoredResponse, StoreLimits
 from services.gateway.workers.redis_fleet_store import RedisFleetStore
-from services.router.reservations.cost import Offer
-from services.router.reservations.table import ReservationParams
-from services.router.store.base import StoreUnavailable
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.reservations.cost import Offer
+from services.router.state.reservations.table import ReservationParams
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.servers.moving_redis import TOPOLOGIES, MovingCluster, MovingRedis
 from tests.support.servers.router_cluster import until
 

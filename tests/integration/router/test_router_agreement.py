@@ -11,9 +11,9 @@ import pytest
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 from sluice.v1 import router_pb2
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import router_children

@@ -10,9 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from services.common.packing import pack_u64
-from services.router.reservations.cost import CostModel
 from services.router.scheduling.queries import Prompt, Query, RouteResult
-from services.router.store.redis import RedisStore
+from services.router.state.reservations.cost import CostModel
+from services.router.state.store.redis import RedisStore
 from tests.support.oracles.replication import MODEL, Engine, Replica
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_cluster import until

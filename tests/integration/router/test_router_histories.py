@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from services.router.kv_index.events import CacheOperation, Tier
-from services.router.store.redis import RedisStore
+from services.router.state.kv_index.events import CacheOperation, Tier
+from services.router.state.store.redis import RedisStore
 from tests.support.oracles.replication import MODEL, Content, Engine, Replica, stored_content
 from tests.support.servers.redis_server import RedisServer
 

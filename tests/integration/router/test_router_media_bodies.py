@@ -17,7 +17,7 @@ from services.common.packing import pack_u64
 from services.common.rpc.media import span_messages
 from services.common.rpc.server import GrpcServer
 from services.preprocess.settings import PreprocessSettings
-from services.router.preprocess_client import PreprocessBodies
+from services.router.rpc.preprocess import PreprocessBodies
 from services.router.scheduling.queries import Prompt
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc, router_pb2
 from tests.support.clients.callers import query, refused
@@ -111,5 +111,5 @@ async def test_timeouts_count_against_preprocess_only_without_images(content: An
 
     bodies._replicas.call = call  # type: ignore[method-assign, assignment]
     text = json.dumps({"messages": [{"role": "user", "content": content}]})
-    await bodies.tokenized("m", Prompt(openai_body=text.encode()), [])
+    await bodies.tokenized("m", Prompt(openai_body=text.encode()), [], True)
     assert calls == [waits]

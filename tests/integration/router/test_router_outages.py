@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from services.common.packing import pack_u64
-from services.router.kv_index.events import Snapshot
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import Role, Worker
+from services.router.state.kv_index.events import Snapshot
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import Role, Worker
 from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer

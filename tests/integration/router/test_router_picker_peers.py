@@ -15,7 +15,7 @@ from services.router.picker import bootstrap
 from services.router.picker.server import PickerLimits
 from services.router.router import Router
 from services.router.scheduling.queries import Query
-from services.router.workers.worker import WorkerRank
+from services.router.state.workers.worker import WorkerRank
 from sluice.v1 import ext_proc_pb2 as ext_proc
 from sluice.v1 import router_pb2
 from tests.support.clients.ext_proc import FULL_DUPLEX, Exchange, header_map, subset_metadata

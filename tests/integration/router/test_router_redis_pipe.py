@@ -10,8 +10,8 @@ from redis.asyncio import Redis
 
 from services.common.redis.servers import RedisServers
 from services.common.redis.target import parse
-from services.router.store.base import StoreUnavailable
-from services.router.store.redis_client import RedisClient
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.store.redis_client import RedisClient
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_cluster import until
 

@@ -11,12 +11,12 @@ import trustme
 from services.common.net.ports import free_port
 from services.common.packing import pack_u64, unpack_u64
 from services.common.redis.target import Credentials
-from services.router.kv_index.events import BlockOp, BlocksChanged, CacheOperation, EventBatch, Tier
-from services.router.reservations.cost import Load, Offer
-from services.router.reservations.table import ReservationParams
-from services.router.store.base import Lease, StoreUnavailable
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.events import BlockOp, BlocksChanged, CacheOperation, EventBatch, Tier
+from services.router.state.reservations.cost import Load, Offer
+from services.router.state.reservations.table import ReservationParams
+from services.router.state.store.base import Lease, StoreUnavailable
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import RedisCluster, RedisSentinels, ask
 from tests.support.servers.router_cluster import until

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, Tier, encode_ops
-from services.router.store import redis as redis_store
-from services.router.store.base import StoredModel
-from services.router.store.redis import RedisStore
-from services.router.sync import synchronizer as keeper
+from services.router.state.kv_index.events import BlockOp, CacheOperation, Tier, encode_ops
+from services.router.state.store import redis as redis_store
+from services.router.state.store.base import StoredModel
+from services.router.state.store.redis import RedisStore
+from services.router.state.sync import synchronizer as keeper
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import ask
 from tests.support.servers.routing import Cluster, worker
@@ -165,7 +165,7 @@ async def test_a_model_whose_reading_fails_is_read_again_after_a_while(
 
 
 async def test_a_report_that_cannot_be_read_is_no_report(redis: Redis, caplog: pytest.LogCaptureFixture) -> None:
-    from services.router.messages.workers import read_report, worker_info
+    from services.router.rpc.workers import read_report, worker_info
 
     garbled = b"\xff\xff" + redis.prefix.encode()
     assert read_report(garbled) == []

@@ -13,10 +13,10 @@ import pytest
 
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
-from services.router.reservations.cost import Limits, Offer
-from services.router.reservations.table import AllBusy, QueueOrder, ReservationParams
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import WorkerRank
+from services.router.state.reservations.cost import Limits, Offer
+from services.router.state.reservations.table import AllBusy, QueueOrder, ReservationParams
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import WorkerRank
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import RouterChild

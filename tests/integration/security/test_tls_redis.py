@@ -11,8 +11,8 @@ import pytest
 
 from services.common.redis.connect import RenewingConnection, open_pool, open_probe
 from services.common.redis.target import Credentials, parse
-from services.router.store.base import StoreUnavailable
-from services.router.store.redis import RedisStore
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.store.redis import RedisStore
 from tests.support.data.authority import Authority
 from tests.support.servers.mutual_redis import MutualRedis
 from tests.support.servers.redis_topologies import RedisSentinels

@@ -7,12 +7,12 @@ from random import Random
 
 from services.common.errors import SluiceError
 from services.common.packing import pack_u64, unpack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.registration.stream import WorkerStream
 from services.router.registration.stream_messages import LoadReport, Replies, SnapshotChunk, WorkerMessage
 from services.router.router import Router, RouterConfig
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.servers.redis_server import RedisServer
 
 MODEL = "m"

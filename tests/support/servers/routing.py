@@ -9,15 +9,15 @@ from typing import Any
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
 from services.router.registration.stream import WorkerStream
 from services.router.registration.stream_messages import LoadReport
-from services.router.reservations.cost import CostModel, Load
 from services.router.router import Router, RouterConfig
 from services.router.scheduling.queries import Prompt, Query, RouteResult
-from services.router.store.base import Store
-from services.router.store.memory import MemoryStore
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
+from services.router.state.reservations.cost import CostModel, Load
+from services.router.state.store.base import Store
+from services.router.state.store.memory import MemoryStore
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 BLOCK = 8
 COST = CostModel()

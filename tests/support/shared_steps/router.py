@@ -10,12 +10,12 @@ from unittest import mock
 from services.common.errors import SluiceError, internal
 from services.common.tasks import TaskOwner
 from services.common.types import Role
-from services.router.messages.workers import changes_of, worker_infos
 from services.router.registration.manager import WorkerManager
+from services.router.rpc.workers import changes_of, worker_infos
 from services.router.scheduling.admission_queue import AdmissionQueues, WaitTerms, no_workers
-from services.router.sync.synchronizer import IndexSynchronizer
-from services.router.workers.registry import UpdateKind, WorkerUpdate
-from services.router.workers.worker import Worker
+from services.router.state.sync.synchronizer import IndexSynchronizer
+from services.router.state.workers.registry import UpdateKind, WorkerUpdate
+from services.router.state.workers.worker import Worker
 from sluice.v1 import router_pb2
 from tests.support.shared_steps.rigs import ROWS, Fault, Outcome, rig
 

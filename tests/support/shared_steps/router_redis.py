@@ -9,7 +9,7 @@ from services.common.errors import SluiceError
 from services.common.redis.connect import Address
 from services.common.redis.servers import RedisServers
 from services.common.redis.target import parse
-from services.router.store.redis_client import RedisClient
+from services.router.state.store.redis_client import RedisClient
 from tests.support.shared_steps.rigs import ROWS, Fault, Outcome, rig
 
 

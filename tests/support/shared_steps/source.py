@@ -13,7 +13,7 @@ SIGNS = {
     "services.common.rpc.session",
     "services.common.rpc.multiplexed_call",
     "services.gateway.clients.link",
-    "services.router.store.redis_pipe",
+    "services.router.state.store.redis_pipe",
 }
 """Imports by which a module is found to be one where rows meet."""
 
@@ -35,11 +35,11 @@ MEETING_PLACES = {
     "services/postprocess/streams/output_batch.py",
     "services/postprocess/streams/session.py",
     "services/postprocess/wire.py",
-    "services/router/messages/workers.py",
+    "services/router/rpc/workers.py",
     "services/router/registration/manager.py",
-    "services/router/store/redis_pipe.py",
-    "services/router/sync/synchronizer.py",
-    "services/router/workers/registry.py",
+    "services/router/state/store/redis_pipe.py",
+    "services/router/state/sync/synchronizer.py",
+    "services/router/state/workers/registry.py",
     "services/worker/serving/wire.py",
 }
 """Further modules where rows meet; a module that lists itself here needs no sign."""

@@ -48,7 +48,7 @@ DIRECT = {
     "services/preprocess/tokenizers/placeholders.py": _FILE,
     "services/router/registration/name_pins.py": "a record in the store that a router wrote",
     "services/router/scheduling/policies/isolated/wire.py": _OWN,
-    "services/router/workers/worker.py": "a record in the store that a router wrote",
+    "services/router/state/workers/worker.py": "a record in the store that a router wrote",
     "services/worker/engines/mock/guided.py": _GRAMMAR,
     "services/worker/engines/mock/timing.py": _FILE,
     "services/worker/engines/openai/body.py": _GRAMMAR,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.router.kv_index.index import Overlap
 from services.router.scheduling import prefix_single_flight
 from services.router.scheduling.prefix_single_flight import PrefixSingleFlight
-from services.router.workers.worker import WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.workers.worker import WorkerRank
 
 HASHES = (1, 2, 3, 4, 5)
 STEP_S = 0.15

@@ -2,68 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import TypeAlias
 
 from services.common.errors import invalid
-from services.router.reservations.cost import CostModel, Offer
-from services.router.scheduling.policies.contract import Picker, PolicyRequest
-from services.router.scheduling.policies.offers import Demand, MakeOffer, RankCandidate, cache_aware, load_only
+from services.router.scheduling.policies.contract import Picker, PolicyRequest, T
+from services.router.scheduling.policies.offers import MakeOffer, cache_aware, load_only
 from services.router.scheduling.policies.pickers import PowerOfTwoPicker, RandomPicker, RoundRobinPicker
-
-OfferPolicy: TypeAlias = Callable[[Sequence[RankCandidate], Demand, CostModel], list[Offer]]
-"""Returns the offers among which the store chooses the cheapest."""
+from services.router.state.workers.worker import WorkerRank
 
 _ANY = PolicyRequest("")
 
 
-def kv(candidates: Sequence[RankCandidate], demand: Demand, model: CostModel) -> list[Offer]:
-    """Prefers the rank with the lowest cost by load and overlap."""
-    return [cache_aware(candidate, demand, model) for candidate in candidates]
+@dataclass(frozen=True, slots=True)
+class BuiltInPolicy:
+    """A policy whose cheapest offer the store reserves.
+
+    Attributes:
+        make_offer: returns the offer of a rank; it does not depend on other ranks.
+        picker: picks the ranks to offer, without scores; None: all are offered.
+    """
+
+    make_offer: MakeOffer
+    picker: Picker | None = None
+
+    def offered(self, slots: Sequence[WorkerRank]) -> Sequence[WorkerRank]:
+        """Returns the ranks to offer."""
+        return slots if self.picker is None else self.picker.pick(_ANY, slots, [0.0] * len(slots))[0]
 
 
-def least_loaded(candidates: Sequence[RankCandidate], demand: Demand, model: CostModel) -> list[Offer]:
-    """Prefers the rank with the least reserved load."""
-    return [load_only(candidate, demand, model) for candidate in candidates]
+class OnlyPicker(Picker):
+    """Picks the only candidate; raises SluiceError (INVALID_ARGUMENT) unless there is exactly one."""
 
-
-def direct(candidates: Sequence[RankCandidate], demand: Demand, model: CostModel) -> list[Offer]:
-    """Uses the only candidate; raises SluiceError (INVALID_ARGUMENT) unless there is exactly one."""
-    if len(candidates) != 1:
+    def pick(self, request: PolicyRequest, candidates: Sequence[T], scores: Sequence[float]) -> Sequence[Sequence[T]]:
+        """Returns the only candidate."""
+        if len(candidates) == 1:
+            return [candidates]
         raise invalid(
             f"Policy direct requires exactly one candidate, but {len(candidates)} remain; send the id of one worker.",
             param="candidates",
         )
-    return [cache_aware(candidates[0], demand, model)]
 
 
-class PickedOnly:
-    """Offers only the candidates that a picker prefers, without scores.
-
-    Args:
-        make_offer: returns the offer of a candidate.
-    """
-
-    def __init__(self, picker: Picker, make_offer: MakeOffer) -> None:
-        self._picker = picker
-        self._make_offer = make_offer
-
-    def __call__(self, candidates: Sequence[RankCandidate], demand: Demand, model: CostModel) -> list[Offer]:
-        """Returns the offers of the preferred candidates."""
-        first = self._picker.pick(_ANY, candidates, [0.0] * len(candidates))[0]
-        return [self._make_offer(candidate, demand, model) for candidate in first]
-
-
-def all_policies(random: Random) -> dict[str, OfferPolicy]:
+def all_policies(random: Random) -> dict[str, BuiltInPolicy]:
     """Returns new instances of all built-in policies by name."""
     return {
-        "kv": kv,
-        "round_robin": PickedOnly(RoundRobinPicker(), cache_aware),
-        "random": PickedOnly(RandomPicker(random), cache_aware),
-        "least_loaded": least_loaded,
-        "power_of_two": PickedOnly(PowerOfTwoPicker(random), load_only),
-        "direct": direct,
+        "kv": BuiltInPolicy(cache_aware),
+        "round_robin": BuiltInPolicy(cache_aware, RoundRobinPicker()),
+        "random": BuiltInPolicy(cache_aware, RandomPicker(random)),
+        "least_loaded": BuiltInPolicy(load_only),
+        "power_of_two": BuiltInPolicy(load_only, PowerOfTwoPicker(random)),
+        "direct": BuiltInPolicy(cache_aware, OnlyPicker()),
     }
 
 

@@ -10,6 +10,9 @@ from typing import Any
 from services.router.scheduling.policies.contract import Candidate, Filter, PolicyRequest, Scorer
 from services.router.scheduling.policies.stages import BadParameters, is_built_in, make_stage
 
+MAX_PIPELINES = 4096
+"""Pipelines of policies, models and parts that are kept; with one more, all of them start anew."""
+
 
 class StageFailed(Exception):
     """A stage raised, or returned something that its contract does not allow."""
@@ -136,6 +139,30 @@ class StagePipeline:
             for at, score in enumerate(_checked_scores(name, scores, len(candidates))):
                 totals[at] += weight * score / weights
         return [min(total, 1.0) for total in totals]
+
+
+class StagePipelines:
+    """A pipeline of each policy for each model and part, because pickers may have state.
+
+    Raises:
+        ValueError: a stage cannot be made.
+    """
+
+    def __init__(self, compositions: Sequence[Composition]) -> None:
+        self._compositions = {composition.name: composition for composition in compositions}
+        for composition in compositions:
+            StagePipeline(composition)
+        self._made: dict[tuple[str, str, str], StagePipeline] = {}
+
+    def rank(self, policy: str, request: PolicyRequest, candidates: Sequence[Candidate]) -> Ranking:
+        """Returns the ranking of a policy; raises StageFailed."""
+        key = (policy, request.model, request.part)
+        pipeline = self._made.get(key)
+        if pipeline is None:
+            if len(self._made) >= MAX_PIPELINES:
+                self._made.clear()
+            pipeline = self._made[key] = StagePipeline(self._compositions[policy])
+        return pipeline.rank(request, candidates)
 
 
 def _run(name: str, stage: Any, *arguments: Any) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from services.common.errors import invalid, quoted
-from services.router.scheduling.policies.built_in import OfferPolicy, all_policies
-from services.router.scheduling.policies.composition import Composition, Ranking, StageFailed, StagePipeline
+from services.router.scheduling.policies.built_in import BuiltInPolicy, all_policies
+from services.router.scheduling.policies.composition import Composition, Ranking, StageFailed, StagePipelines
 from services.router.scheduling.policies.config import NO_POLICIES, PolicyFile
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest
 from services.router.scheduling.policies.isolated.process import PolicyFailed, PolicyProcess
@@ -35,18 +35,17 @@ class ComposedPolicies:
         on_death: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         self.file = file
-        self._pipelines: dict[tuple[str, str, str], StagePipeline] = {}
-        foreign = [each for each in file.compositions.values() if not each.built_in]
+        self._own = [composition for composition in file.compositions.values() if composition.built_in]
+        self._pipelines: StagePipelines | None = None
+        foreign = [composition for composition in file.compositions.values() if not composition.built_in]
         self.process = PolicyProcess(foreign, timeout_s, memory_mb, on_death) if foreign else None
 
     async def start(self) -> None:
         """Makes every stage; raises SluiceError (INVALID_ARGUMENT) for one that cannot be made."""
-        for composition in self.file.compositions.values():
-            if composition.built_in:
-                try:
-                    StagePipeline(composition)
-                except ValueError as error:
-                    raise invalid(f"{error}.", param="policies") from None
+        try:
+            self._pipelines = StagePipelines(self._own)
+        except ValueError as error:
+            raise invalid(f"{error}.", param="policies") from None
         if self.process is not None:
             await self.process.start()
 
@@ -63,12 +62,10 @@ class ComposedPolicies:
         """Returns the ranking of at least one candidate; raises PolicyFailed."""
         if not composition.built_in and self.process is not None:
             return await self.process.rank(composition.name, request, candidates)
-        key = (composition.name, request.model, request.part)
-        pipeline = self._pipelines.get(key)
-        if pipeline is None:
-            pipeline = self._pipelines[key] = StagePipeline(composition)
+        if self._pipelines is None:
+            self._pipelines = StagePipelines(self._own)
         try:
-            return pipeline.rank(request, candidates)
+            return self._pipelines.rank(composition.name, request, candidates)
         except StageFailed as error:
             raise PolicyFailed("raised", f"Policy {composition.name}: {error}") from error
 
@@ -83,9 +80,9 @@ class PolicyRegistry:
     def __init__(self, random: Random, names: Sequence[str] = ()) -> None:
         self._random = random
         self._names = names
-        self._sets: dict[tuple[str, str], dict[str, OfferPolicy]] = {}
+        self._sets: dict[tuple[str, str], dict[str, BuiltInPolicy]] = {}
 
-    def get(self, name: str, model: str, part: str) -> OfferPolicy:
+    def get(self, name: str, model: str, part: str) -> BuiltInPolicy:
         """Returns a policy; raises SluiceError (INVALID_ARGUMENT) for an unknown name.
 
         Args:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.router.reservations.cost import PREFILL_LOAD_SCALE
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest, Scorer
 from services.router.scheduling.policies.parameters import number
+from services.router.state.reservations.cost import PREFILL_LOAD_SCALE
 
 
 def lowest_best(values: Sequence[float]) -> list[float]:

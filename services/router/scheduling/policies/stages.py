@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from services.common.packages.extensions import POLICIES, find_extension, installed_names
@@ -70,7 +70,8 @@ def make_stage(kind: str, name: str, parameters: Mapping[str, Any]) -> Stage:
     try:
         inspect.signature(stage).bind(**parameters)
     except TypeError as error:
-        known = ", ".join(_parameters(stage)) or "none"
+        found = inspect.signature(stage).parameters.values()
+        known = ", ".join(each.name for each in found if each.kind is not inspect.Parameter.POSITIONAL_ONLY) or "none"
         raise BadParameters(f"{error}; the parameters of {name} are: {known}") from None
     try:
         return stage(**parameters)
@@ -78,11 +79,6 @@ def make_stage(kind: str, name: str, parameters: Mapping[str, Any]) -> Stage:
         raise BadParameters(str(error)) from None
     except Exception as error:
         raise BadParameters(f"constructing {name} raised {type(error).__name__}: {error}") from None
-
-
-def _parameters(stage: type[Stage]) -> list[str]:
-    found = inspect.signature(stage).parameters.values()
-    return [each.name for each in found if each.kind is not inspect.Parameter.POSITIONAL_ONLY]
 
 
 def find_stage(name: str, *kinds: str) -> type[Stage]:
@@ -94,9 +90,16 @@ def find_stage(name: str, *kinds: str) -> type[Stage]:
     Raises:
         ValueError: the name is unknown, or the stage cannot be loaded.
     """
+    module, colon, attribute = name.partition(":")
     found: Any
     try:
-        found = _find(name, kinds)
+        if extension := find_extension(POLICIES, name):
+            found = extension.load()
+        elif colon:
+            found = getattr(importlib.import_module(module), attribute)
+        else:
+            names = ", ".join(stage_names(*kinds))
+            raise ValueError(f"unknown {' or '.join(kinds)} {name!r}; use one of {names}, or package.module:Class")
     except ValueError:
         raise
     except Exception as error:
@@ -109,13 +112,3 @@ def find_stage(name: str, *kinds: str) -> type[Stage]:
         missing = ", ".join(sorted(vars(found)["__abstractmethods__"]))
         raise ValueError(f"{name}: it lacks the method {missing}")
     return found
-
-
-def _find(name: str, kinds: Sequence[str]) -> Any:
-    if extension := find_extension(POLICIES, name):
-        return extension.load()
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        names = ", ".join(stage_names(*kinds))
-        raise ValueError(f"unknown {' or '.join(kinds)} {name!r}; use one of {names}, or package.module:Class")
-    return getattr(importlib.import_module(module), attribute)

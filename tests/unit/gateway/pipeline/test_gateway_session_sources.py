@@ -12,7 +12,7 @@ from services.gateway.admission.permit import Permit
 from services.gateway.context import NO_CONTEXT, RequestContext
 from services.gateway.pipeline import session_affinity as sessions
 from services.gateway.settings import GatewaySettings
-from services.router.store.session_affinity import MAX_ID_LENGTH
+from services.router.state.store.session_affinity import MAX_ID_LENGTH
 from tests.support.oracles.errors import raises_error
 
 

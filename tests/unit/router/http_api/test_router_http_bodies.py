@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -62,7 +62,7 @@ def calls() -> Recorder:
 def client(calls: Recorder, size: int = MIB, memory: int = 2 * MIB) -> httpx.AsyncClient:
     pool = BudgetPool("body_bytes", memory, "")
     limits = BodyLimits(size, pool, 10.0, BodyIntake(pool))
-    app = HttpApi(calls, None, limits, lambda: True).app(HttpPolicy())
+    app = HttpApi(cast(Any, calls), None, limits, lambda: True).app(HttpPolicy())
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
 
 

@@ -11,12 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Snapshot, Tier, decode_ops, encode_ops
-from services.router.kv_index.index import BlockIndex, Overlap
-from services.router.kv_index.matching import bits_of, depths
-from services.router.kv_index.rank_cache import ApplyResult
-from services.router.kv_index.tier import RankTierBlocks, TierTable
-from services.router.workers.worker import WorkerRank
+from services.router.state.kv_index.events import (
+    BlockOp,
+    CacheOperation,
+    EventBatch,
+    Snapshot,
+    Tier,
+    decode_ops,
+    encode_ops,
+)
+from services.router.state.kv_index.index import BlockIndex, Overlap
+from services.router.state.kv_index.matching import bits_of, depths
+from services.router.state.kv_index.rank_cache import ApplyResult
+from services.router.state.kv_index.tier import RankTierBlocks, TierTable
+from services.router.state.workers.worker import WorkerRank
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)
 

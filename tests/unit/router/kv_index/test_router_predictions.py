@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
-from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.kv_index.predictions import Lifetimes, Predictions
-from services.router.reservations.cost import Load
 from services.router.router import RouterConfig
 from services.router.scheduling.decisions import Outcome
-from services.router.workers.worker import KV_EVENTS, WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.kv_index.predictions import Lifetimes, Predictions
+from services.router.state.reservations.cost import Load
+from services.router.state.workers.worker import KV_EVENTS, WorkerRank
 from tests.support.fakes.clock import Clock
 from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker
 

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.router.reservations.cost import NO_LOAD, Load, Offer
-from services.router.reservations.table import ReservationParams, ReservationTable
-from services.router.workers.worker import WorkerRank
+from services.router.state.reservations.cost import NO_LOAD, Load, Offer
+from services.router.state.reservations.table import ReservationParams, ReservationTable
+from services.router.state.workers.worker import WorkerRank
 from tests.support.fakes.clock import Clock
 
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)

@@ -11,7 +11,6 @@ import pytest
 
 from services.common.errors import SluiceError
 from services.common.tasks import TaskOwner
-from services.router.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 from services.router.scheduling import admission_queue as line_module
 from services.router.scheduling.admission_queue import (
     AdmissionQueues,
@@ -21,6 +20,7 @@ from services.router.scheduling.admission_queue import (
     no_workers,
 )
 from services.router.scheduling.service_rate import LATEST_MS, SOONEST_MS, UNKNOWN_MS, ServiceRate
+from services.router.state.reservations.table import NO_DEADLINE, AllBusy, BusyReason, QueueOrder
 from tests.support.oracles.circles import circles_of
 from tests.support.waiting import settle
 

@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.packing import pack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
-from services.router.kv_index.index import NO_OVERLAP, Overlap
-from services.router.reservations.cost import CostModel, Load, choose, cost, softmax
 from services.router.router import Router
-from services.router.scheduling.policies.built_in import kv, least_loaded
-from services.router.scheduling.policies.offers import Demand, RankCandidate
+from services.router.scheduling.policies.offers import Demand, cache_aware, load_only
 from services.router.scheduling.preselect import LoadSnapshot, preselect
 from services.router.scheduling.queries import Prompt, Query
-from services.router.store.memory import MemoryStore
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Tier
+from services.router.state.kv_index.index import NO_OVERLAP, Overlap
+from services.router.state.reservations.cost import CostModel, Load, choose, cost, softmax
+from services.router.state.store.memory import MemoryStore
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 
 
 @pytest.mark.parametrize(
@@ -75,13 +74,13 @@ def test_temperature_samples_by_the_softmax() -> None:
     ],
 )
 def test_encoding_counts_items_that_the_cached_prefix_does_not_contain(overlap: Overlap, work: float) -> None:
-    candidate, model = RankCandidate(WorkerRank("w", 0), overlap, 0), CostModel(encoder_load_scale=0.5)
+    slot, model = WorkerRank("w", 0), CostModel(encoder_load_scale=0.5)
     bare, demand = Demand(10), Demand(10, encoding=((3, 8.0), (7, 4.0)))
-    with_media, without = (kv([candidate], each, model)[0] for each in (demand, bare))
+    with_media, without = (cache_aware(slot, overlap, 0, each, model) for each in (demand, bare))
     assert with_media.uncached - without.uncached == pytest.approx(work)
     assert with_media.book_prefill - without.book_prefill == work * 1000
     assert (with_media.added, with_media.book_decode) == (without.added, without.book_decode)
-    assert least_loaded([candidate], demand, model)[0].uncached == 10 + 6
+    assert load_only(slot, overlap, 0, demand, model).uncached == 10 + 6
 
 
 BLOCK = 16
@@ -94,13 +93,11 @@ def test_no_rank_left_out_is_cheaper_than_one_taken(ranks: list[tuple[int, int]]
     overlaps = {slot: Overlap(depth) for slot, (depth, _) in zip(slots, ranks, strict=True) if depth}
     booked = {slot: (load / 2, float(load)) for slot, (_, load) in zip(slots, ranks, strict=True) if load}
     demand, model = Demand(20), CostModel(prefill_load_scale=2.0)
-    samples = {
-        overlap: kv([RankCandidate(slots[0], overlap, 0)], demand, model)[0] for overlap in map(Overlap, range(10))
-    }
+    samples = {overlap: cache_aware(slots[0], overlap, 0, demand, model) for overlap in map(Overlap, range(10))}
 
     def cost(slot: WorkerRank) -> float:
         load = Load(*booked.get(slot, (0.0, 0.0)))
-        return kv([RankCandidate(slot, overlaps.get(slot, NO_OVERLAP), 0)], demand, model)[0].cost(load, 2.0)
+        return cache_aware(slot, overlaps.get(slot, NO_OVERLAP), 0, demand, model).cost(load, 2.0)
 
     taken = preselect(slots, overlaps, samples, booked, 2.0, Random(1), most)
     assert len(taken) == len(set(taken)) == min(most, len(slots))
@@ -110,7 +107,7 @@ def test_no_rank_left_out_is_cheaper_than_one_taken(ranks: list[tuple[int, int]]
 
 def test_equally_cheap_ranks_take_turns() -> None:
     slots = [WorkerRank(f"w{number}", 0) for number in range(MANY)]
-    random, samples = Random(1), {NO_OVERLAP: kv([RankCandidate(slots[0], NO_OVERLAP, 0)], Demand(1), CostModel())[0]}
+    random, samples = Random(1), {NO_OVERLAP: cache_aware(slots[0], NO_OVERLAP, 0, Demand(1), CostModel())}
     seen = {slot for _ in range(100) for slot in preselect(slots, {}, samples, {}, 1.0, random)}
     assert seen == set(slots)
 
@@ -119,7 +116,7 @@ def test_what_is_booked_here_counts_until_loads_are_read_again() -> None:
     standing, slot = LoadSnapshot(), WorkerRank("w", 0)
     loads = {slot: Load(1.0, 2.0, 1)}
     assert standing.booked(loads)[slot] == (1.0, 2.0)
-    standing.add(kv([RankCandidate(slot, Overlap(3), 0)], Demand(10), CostModel()))
+    standing.add([cache_aware(slot, Overlap(3), 0, Demand(10), CostModel())])
     assert standing.booked(loads)[slot] == (1.0 + 7, 2.0 + 7)
     assert standing.booked(dict(loads))[slot] == (1.0, 2.0)
 

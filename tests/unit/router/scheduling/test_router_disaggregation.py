@@ -10,14 +10,14 @@ import pytest
 from services.common.errors import ErrorKind
 from services.common.hashing import block_hashes
 from services.common.packing import pack_u64
-from services.router.kv_index.index import Overlap
-from services.router.messages.queries import decision_of, query_of, response_of
-from services.router.reservations.cost import CostModel, Load
 from services.router.router import RouterConfig
+from services.router.rpc.queries import decision_of, query_of, response_of
 from services.router.scheduling.disaggregation import FEW_UNCACHED, DisaggRules
 from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import Thresholds
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.reservations.cost import CostModel, Load
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 from sluice.v1 import router_pb2
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.routing import BLOCK, Cluster, prompt, tokens, worker

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from services.common.errors import ErrorKind
-from services.router.reservations.cost import Load
 from services.router.scheduling.queries import MAX_MS, MAX_NAME, MAX_TOKENS, Prompt, Query
-from services.router.workers.worker import WorkerRank
+from services.router.state.reservations.cost import Load
+from services.router.state.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.routing import COST, Cluster, prompt, worker
 

@@ -13,18 +13,18 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.hashing import block_hashes
 from services.common.observability.instruments import read
 from services.common.packing import pack_u64
-from services.router.kv_index.index import Overlap
-from services.router.reservations.cost import Load, Offer
-from services.router.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
-from services.router.reservations.table import ReservationParams, ReservedRank
 from services.router.router import Router
 from services.router.scheduling.decisions import Outcome
 from services.router.scheduling.policies.built_in import all_policies
-from services.router.scheduling.policies.offers import Demand, RankCandidate, shortlist
+from services.router.scheduling.policies.offers import Demand, shortlist
 from services.router.scheduling.policies.registry import PolicyRegistry
 from services.router.settings import PolicyName
-from services.router.store.memory import MemoryStore
-from services.router.workers.worker import KV_EVENTS, Role, WorkerRank
+from services.router.state.kv_index.index import Overlap
+from services.router.state.reservations.cost import Load, Offer
+from services.router.state.reservations.ids import prefill_halves, prefill_id, request_of, reservation_id
+from services.router.state.reservations.table import ReservationParams, ReservedRank
+from services.router.state.store.memory import MemoryStore
+from services.router.state.workers.worker import KV_EVENTS, Role, WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.repository import ROOT
 from tests.support.servers.routing import BLOCK, COST, Cluster, prompt, tokens, worker
@@ -157,26 +157,23 @@ def test_pair_id_marks_a_pair_of_the_same_request() -> None:
     assert prefill_halves([alone, pair]) == {"a+": [prefill_id("r")]}
 
 
+SLOTS = [WorkerRank(name, 0) for name in "abc"]
+
+
 def test_turns_of_models_and_parts_are_not_mixed() -> None:
     shelf = PolicyRegistry(Random(1))
     asked = [("m", "whole"), ("other", "whole"), ("m", "prefill")] * 2
-    turns = [shelf.get("round_robin", *one)(CANDIDATES, Demand(1), COST)[0].slot.worker_id for one in asked]
+    turns = [shelf.get("round_robin", *one).offered(SLOTS)[0].worker_id for one in asked]
     assert turns == ["a", "a", "a", "b", "b", "b"]
-
-
-CANDIDATES = [
-    RankCandidate(WorkerRank(name, 0), Overlap(overlap, 2), 10) for name, overlap in (("a", 0), ("b", 5), ("c", 3))
-]
 
 
 def test_offers_contain_the_remaining_prefill_and_blocks() -> None:
     policies = all_policies(Random(1))
-    kv = policies["kv"](CANDIDATES, Demand(10, 4), COST)
-    assert kv[1] == Offer(WorkerRank("b", 0), 10 - 5 - 1.5, 5, 10, 3_500, 9_000)
-    blind = policies["least_loaded"](CANDIDATES, Demand(10, 4), COST)
-    assert blind[1] == Offer(WorkerRank("b", 0), 10, 10, 0, 3_500, 9_000)
-    assert len(policies["power_of_two"](CANDIDATES, Demand(10), COST)) == 2
-    assert len(policies["power_of_two"](CANDIDATES[:1], Demand(10), COST)) == 1
+    facts = (SLOTS[1], Overlap(5, 2), 10, Demand(10, 4), COST)
+    assert policies["kv"].make_offer(*facts) == Offer(SLOTS[1], 10 - 5 - 1.5, 5, 10, 3_500, 9_000)
+    assert policies["least_loaded"].make_offer(*facts) == Offer(SLOTS[1], 10, 10, 0, 3_500, 9_000)
+    assert len(policies["power_of_two"].offered(SLOTS)) == 2
+    assert len(policies["power_of_two"].offered(SLOTS[:1])) == 1
 
 
 def test_the_shortlist_keeps_the_cheapest() -> None:

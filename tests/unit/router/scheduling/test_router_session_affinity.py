@@ -9,10 +9,10 @@ import pytest
 from services.common.errors import ErrorKind
 from services.router.router import RouterConfig
 from services.router.scheduling.selection import Thresholds
-from services.router.store.base import StoreUnavailable
-from services.router.store.memory import MemoryStore
-from services.router.store.session_affinity import LocalSessionAffinity
-from services.router.workers.worker import WorkerRank
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.store.memory import MemoryStore
+from services.router.state.store.session_affinity import LocalSessionAffinity
+from services.router.state.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.routing import Cluster, prompt, worker
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from services.common.errors import ErrorKind, SluiceError
-from services.router.reservations.cost import Limits, Load
 from services.router.router import RouterConfig
 from services.router.scheduling.queries import RouteResult
 from services.router.scheduling.selection import CLOSED, Thresholds
-from services.router.sync.load_reconciler import Reported
-from services.router.workers.worker import WorkerRank
+from services.router.state.reservations.cost import Limits, Load
+from services.router.state.sync.load_reconciler import Reported
+from services.router.state.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.router_cluster import until
 from tests.support.servers.routing import BLOCK, Cluster, prompt, worker
@@ -27,7 +27,7 @@ def read_report(report: bytes) -> Sequence[Reported]:
 
 
 def test_limits_come_from_the_card() -> None:
-    assert Thresholds().limits(worker("a"), 1000) is None
+    assert not Thresholds()
     assert Thresholds(kv_share=0.2).limits(worker("a", blocks=64), 0) == Limits(math.inf, 12.8, math.inf)
     assert Thresholds(0.2, 80, 3).limits(worker("a", blocks=100), 19) == Limits(10, 20, 3)
     assert Thresholds(0.2, 80, 3).limits(worker("a", blocks=100), 20) == CLOSED
@@ -137,7 +137,7 @@ async def test_capacity_freed_by_another_replica_is_noticed() -> None:
         await cluster.ask(prompt("A"), request_id="r0")
         waiting = asyncio.create_task(cluster.ask(prompt("A"), request_id="r1"))
         await until(lambda: cluster.router.queues.length("m") == 1)
-        assert await cluster.router._store.free("m", ["r0"]) == []
+        assert await cluster.router._replica.store.free("m", ["r0"]) == []
         assert (await asyncio.wait_for(waiting, 60)).waited_ms > 0
 
 

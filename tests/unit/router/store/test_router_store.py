@@ -15,7 +15,7 @@ import pytest
 
 from services.common.errors import ErrorKind
 from services.common.packing import pack_u64, unpack_u64
-from services.router.kv_index.events import (
+from services.router.state.kv_index.events import (
     BlockOp,
     BlocksChanged,
     BlocksReplaced,
@@ -28,14 +28,14 @@ from services.router.kv_index.events import (
     WorkerDraining,
     WorkerUp,
 )
-from services.router.kv_index.rank_cache import ApplyResult
-from services.router.reservations.cost import Limits, Load, Offer
-from services.router.reservations.table import AllBusy, Reservation, ReservationParams
-from services.router.store.base import FellBehind, Lease, Position, Store
-from services.router.store.memory import MemoryStore, unix_ms
-from services.router.store.redis import RedisStore
-from services.router.workers.claims import Claim, Hold, Taken
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.rank_cache import ApplyResult
+from services.router.state.reservations.cost import Limits, Load, Offer
+from services.router.state.reservations.table import AllBusy, Reservation, ReservationParams
+from services.router.state.store.base import FellBehind, Lease, Position, Store
+from services.router.state.store.memory import MemoryStore, unix_ms
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.claims import Claim, Hold, Taken
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import RedisCluster

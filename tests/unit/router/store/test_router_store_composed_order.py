@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.router.kv_index.index import Overlap
-from services.router.reservations.cost import CostModel, Limits
-from services.router.reservations.table import AllBusy, ReservationParams
-from services.router.scheduling.policies.offers import Demand, RankCandidate, cache_aware, in_groups
-from services.router.store.base import Store
-from services.router.store.memory import MemoryStore
-from services.router.store.redis import RedisStore
-from services.router.workers.worker import WorkerRank
+from services.router.scheduling.policies.offers import Demand, cache_aware
+from services.router.state.kv_index.index import Overlap
+from services.router.state.reservations.cost import CostModel, Limits
+from services.router.state.reservations.table import AllBusy, ReservationParams
+from services.router.state.store.base import Store
+from services.router.state.store.memory import MemoryStore
+from services.router.state.store.redis import RedisStore
+from services.router.state.workers.worker import WorkerRank
 from tests.support.servers.redis_server import RedisServer
 
 SLOTS = [WorkerRank(name, rank) for name in "abc" for rank in range(2)]
@@ -55,17 +55,16 @@ async def _reserve_all(store: Store, steps: list[tuple[list[WorkerRank], list[in
     limits = Limits(1e9, 1e9, most)
     for number, (some, order, overlap, free) in enumerate(steps):
         groups = {slot: order[at] for at, slot in enumerate(some)}
-        candidates = [RankCandidate(slot, Overlap(overlap), 0) for slot in some]
-        made = [cache_aware(candidate, Demand(4), CostModel())._replace(limits=limits) for candidate in candidates]
+        made = [cache_aware(slot, Overlap(overlap), 0, Demand(4), CostModel()) for slot in some]
+        offers = [offer._replace(limits=limits, group=groups[offer.slot]) for offer in made]
         booked = Counter(held.values())
         able = [slot for slot in some if booked[slot] < most]
         try:
-            chosen = (await store.select("m", in_groups(made, groups), ReservationParams(f"r{number}", 600_000))).slot
+            chosen = (await store.select("m", offers, ReservationParams(f"r{number}", 600_000))).slot
         except AllBusy:
             assert able == []
         else:
-            first = min(min(groups[slot], 256) for slot in able)
-            assert min(groups[chosen], 256) == first
+            assert groups[chosen] == min(groups[slot] for slot in able)
             assert booked[chosen] < most
             held[f"r{number}"] = chosen
         if free and held:

@@ -12,15 +12,15 @@ from random import Random
 import pytest
 from redis.asyncio import Redis
 
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Snapshot, Tier, WorkerUp
-from services.router.reservations.cost import Load, Offer
-from services.router.reservations.table import Owner, Reservation, ReservationParams
-from services.router.store.base import Store
-from services.router.store.memory import MemoryStore, unix_ms
-from services.router.store.redis import RedisStore
-from services.router.sync.model_state import ModelState
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Snapshot, Tier, WorkerUp
+from services.router.state.reservations.cost import Load, Offer
+from services.router.state.reservations.table import Owner, Reservation, ReservationParams
+from services.router.state.store.base import Store
+from services.router.state.store.memory import MemoryStore, unix_ms
+from services.router.state.store.redis import RedisStore
+from services.router.state.sync.model_state import ModelState
+from services.router.state.workers.registry import Registry
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.servers.redis_server import RedisServer
 
 M = "m"

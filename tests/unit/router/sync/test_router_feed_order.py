@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
-from services.router.kv_index.events import WorkerDown, WorkerUp
-from services.router.kv_index.index import BlockIndex
 from services.router.router import Router
-from services.router.store.base import StoredModel, StoreUnavailable
-from services.router.store.memory import MemoryStore
-from services.router.sync.model_state import ModelState
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker
+from services.router.state.kv_index.events import WorkerDown, WorkerUp
+from services.router.state.kv_index.index import BlockIndex
+from services.router.state.store.base import StoredModel, StoreUnavailable
+from services.router.state.store.memory import MemoryStore
+from services.router.state.sync.model_state import ModelState
+from services.router.state.workers.registry import Registry
+from services.router.state.workers.worker import Role, Worker
 from tests.support.servers.router_cluster import until
 
 MODEL = "m"

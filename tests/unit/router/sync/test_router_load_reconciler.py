@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from services.router.messages.workers import read_report
 from services.router.metrics import Metrics
-from services.router.reservations.cost import Load
-from services.router.store.memory import MemoryStore
-from services.router.sync.load_reconciler import LoadReconciler, Reported, Reports
-from services.router.sync.model_state import ModelState
-from services.router.workers.worker import WorkerRank
+from services.router.rpc.workers import read_report
+from services.router.state.reservations.cost import Load
+from services.router.state.store.memory import MemoryStore
+from services.router.state.sync.load_reconciler import LoadReconciler, Reported, Reports
+from services.router.state.sync.model_state import ModelState
+from services.router.state.workers.worker import WorkerRank
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.servers.routing import Cluster, prompt, worker
 

@@ -9,15 +9,15 @@ from random import Random
 
 import pytest
 
-from services.router.reservations.cost import Load, Offer
-from services.router.reservations.table import Reservation, ReservationParams, ReservedRank
-from services.router.store.base import StoreUnavailable
-from services.router.store.memory import MemoryStore
-from services.router.store.store_health import StoreHealth
-from services.router.sync import recent_changes
-from services.router.sync.recent_changes import RECENT_S, RecentChanges
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.workers.worker import WorkerRank
+from services.router.state.reservations.cost import Load, Offer
+from services.router.state.reservations.table import Reservation, ReservationParams, ReservedRank
+from services.router.state.store.base import StoreUnavailable
+from services.router.state.store.memory import MemoryStore
+from services.router.state.store.store_health import StoreHealth
+from services.router.state.sync import recent_changes
+from services.router.state.sync.recent_changes import RECENT_S, RecentChanges
+from services.router.state.sync.reservation_manager import ReservationManager
+from services.router.state.workers.worker import WorkerRank
 
 MODEL = "m"
 A, B = WorkerRank("a", 0), WorkerRank("b", 0)

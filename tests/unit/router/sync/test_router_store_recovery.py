@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 
 from services.common.packing import pack_u64, unpack_u64
-from services.router.kv_index.events import BlockOp, CacheOperation, EventBatch, Snapshot, Tier
-from services.router.kv_index.index import BlockIndex
 from services.router.registration.stream import WorkerStream
 from services.router.registration.stream_messages import SnapshotChunk
-from services.router.reservations.cost import Limits, Load, Offer
-from services.router.reservations.ids import prefill_id, reservation_id
-from services.router.reservations.table import AllBusy, Reservation, ReservationParams, ReservedRank
 from services.router.router import Router
 from services.router.scheduling.decisions import Outcome
-from services.router.store.base import StoredModel, StoreUnavailable
-from services.router.store.memory import MemoryStore
-from services.router.store.store_health import StoreHealth
-from services.router.sync.model_state import ModelState
-from services.router.sync.reservation_manager import ReservationManager
-from services.router.workers.registry import Registry
-from services.router.workers.worker import Role, Worker, WorkerRank
+from services.router.state.kv_index.events import BlockOp, CacheOperation, EventBatch, Snapshot, Tier
+from services.router.state.kv_index.index import BlockIndex
+from services.router.state.reservations.cost import Limits, Load, Offer
+from services.router.state.reservations.ids import prefill_id, reservation_id
+from services.router.state.reservations.table import AllBusy, Reservation, ReservationParams, ReservedRank
+from services.router.state.store.base import StoredModel, StoreUnavailable
+from services.router.state.store.memory import MemoryStore
+from services.router.state.store.store_health import StoreHealth
+from services.router.state.sync.model_state import ModelState
+from services.router.state.sync.reservation_manager import ReservationManager
+from services.router.state.workers.registry import Registry
+from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.waiting import settle
 
 MODEL = "m"
@@ -167,9 +167,9 @@ async def test_refused_request_with_a_lost_store_answer_is_not_booked(again: str
 async def test_pair_freed_by_another_replica_is_not_booked_after_recovery(settling: bool) -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
-    router._synchronizer.view(MODEL)
+    router._replica.synchronizer.view(MODEL)
     for request_id in ("r", prefill_id("r"), "other"):
-        await router._reservations.select(MODEL, [OFFER], replace(TERMS, request_id=request_id), {})
+        await router._replica.reservations.select(MODEL, [OFFER], replace(TERMS, request_id=request_id), {})
     over = Outcome(reservation_id(MODEL, "r", paired=True), 0, 5)
     if settling:
         async with store.during("book", router._recover()):
@@ -213,7 +213,7 @@ async def test_worker_lost_during_reconciliation_is_notified_too() -> None:
     store = HeldStore()
     router = Router(store, random=Random(1))
     gone, _ = await router.worker_manager.attach(worker())
-    await router._reservations.select(MODEL, [OFFER], TERMS, {})
+    await router._replica.reservations.select(MODEL, [OFFER], TERMS, {})
     async with store.during("book", router._recover()):
         router.worker_manager.detach(gone)
         await settle(50)

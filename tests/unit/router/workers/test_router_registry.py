@@ -17,8 +17,8 @@ from services.router.registration.stream_messages import (
     Inbox,
 )
 from services.router.settings import RouterSettings
-from services.router.workers.registry import Registry, UpdateKind, WorkerUpdate
-from services.router.workers.worker import Role, Worker, WorkerRank, with_adapter
+from services.router.state.workers.registry import Registry, UpdateKind, WorkerUpdate
+from services.router.state.workers.worker import Role, Worker, WorkerRank, with_adapter
 from tests.support.oracles.errors import raises_error
 
 

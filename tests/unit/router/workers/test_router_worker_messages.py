@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.common.types import Role
-from services.router.messages.workers import worker_info
-from services.router.workers.worker import Worker
+from services.router.rpc.workers import worker_info
+from services.router.state.workers.worker import Worker
 from sluice.v1 import common_pb2, router_pb2
 
 MAX_U32 = (1 << 32) - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -14,15 +14,6 @@ from services.router.scheduling.policies.contract import Candidate, PolicyReques
 
 _REQUEST = attrgetter(*(each.name for each in fields(PolicyRequest) if each.name != "headers"))
 _CANDIDATE = attrgetter(*(each.name for each in fields(Candidate)))
-
-
-@dataclass(frozen=True, slots=True)
-class RankCall:
-    """One ranking: a policy, for whose pickers model and part select the state, and what it ranks."""
-
-    policy: str
-    request: PolicyRequest
-    candidates: list[Candidate]
 
 
 def pack_compositions(compositions: Sequence[Composition]) -> bytes:
@@ -49,14 +40,11 @@ def pack_call(policy: str, request: PolicyRequest, candidates: Sequence[Candidat
     return _dump([policy, [*_REQUEST(request), dict(request.headers)], [*map(_CANDIDATE, candidates)]])
 
 
-def unpack_call(message: bytes) -> RankCall:
+def unpack_call(message: bytes) -> tuple[str, PolicyRequest, list[Candidate]]:
     """Reverses `pack_call`."""
     policy, request, candidates = json.loads(message)
-    return RankCall(policy, PolicyRequest(*map(_immutable, request)), [_candidate(values) for values in candidates])
-
-
-def _candidate(values: list[Any]) -> Candidate:
-    return Candidate(*map(_immutable, values))
+    found = [Candidate(*map(_immutable, values)) for values in candidates]
+    return policy, PolicyRequest(*map(_immutable, request)), found
 
 
 def _immutable(value: Any) -> Any:

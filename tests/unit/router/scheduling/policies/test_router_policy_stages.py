@@ -6,14 +6,12 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-import pytest
-
-from services.router.reservations.cost import Limits, Load, Offer
 from services.router.scheduling.policies.composition import Composition, StageConfig, StagePipeline
 from services.router.scheduling.policies.contract import Candidate, PolicyRequest
-from services.router.scheduling.policies.offers import GROUP_STEP, MAX_GROUPS, in_groups
 from services.router.scheduling.policies.pickers import WeightedRandom
-from services.router.workers.worker import WorkerRank
+from services.router.state.reservations.cost import Limits, Offer
+from services.router.state.reservations.table import Reservation, ReservationParams, ReservationTable
+from services.router.state.workers.worker import WorkerRank
 
 REQUEST = PolicyRequest("m", prompt_tokens=160, prompt_blocks=10, headers={"x-pool": "b"})
 A = Candidate(
@@ -113,15 +111,12 @@ def test_weighted_random_draws_in_proportion_to_the_scores() -> None:
     assert {picker.pick(REQUEST, ALL, [0.0, 0.0, 1.0])[0][0].worker_id for _ in range(50)} == {"c"}
 
 
-@pytest.mark.parametrize("group", [1, 7, MAX_GROUPS - 1])
-def test_offers_in_groups_keep_the_order_at_any_load(group: int) -> None:
-    early, late = WorkerRank("early", 0), WorkerRank("late", 0)
-    offers = [Offer(early, 9.0, 9.0, 5, 1, 1, Limits(9e9, 9e9, 9e9)), Offer(late, 0.0, 0.0, 0, 1, 1)]
-    made = in_groups(offers, {early: group - 1, late: group})
-    heavy = Load(2.0**17, 2.0**20, 10_000)
-    assert made[0].cost(heavy, 1024.0) < made[1].cost(Load(), 1024.0)
-    assert made[0].limits == offers[0].limits
-    close = in_groups([offers[1]._replace(added=0.001), offers[1]], {late: group})
-    assert close[0].cost(Load(), 8.0) > close[1].cost(Load(), 8.0)
-    assert in_groups(offers, {early: 0}) == offers[:1]
-    assert GROUP_STEP > 1e9
+def test_offer_of_an_earlier_group_is_chosen_at_any_load_and_the_cheapest_within_a_group() -> None:
+    slots = [WorkerRank(name, 0) for name in ("early", "full", "late", "later")]
+    table = ReservationTable(lambda: 0, Random(1))
+    table.put(Reservation("r0", slots[0], 1 << 40, 1 << 40, 1))
+    full = Offer(slots[1], 0.0, 0.0, 0, 1, 1, Limits(0, 0, 0), group=0)
+    late = [Offer(slots[2], 0.0, 0.001, 0, 1, 1, group=2), Offer(slots[3], 0.0, 0.0, 0, 1, 1, group=2)]
+    early = Offer(slots[0], 9e9, 9e9, 5, 1, 1, group=1)
+    assert table.select([*late, early, full], ReservationParams("", 1)).slot == slots[0]
+    assert table.select([*late, full], ReservationParams("", 1)).slot == slots[3]

@@ -1,1 +1,0 @@
-"""Converts between protobuf messages and the router's types."""

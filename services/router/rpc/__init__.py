@@ -1,0 +1,1 @@
+"""gRPC of the router: its service, the client of preprocess, and conversions of messages."""
