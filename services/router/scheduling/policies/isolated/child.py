@@ -1,4 +1,4 @@
-"""Process of the stages that are not built in: `… -m services.router.scheduling.policies.isolated.child MB ALARM_S`.
+"""Process of the stages that are not built in: `… -m services.router.scheduling.policies.isolated.child LIMITS`.
 
 Its first frame has the compositions; every later one is a call. It has neither the router's state nor its environment.
 """
@@ -9,7 +9,7 @@ import json
 import sys
 import traceback
 
-from services.common.child_rpc.child import Channel, limit_memory, serve
+from services.common.child_rpc.child import Channel, ChildLimits, serve
 from services.router.scheduling.policies.composition import Composition, StageFailed, StagePipeline
 from services.router.scheduling.policies.isolated.wire import (
     pack_failure,
@@ -55,7 +55,7 @@ class PolicyPipelines:
             return pack_failure(f"{type(error).__name__}: {error}")
 
 
-def main(memory_mb: str, alarm_s: str) -> None:
+def main(argument: str) -> None:
     """Runs until the router closes the connection."""
     channel = Channel.of_stdio()
     compositions = unpack_compositions(channel.receive() or b"[]")
@@ -64,9 +64,10 @@ def main(memory_mb: str, alarm_s: str) -> None:
     except ValueError as error:
         channel.send(json.dumps({"error": str(error)}).encode())
         return
-    limit_memory(int(memory_mb))
+    limits = ChildLimits.read(argument)
+    limits.apply()
     channel.send(b"{}")
-    serve(channel, pipelines.handle, float(alarm_s))
+    serve(channel, pipelines.handle, limits.alarm_s)
 
 
 if __name__ == "__main__":
