@@ -18,15 +18,13 @@ from services.common.packing import pack_u32
 from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import from_detail, passed_on
 from services.common.rpc.frame_guard import PacedFrames
+from services.common.rpc.generation import read_logprobs, write_embeds, write_guided, write_sampling
 from services.common.tasks import asked_to_end
 from services.gateway.clients.link import Link, take_within
 from services.gateway.clients.media_uploads import MediaUploads, Start, read_hashes
 from services.gateway.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts, stream_options
 from services.gateway.clients.worker_messages import (
     chat_body,
-    embeds_prompt,
-    guided_decoding,
-    sampling_options,
     token_prompt,
 )
 from services.gateway.core.request import (
@@ -37,7 +35,6 @@ from services.gateway.core.request import (
     StopParams,
     TextPrompt,
     TokenizedPrompt,
-    TokenLogprob,
 )
 from services.gateway.core.stream_view import S, S_contra
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -215,11 +212,11 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
             request_id=request_id,
             model=request.model,
             tokens=token_prompt(prompt) if prompt.has_token_ids else None,
-            embeds=embeds_prompt(prompt.embeds) if prompt.embeds else None,
-            sampling=sampling_options(request.sampling, stream.seed),
+            embeds=write_embeds(prompt.embeds) if prompt.embeds else None,
+            sampling=write_sampling(replace(request.sampling, seed=stream.seed)),
             stop=_stop(request.stop, prompt, stream.max_tokens, resumed),
             output=_output(request, stream.computed),
-            guided=guided_decoding(request.guided) if request.guided else None,
+            guided=write_guided(request.guided) if request.guided else None,
             lora=request.lora,
             cache_salt=request.cache_salt,
             priority=request.priority,
@@ -323,9 +320,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         if extra.prompt_token_ids:
             events.on_prompt(stream, extra.prompt_token_ids)
         if extra.prompt_logprobs:
-            events.on_prompt_logprobs(stream, [_position(position) for position in extra.prompt_logprobs])
+            events.on_prompt_logprobs(stream, list(map(read_logprobs, extra.prompt_logprobs)))
         if extra.logprobs:
-            events.on_logprobs(stream, [_position(position) for position in extra.logprobs])
+            events.on_logprobs(stream, list(map(read_logprobs, extra.logprobs)))
         if extra.HasField("cached_tokens"):
             events.on_started(stream, None if extra.cached_tokens_later else extra.cached_tokens)
         if extra.events:
@@ -381,14 +378,6 @@ def _output(request: GenerationRequest, computed: bool) -> common_pb2.OutputOpti
     if request.logprobs is None and prompt_logprobs is None:
         return None
     return common_pb2.OutputOptions(logprobs=request.logprobs, prompt_logprobs=prompt_logprobs)
-
-
-def _position(position: common_pb2.PositionLogprobs) -> PositionLogprobs:
-    return PositionLogprobs(_token(position.chosen), tuple([_token(token) for token in position.top]))
-
-
-def _token(token: common_pb2.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(token.token_id, token.logprob, token.rank)
 
 
 def _stop(stop: StopParams, prompt: TokenizedPrompt, max_tokens: int, generated: int) -> common_pb2.StopOptions:

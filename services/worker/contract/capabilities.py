@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from services.common.media.spans import MediaKind
+from services.common.types.sampling import NAMES
 
 
 class Capability(StrEnum):
@@ -84,25 +85,7 @@ class Capability(StrEnum):
 MEDIA = frozenset(Capability(kind.capability) for kind in MediaKind)
 """Kinds of media items, one capability per kind."""
 
-SAMPLING = frozenset(
-    {
-        Capability.TEMPERATURE,
-        Capability.TOP_P,
-        Capability.TOP_K,
-        Capability.MIN_P,
-        Capability.FREQUENCY_PENALTY,
-        Capability.PRESENCE_PENALTY,
-        Capability.REPETITION_PENALTY,
-        Capability.SEED,
-        Capability.LOGIT_BIAS,
-        Capability.ALLOWED_TOKEN_IDS,
-        Capability.BAD_WORDS,
-        Capability.THINKING_TOKEN_BUDGET,
-        Capability.ENGINE_OPTIONS,
-        Capability.MIN_TOKENS,
-        Capability.IGNORE_EOS,
-    }
-)
+SAMPLING = frozenset({*map(Capability, NAMES), Capability.MIN_TOKENS, Capability.IGNORE_EOS})
 """Sampling and stop options, one capability per option."""
 
 GUIDED = frozenset(
