@@ -88,6 +88,23 @@ MEDIA = frozenset(Capability(kind.capability) for kind in MediaKind)
 SAMPLING = frozenset({*map(Capability, NAMES), Capability.MIN_TOKENS, Capability.IGNORE_EOS})
 """Sampling and stop options, one capability per option."""
 
+USUAL_SAMPLING = frozenset(
+    {
+        Capability.TEMPERATURE,
+        Capability.TOP_P,
+        Capability.TOP_K,
+        Capability.MIN_P,
+        Capability.FREQUENCY_PENALTY,
+        Capability.PRESENCE_PENALTY,
+        Capability.REPETITION_PENALTY,
+        Capability.SEED,
+        Capability.LOGIT_BIAS,
+        Capability.MIN_TOKENS,
+        Capability.IGNORE_EOS,
+    }
+)
+"""Those that every engine with a sampler of its own has."""
+
 GUIDED = frozenset(
     {
         Capability.GUIDED_JSON,

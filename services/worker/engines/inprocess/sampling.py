@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.types.sampling import SCALARS
+from services.worker.contract.capabilities import SAMPLING, Capability
 from services.worker.contract.generation import GenerateRequest, StopParams
 
 ENGINE_OPTIONS = "engine_options"
@@ -39,6 +40,11 @@ class Facts:
 def same_name(fields: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the numbers among the sampling parameters that an engine takes under their own names."""
     return tuple(name for name in SCALARS if fields.get(name) == name)
+
+
+def sampling_of(fields: Mapping[str, str]) -> frozenset[Capability]:
+    """Returns the sampling and stop options that set a field of an engine's parameters."""
+    return SAMPLING & frozenset(fields.values())
 
 
 def output_limit(stop: StopParams, room: int) -> int:
