@@ -126,6 +126,17 @@ class SluiceError(Exception):
         self.retry_after_ms = retry_after_ms
         self.retryable = kind in _RETRYABLE if retryable is None else retryable
 
+    def copy(self) -> SluiceError:
+        """Returns an equal error to raise elsewhere: a shared one would retain the frames of all that raise it."""
+        return SluiceError(
+            self.kind,
+            self.message,
+            param=self.param,
+            code=self.code,
+            retry_after_ms=self.retry_after_ms,
+            retryable=self.retryable,
+        )
+
     @property
     def http_status(self) -> int:
         """The HTTP status returned to clients of the gateway."""

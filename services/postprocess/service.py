@@ -198,27 +198,35 @@ def apply(session: PostSession, message: postprocess_pb2.PostSessionRequest) -> 
 
 async def serve(settings: PostprocessSettings, stop: Stop) -> None:
     """Serves until `stop` is set: healthy once the models are loaded, drained within `drain_s` at the end."""
+
+    async def learn(model: str, timeout_s: float) -> bool:
+        return discovery is not None and await discovery.wait_for(model, timeout_s)
+
     library = VocabularyRegistry(
         settings.served,
         parsers=settings.parsers,
         native=settings.native_of,
         check=ParserRegistry(settings.own_parsers, {**settings.engines, **settings.later_engines}).check,
+        learn=learn if settings.learns else None,
     )
     limits = SessionLimits()
     custom = CustomParsers(settings.own_parsers, engines=settings.engines, later=settings.later_engines)
     stream_factory = StreamFactory(limits.stream, custom, stop.fail)
+    discovery: ModelDiscovery | None = None
+    if settings.learns:
+        host, names = _Models(library, stream_factory, settings), {spec.name for spec in settings.served}
+        discovery = ModelDiscovery.of_settings("postprocess", settings, host, names, stop.fail)
     service = PostprocessService(library, limits, stream_factory, stop.fail, settings.session_pause_s)
     server = GrpcServer(settings, postprocess_pb2.DESCRIPTOR)
     postprocess_pb2_grpc.add_PostprocessServicer_to_server(service, server.server)
     await server.start()
-    discovery = _discovery(settings, library, stream_factory, stop) if settings.learns else None
     try:
         if discovery is not None:
-            await discovery.start()
+            discovery.start()
         await stream_factory.start()
         if await stop.unless_set(_loaded(library, stream_factory)):
             if discovery is not None:
-                await discovery.catch_up()
+                await stop.unless_set(discovery.catch_up())
             await server.set_serving(True)
             await stop.wait()
             await server.set_serving(False)
@@ -235,20 +243,25 @@ async def serve(settings: PostprocessSettings, stop: Stop) -> None:
         await stream_factory.close()
 
 
-def _discovery(
-    settings: PostprocessSettings, library: VocabularyRegistry, stream_factory: StreamFactory, stop: Stop
-) -> ModelDiscovery:
-    async def added(model: DiscoveredModel) -> None:
-        await library.add(settings.learned_spec(model))
-        settings.warn_without_native_code(model)
-        await stream_factory.prepare_for(await library.get(model.spec.name))
+class _Models:
+    """Loads discovered models."""
 
-    async def removed(model: DiscoveredModel) -> None:
-        if source := library.remove(model.spec.name):
-            stream_factory.release(source)
+    def __init__(
+        self, library: VocabularyRegistry, stream_factory: StreamFactory, settings: PostprocessSettings
+    ) -> None:
+        self._library = library
+        self._stream_factory = stream_factory
+        self._settings = settings
+        self.by_use = library.by_use
 
-    configured = {spec.name for spec in settings.served}
-    return ModelDiscovery("postprocess", settings, configured, library, added, removed, stop)
+    async def add(self, model: DiscoveredModel) -> None:
+        await self._library.add(self._settings.learned_spec(model))
+        self._settings.warn_without_native_code(model)
+        await self._stream_factory.prepare_for(await self._library.get(model.spec.name))
+
+    async def remove(self, model: DiscoveredModel) -> None:
+        if source := self._library.remove(model.spec.name):
+            self._stream_factory.release(source)
 
 
 async def _loaded(library: VocabularyRegistry, stream_factory: StreamFactory) -> None:

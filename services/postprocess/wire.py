@@ -81,11 +81,11 @@ def to_response(events: list[Event], finish: Finish) -> postprocess_pb2.ParseRes
 
 
 def to_reason(number: int) -> FinishReason:
-    """Returns a finish reason from its number; UNSPECIFIED for an unknown one."""
+    """Returns a finish reason from its number; LENGTH for none and for an unknown one."""
     try:
         return FinishReason(number)
     except ValueError:
-        return FinishReason.UNSPECIFIED
+        return FinishReason.LENGTH
 
 
 def parts(events: list[Event]) -> Iterator[tuple[Event, list[ToolCallDelta]]]:

@@ -48,11 +48,21 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
     wait_limit_s = MAX_WORK_S + MAX_ENGINE_START_S  # includes the restart of a process that died
     waiters, template_waiters = (ComputePool(WAITING_THREADS, MAX_WAITING, 0, wait_limit_s) for _ in range(2))
     engines, encoder_options = settings.engines, settings.encoder_options
+
+    async def learn(name: str, wait_s: float) -> bool:
+        return discovery is not None and await discovery.wait_for(name, wait_s)
+
     registry = ModelRegistry(
         settings.served,
         lambda spec: load_tokenizer(spec, limits, engines, encoder_options, settings.template_file(spec.name)),
         shared_by=lambda spec: (spec.source, spec.processor, spec.chat_template, settings.template_file(spec.name)),
+        learn=learn if settings.learns else None,
     )
+    discovery: ModelDiscovery | None = None
+    if settings.learns:
+        host, names = _Models(registry, settings), {spec.name for spec in settings.served}
+        cache_bytes = settings.cache_mb << 20
+        discovery = ModelDiscovery.of_settings("preprocess", settings, host, names, stop.fail, cache_bytes)
     media = settings.media_loader()
     server = GrpcServer(settings, preprocess_pb2.DESCRIPTOR)
     preprocess_pb2_grpc.add_PreprocessServicer_to_server(
@@ -62,13 +72,12 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         server.server,
     )
     await server.start()
-    discovery = _model_discovery(settings, registry, stop) if settings.learns else None
     try:
         if discovery is not None:
-            await discovery.start()
+            discovery.start()
         await stop.unless_set(registry.preload())
         if discovery is not None:
-            await discovery.catch_up()
+            await stop.unless_set(discovery.catch_up())
         # Vocabularies live as long as the process: exclude them from garbage collections.
         gc.collect()
         gc.freeze()
@@ -88,17 +97,20 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         await media.close()
 
 
-def _model_discovery(settings: PreprocessSettings, registry: ModelRegistry, stop: Stop) -> ModelDiscovery:
-    async def on_model(model: DiscoveredModel) -> None:
-        await registry.add(settings.learned_spec(model))
-        settings.warn_without_native_code(model)
+class _Models:
+    """Loads discovered models."""
 
-    async def on_gone(model: DiscoveredModel) -> None:
-        registry.remove(model.spec.name)
+    def __init__(self, registry: ModelRegistry, settings: PreprocessSettings) -> None:
+        self._registry = registry
+        self._settings = settings
+        self.by_use = registry.by_use
 
-    configured = {spec.name for spec in settings.served}
-    cache_bytes = settings.cache_mb << 20
-    return ModelDiscovery("preprocess", settings, configured, registry, on_model, on_gone, stop, cache_bytes)
+    async def add(self, model: DiscoveredModel) -> None:
+        await self._registry.add(self._settings.learned_spec(model))
+        self._settings.warn_without_native_code(model)
+
+    async def remove(self, model: DiscoveredModel) -> None:
+        self._registry.remove(model.spec.name)
 
 
 def _warm(registry: ModelRegistry) -> None:

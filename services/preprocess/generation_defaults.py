@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.types.sampling import DEFAULTED, SamplingParams
+
 log = logging.getLogger(__name__)
 
 MAX_EOS_IDS = 64
@@ -23,6 +25,11 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_tokens: int | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The options about sampling."""
+        return SamplingParams(**{name: getattr(self, name) for name in DEFAULTED})
 
 
 NO_DEFAULTS = GenerationDefaults()

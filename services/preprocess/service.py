@@ -18,8 +18,8 @@ from services.common.observability import telemetry
 from services.common.packing import pack_u32, pack_u64, unpack_u32
 from services.common.rpc.call_server import Metadata, MultiplexedCallServer
 from services.common.rpc.errors import answer
+from services.common.rpc.generation import write_sampling
 from services.common.rpc.media import file_messages, read_inputs, span_messages
-from services.preprocess.generation_defaults import GenerationDefaults
 from services.preprocess.media.expansion import expand, look_up
 from services.preprocess.media.loading import LoadedMedia, MediaLoader, check_kinds, not_supported
 from services.preprocess.metrics import Instruments, watch_media, watch_tokenizers
@@ -297,7 +297,7 @@ def _response(
         context_length=facts.context_length,
         prompt_tail=packed[-4 * PROMPT_TAIL_TOKENS :],
         fingerprint=facts.fingerprint,
-        default_sampling=_default_sampling(facts.defaults),
+        default_sampling=write_sampling(facts.defaults.sampling),
         default_max_tokens=facts.defaults.max_tokens,
         without_effect=_without_effect(facts.without_effect, request.chat),
         prompt_tokens=tokens,
@@ -324,16 +324,6 @@ def _without_effect(names: frozenset[str], chat: preprocess_pb2.ChatInput) -> li
     if not names or not chat.template_kwargs_json or chat.chat_template:
         return []
     return sorted(names.intersection(json.loads(chat.template_kwargs_json)))
-
-
-def _default_sampling(defaults: GenerationDefaults) -> common_pb2.SamplingOptions:
-    return common_pb2.SamplingOptions(
-        temperature=defaults.temperature,
-        top_p=defaults.top_p,
-        top_k=defaults.top_k,
-        min_p=defaults.min_p,
-        repetition_penalty=defaults.repetition_penalty,
-    )
 
 
 def _chat(chat: preprocess_pb2.ChatInput) -> ChatRequest:

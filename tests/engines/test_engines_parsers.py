@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.errors import SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
@@ -22,7 +23,7 @@ from services.postprocess.detokenize.vocabulary import Vocabulary
 from services.postprocess.parsers.engines import ENGINES
 from services.postprocess.parsers.isolated.engine_host import EngineHost
 from services.postprocess.parsers.isolated.remote import RemoteStream
-from services.postprocess.streams.factory import CustomParsers, StreamFactory
+from services.postprocess.streams.factory import MAX_PARSER_MEMORY_MB, CustomParsers, StreamFactory
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from tests.engines.servers import ROOT, python
 from tests.support.data.marked_vocabulary import build_marked_model, markers_in
@@ -61,7 +62,9 @@ class Both:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.opener = StreamFactory(Limits(), CustomParsers(time_s=20, engines={engine: python(engine)}))
+        self.opener = StreamFactory(
+            Limits(), CustomParsers(limits=ChildLimits(20, MAX_PARSER_MEMORY_MB), engines={engine: python(engine)})
+        )
 
     def options(self, tool: str, reasoning: str, tools: bool) -> StreamOptions:
         return StreamOptions(

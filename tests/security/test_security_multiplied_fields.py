@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from scripts.pages.fields import SCHEMAS
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.rpc.generation import write_guided, write_sampling
 from services.gateway.apis.generate.operation import translated
 from services.gateway.apis.generate.schemas import SamplingFields
 from services.gateway.apis.openai.choices import CollectedChoices
@@ -29,7 +30,6 @@ from services.gateway.apis.openai.translate import chat_request, completion_requ
 from services.gateway.apis.openai.unsupported_fields import FieldClass, class_of
 from services.gateway.apis.openai.validation import check
 from services.gateway.apis.scores.schemas import RerankRequest, ScoreRequest
-from services.gateway.clients.worker_messages import guided_decoding, sampling_options
 from services.gateway.core.request import GenerationRequest, PositionLogprobs, TokenLogprob, TokenPrompt
 from services.gateway.core.request_size import SHORT, SIZES, check_prompt_logprobs, sizes_of
 from services.gateway.http.body_budgets import BodyBudgets
@@ -207,10 +207,10 @@ def outcome_of(
 
 def sent_bytes(request: GenerationRequest) -> int:
     """Bytes of the messages of one choice to its worker and its postprocess replica, beside its prompt."""
-    size = sampling_options(request.sampling, None).ByteSize()
+    size = write_sampling(request.sampling).ByteSize()
     size += sum(len(text.encode()) for text in request.stop.strings) + 4 * len(request.stop.token_ids)
     if request.guided is not None:
-        size += guided_decoding(request.guided).ByteSize()
+        size += write_guided(request.guided).ByteSize()
     if (parsing := request.parsing) is not None:
         size += len(parsing.tools_json) + len(parsing.tool_choice_json) + len(parsing.template_kwargs_json)
     return size

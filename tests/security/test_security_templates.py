@@ -20,6 +20,7 @@ import grpc
 import psutil
 import pytest
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.discovery import tokenizer_check
 from services.common.discovery.tokenizer_check import check_tokenizer
 from services.common.discovery.tokenizer_store import TokenizerStore
@@ -457,7 +458,8 @@ host.main(sys.argv[2:])
 @pytest.mark.parametrize("foreign_files", [True, False])
 def test_an_engines_process_is_limited_while_it_loads_foreign_files(foreign_files: bool, tmp_path: Path) -> None:
     services = Path(preprocess.__file__).parents[1]
-    arguments = ["hungry", str(tmp_path), "5", "256", str(tmp_path), *(["foreign"] if foreign_files else [])]
+    limits = ChildLimits(memory_mb=256, alarm_s=5)
+    arguments = ["hungry", str(tmp_path), str(limits), str(tmp_path), *(["foreign"] if foreign_files else [])]
     done = subprocess.run(
         [sys.executable, "-c", HUNGRY, str(services), *arguments],
         input=b"", capture_output=True, timeout=120, check=True,

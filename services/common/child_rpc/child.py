@@ -11,6 +11,7 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,23 +81,73 @@ def serve(
             return
 
 
-def limit_memory(megabytes: int, final: bool = True) -> None:
-    """Limits how much more memory this process can allocate; beyond it, allocations raise MemoryError.
+@dataclass(frozen=True, slots=True)
+class ChildLimits:
+    """Bounds of a child that runs foreign code, the same for all children of a pool.
 
-    Args:
-        final: the limit cannot be raised later, and the process leaves no core dump.
+    Attributes:
+        call_s: maximum time of a call, seconds; then its parent kills it.
+        memory_mb: memory that it may allocate beside what it has at the start, MiB; 0 for any.
+        absolute: `memory_mb` counts what it has at the start too.
+        alarm_s: time of a call after which it ends itself, even without its parent, seconds; 0 for none.
+        files: descriptors that it may have open, and it may write no file; 0 for no limit.
+        niceness: added to that of its parent: the parent goes first while all processors are busy.
+        silent: what it prints is discarded.
     """
-    if sys.platform != "linux":
-        return
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + (megabytes << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most if final else resource.RLIM_INFINITY))
-    if final:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    call_s: float = 0.0
+    memory_mb: int = 0
+    absolute: bool = False
+    alarm_s: float = 0.0
+    files: int = 0
+    niceness: int = 0
+    silent: bool = False
+
+    def __str__(self) -> str:
+        """Returns the argument of the child's command that `read` reverses."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def read(cls, argument: str) -> ChildLimits:
+        """Returns the limits of an argument."""
+        return cls(**json.loads(argument))
+
+    def apply(self) -> None:
+        """Lowers the limits of this process; they cannot be raised again."""
+        if self.niceness:
+            os.nice(self.niceness)
+        if self.silent:
+            with open(os.devnull, "r+b") as nothing:
+                os.dup2(nothing.fileno(), 1)
+                os.dup2(nothing.fileno(), 2)
+        if self.memory_mb:
+            self.apply_memory()
+        if self.files:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self.files, self.files))
+
+    def apply_memory(self, factor: int = 1, final: bool = True) -> None:
+        """ChildLimits the memory; beyond it, allocations raise MemoryError.
+
+        Args:
+            factor: multiplies the limit.
+            final: the limit cannot be raised later, and the process leaves no core dump.
+        """
+        if sys.platform != "linux":
+            return
+        pages = 0 if self.absolute else int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + (factor * self.memory_mb << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most if final else resource.RLIM_INFINITY))
+        if final:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 class ForkedService(ABC):
     """What a fork server prepares, and its forks serve.
+
+    Args:
+        limits: of each fork.
 
     Attributes:
         single: at most one fork runs at a time; the next one replaces it, and none outlives the server.
@@ -104,17 +155,24 @@ class ForkedService(ABC):
 
     single = False
 
+    def __init__(self, limits: ChildLimits) -> None:
+        self.limits = limits
+
     def prepare(self, request: bytes) -> dict[str, Any]:
         """Runs in the server; returns the fork's greeting. With an "error" in it, no fork is made."""
         return {}
 
     @abstractmethod
-    def limit(self) -> None:
-        """Runs in the fork before its greeting; lowers its limits."""
+    def handle(self, request: bytes) -> bytes:
+        """Returns the reply to a request; runs in the fork and must not raise."""
 
-    @abstractmethod
+    def is_last(self, reply: bytes) -> bool:
+        """Whether a fork ends after a reply."""
+        return False
+
     def serve(self, channel: Channel) -> None:
         """Runs in the fork until the parent closes the connection."""
+        serve(channel, self.handle, self.limits.alarm_s, self.is_last)
 
 
 def serve_forks(control: socket.socket, service: ForkedService) -> None:
@@ -150,7 +208,7 @@ def _run_fork(connection: socket.socket, service: ForkedService, greeting: dict[
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        service.limit()
+        service.limits.apply()
         channel = Channel(connection.fileno(), connection.fileno())
         channel.send_json({**greeting, "pid": os.getpid()})
         service.serve(channel)

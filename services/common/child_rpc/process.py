@@ -108,6 +108,34 @@ class Child(asyncio.Protocol):
         child._process, child.pid = process, process.pid
         return child
 
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        max_frame_bytes: int,
+        start_s: float,
+        environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
+        first: bytes | None = None,
+    ) -> tuple[Child, Any]:
+        """Launches a process; returns it and its greeting, which is JSON.
+
+        Args:
+            start_s: maximum time until the greeting.
+            first: sent before the greeting; None for nothing.
+
+        Raises:
+            OSError: it cannot start; TimeoutError, EOFError, ValueError: it did not become ready.
+        """
+        child = await cls.launch(command, max_frame_bytes, environment, descriptors)
+        try:
+            if first is not None:
+                child.send(first)
+            return child, await child.receive_json(start_s)
+        except BaseException:
+            await child.end()
+            raise
+
     def identify(self, pid: int) -> None:
         """Sets the pid of a fork, so that it can be killed."""
         self.pid = pid

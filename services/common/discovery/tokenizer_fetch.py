@@ -1,20 +1,62 @@
-"""Fetches the tokenizer's files from a worker."""
+"""Fetches the files of tokenizers from workers."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import grpc
 
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
-from services.common.errors import ErrorKind, SluiceError, invalid
+from services.common.discovery.worker_watch import ServedModel
+from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.security.identity import WORKER
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 FETCH_S = 120.0
+FETCHES_AT_ONCE = 16
+HOLD_ATTEMPTS = 3
+
+
+class TokenizerFiles:
+    """The files of workers' tokenizers, each fetched once and retained while it is held.
+
+    Args:
+        store: stores the files.
+        credentials: for the channels to workers.
+    """
+
+    def __init__(self, store: TokenizerStore, credentials: grpc.ChannelCredentials | None = None) -> None:
+        self._store = store
+        self._credentials = credentials
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by fingerprint
+        self._at_once = asyncio.Semaphore(FETCHES_AT_ONCE)
+
+    async def hold(self, served: ServedModel) -> Path:
+        """Returns the files of a worker's tokenizer, fetched if necessary; held until `release`.
+
+        Raises:
+            SluiceError: as `fetch_tokenizer`; UNAVAILABLE if others keep removing them.
+        """
+        digest = served.fingerprint
+        lock = self._locks.setdefault(digest, asyncio.Lock())
+        for _ in range(HOLD_ATTEMPTS):
+            if self._store.hold(digest):
+                path = await asyncio.to_thread(self._store.find, digest)
+                if path is not None:
+                    return path
+                self._store.release(digest)
+            async with lock, self._at_once:
+                if await asyncio.to_thread(self._store.find, digest) is None:
+                    await fetch_tokenizer(served.address, digest, self._store, self._credentials, served.callee)
+        raise unavailable("The worker's tokenizer is removed as soon as it is stored, because others fill the folder.")
+
+    async def release(self, digest: str, remove: bool = False) -> None:
+        """Ends a `hold`; `remove` also deletes the files unless they are held elsewhere."""
+        await asyncio.to_thread(self._store.release, digest, remove)
 
 
 async def fetch_tokenizer(

@@ -52,12 +52,11 @@ class WorkerWatch:
     """Tracks the current workers; keeps the last known ones while no router responds.
 
     Args:
-        routers: started and closed by the caller; None to poll workers only.
+        routers: None to poll workers only.
         addresses: workers to poll directly.
         credentials: for the channels to workers.
 
     Attributes:
-        on_change: called after every change.
         synced: whether everything alive at the start has been reported.
     """
 
@@ -73,7 +72,6 @@ class WorkerWatch:
         self._served: dict[str, ServedModel] = {}
         self._polled: set[str] = set()
         self._synced_router = routers is None
-        self.on_change: Callable[[], None] = lambda: None
 
     @property
     def synced(self) -> bool:
@@ -94,21 +92,26 @@ class WorkerWatch:
             workers.setdefault(served.model, []).append(served)
         return workers
 
-    async def run(self) -> None:
-        """Follows until cancelled."""
+    async def run(self, on_change: Callable[[], None]) -> None:
+        """Follows until cancelled; calls `on_change` after every change."""
         tasks = TaskOwner()
         try:
-            polls = [tasks.spawn(self._poll(address), f"poll-{address}") for address in self._addresses]
+            polls = [tasks.spawn(self._poll(address, on_change), f"poll-{address}") for address in self._addresses]
             if self._routers is not None:
-                polls.append(tasks.spawn(self._keep_following(self._routers), "follow-router"))
+                await self._routers.start()
+                polls.append(tasks.spawn(self._keep_following(self._routers, on_change), "follow-router"))
             await asyncio.gather(*polls)
         finally:
             await tasks.close()
+            if self._routers is not None:
+                await self._routers.close()
 
-    async def _keep_following(self, routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub]) -> None:
+    async def _keep_following(
+        self, routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub], on_change: Callable[[], None]
+    ) -> None:
         while True:
             try:
-                await self._follow(routers)
+                await self._follow(routers, on_change)
             except grpc.aio.AioRpcError as error:
                 log.info("the router's worker stream ended", extra={"status": error.code().name})
             except asyncio.CancelledError:
@@ -118,7 +121,9 @@ class WorkerWatch:
                 pass  # no router is up yet: keep the known workers
             await asyncio.sleep(RETRY_S)
 
-    async def _follow(self, routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub]) -> None:
+    async def _follow(
+        self, routers: ReplicaSet[router_pb2_grpc.RouterAsyncStub], on_change: Callable[[], None]
+    ) -> None:
         reported: set[str] = set()
         first = True
         async for change in routers.pick().stub.WatchWorkers(router_pb2.WatchWorkersRequest()):
@@ -133,7 +138,7 @@ class WorkerWatch:
                 self._synced_router = True
                 for worker_id in self._served.keys() - reported - set(self._addresses):
                     del self._served[worker_id]
-            self.on_change()
+            on_change()
 
     def _add(self, worker: router_pb2.WorkerInfo) -> None:
         try:
@@ -148,7 +153,7 @@ class WorkerWatch:
         callee = f"{WORKER}/{worker.worker_id}"
         self._served[worker.worker_id] = _served(worker.address, worker.card, worker.engine, callee)
 
-    async def _poll(self, address: str) -> None:
+    async def _poll(self, address: str, on_change: Callable[[], None]) -> None:
         channel = open_channel(address, self._credentials, callee=WORKER)
         stub: worker_pb2_grpc.WorkerAsyncStub = worker_pb2_grpc.WorkerStub(channel)
         try:
@@ -167,7 +172,7 @@ class WorkerWatch:
                     self._served.pop(address, None)
                     log.warning("ignoring an invalid worker: %s", error.message, extra={"worker": address})
                 self._polled.add(address)
-                self.on_change()
+                on_change()
                 await asyncio.sleep(POLL_EVERY_S if address in self._served else RETRY_S)
         finally:
             await channel.close()

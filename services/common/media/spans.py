@@ -86,3 +86,11 @@ def png_file(width: int, height: int, pixels: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A media item of a prompt: its placeholder tokens, and its file."""
+
+    span: MediaSpan
+    file: MediaFile

@@ -16,22 +16,21 @@ from services.common.intake.json_intake import foreign_json
 from services.common.media.parts import MediaInput
 from services.common.media.spans import MediaFile, MediaKind, content_hash
 from services.common.rpc.concurrency_limiter import ConcurrencyLimiter
+from services.common.rpc.generation import read_sampling
 from services.common.rpc.media import chat_input, read_files, read_spans
 from services.common.rpc.multiplexed_call import preprocess_stub
 from services.common.rpc.replicas import ReplicaSet
 from services.gateway import context
 from services.gateway.core.request import (
-    DEFAULTED,
     ChatPrompt,
     EmbedsPrompt,
     Prompt,
     PromptMedia,
-    SamplingParams,
     TextPrompt,
     TokenizedPrompt,
     TokenPrompt,
 )
-from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
+from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc
 
 LIST_TIMEOUT_S = 2.0
 TOKENIZE_SHARE = 0.5
@@ -157,7 +156,7 @@ class PreprocessClient:
             context_length=response.context_length,
             prompt_tail=response.prompt_tail if embeds is None else b"",
             embeds=embeds,
-            defaults=_defaults(response.default_sampling),
+            defaults=read_sampling(response.default_sampling),
             default_max_tokens=response.default_max_tokens if response.HasField("default_max_tokens") else None,
             without_effect=tuple(response.without_effect),
             notes=tuple(response.notes),
@@ -204,10 +203,6 @@ class PreprocessClient:
         hedge = "" if template else "tokenize"
         response = await self._call(lambda stub: stub.Render, request, hedge, template=template)
         return response.text
-
-
-def _defaults(options: common_pb2.SamplingOptions) -> SamplingParams:
-    return SamplingParams(**{field.name: value for field, value in options.ListFields() if field.name in DEFAULTED})
 
 
 def _chat_input(prompt: ChatPrompt) -> preprocess_pb2.ChatInput:

@@ -17,12 +17,13 @@ from services.common.packing import pack_u32
 from services.common.rows.shared_steps import shared_step
 from services.common.rpc.errors import from_detail, passed_on
 from services.common.rpc.frame_guard import PacedFrames
+from services.common.rpc.generation import read_logprobs
 from services.common.tasks import asked_to_end
 from services.gateway.clients.link import Link, take_within
 from services.gateway.clients.media_uploads import MediaUploads, Start, read_hashes
 from services.gateway.clients.postprocess_link import TextEvents, dispatch_event, dispatch_token_texts
 from services.gateway.clients.worker_messages import generate_request
-from services.gateway.core.request import DisaggregationPart, FinishReason, PositionLogprobs, TokenLogprob
+from services.gateway.core.request import DisaggregationPart, FinishReason, PositionLogprobs
 from services.gateway.core.stream_view import S, S_contra
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
@@ -285,9 +286,9 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         if extra.prompt_token_ids:
             events.on_prompt(stream, extra.prompt_token_ids)
         if extra.prompt_logprobs:
-            events.on_prompt_logprobs(stream, [_position(position) for position in extra.prompt_logprobs])
+            events.on_prompt_logprobs(stream, list(map(read_logprobs, extra.prompt_logprobs)))
         if extra.logprobs:
-            events.on_logprobs(stream, [_position(position) for position in extra.logprobs])
+            events.on_logprobs(stream, list(map(read_logprobs, extra.logprobs)))
         if extra.HasField("cached_tokens"):
             events.on_started(stream, None if extra.cached_tokens_later else extra.cached_tokens)
         if extra.events:
@@ -330,11 +331,3 @@ class WorkerLink(Link[worker_pb2.WorkerSessionRequest, worker_pb2.TokenBatch, S]
         self._cancels.clear()
         self._media.clear()
         self._repeatable.clear()
-
-
-def _position(position: common_pb2.PositionLogprobs) -> PositionLogprobs:
-    return PositionLogprobs(_token(position.chosen), tuple([_token(token) for token in position.top]))
-
-
-def _token(token: common_pb2.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(token.token_id, token.logprob, token.rank)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import orjson
 
 from services.common.observability import telemetry
 from services.common.packing import pack_u32
+from services.common.rpc.generation import write_embeds, write_guided, write_sampling
 from services.common.rpc.media import span_messages
 from services.gateway.clients.postprocess_link import stream_options
 from services.gateway.core.request import (
     ChatPrompt,
     DisaggregationPart,
     GenerationRequest,
-    SamplingParams,
     StopParams,
-    StructuredOutput,
     TextPrompt,
     TokenizedPrompt,
 )
@@ -30,10 +31,10 @@ def generate_request(
     message = worker_pb2.GenerateRequest(
         request_id=request_id,
         model=request.model,
-        sampling=sampling_options(request.sampling, stream.seed),
+        sampling=write_sampling(replace(request.sampling, seed=stream.seed)),
         stop=_stop(request.stop, prompt, stream.max_tokens, resumed),
         output=_output(request, stream.computed),
-        guided=guided_decoding(request.guided) if request.guided else None,
+        guided=write_guided(request.guided) if request.guided else None,
         lora=request.lora,
         cache_salt=request.cache_salt,
         priority=request.priority,
@@ -43,7 +44,7 @@ def generate_request(
         postprocess=stream_options(request, prompt) if request.engine_text else None,
     )
     if prompt.embeds is not None:
-        message.embeds.values, message.embeds.width = prompt.embeds.values, prompt.embeds.width
+        message.embeds.CopyFrom(write_embeds(prompt.embeds))
     elif isinstance(prompt.raw, TextPrompt):
         message.text = prompt.raw.text
     elif prompt.raw is not None:
@@ -55,37 +56,6 @@ def generate_request(
     if part is not None:
         message.disaggregation.role = common_pb2.WorkerRole.ValueType(int(part.role))
         message.disaggregation.handoff = part.handoff
-    return message
-
-
-def sampling_options(sampling: SamplingParams, seed: int | None) -> common_pb2.SamplingOptions:
-    """Returns the message of sampling parameters."""
-    return common_pb2.SamplingOptions(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=seed,
-        logit_bias=sampling.logit_bias,
-        allowed_token_ids=pack_u32(sampling.allowed_token_ids),
-        bad_words=[pack_u32(word) for word in sampling.bad_words],
-        thinking_token_budget=sampling.thinking_token_budget,
-        engine_options_json=orjson.dumps(sampling.engine_options) if sampling.engine_options else b"",
-    )
-
-
-def guided_decoding(guided: StructuredOutput) -> common_pb2.GuidedDecoding:
-    """Returns the message of a constraint."""
-    kind, grammar = guided.kind, guided.grammar
-    if kind == "choice":
-        return common_pb2.GuidedDecoding(choice=common_pb2.GuidedDecoding.ChoiceList(choices=grammar))
-    if kind == "json_object":
-        return common_pb2.GuidedDecoding(json_object=True)
-    message = common_pb2.GuidedDecoding()
-    setattr(message, kind, grammar)
     return message
 
 

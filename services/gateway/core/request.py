@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 from services.common.apis.prompts import ChatPrompt as ChatPrompt
 from services.common.apis.prompts import TextPrompt as TextPrompt
 from services.common.apis.prompts import TokenPrompt as TokenPrompt
 from services.common.errors import SluiceError
-from services.common.media.spans import MediaFile, MediaSpan
+from services.common.media.spans import MediaItem
 from services.common.observability.receipts import reason_of
-from services.common.types import FinishReason as FinishReason
-from services.common.types import PositionLogprobs as PositionLogprobs
-from services.common.types import Role as Role
-from services.common.types import TokenLogprob as TokenLogprob
+from services.common.types.generation import FinishReason as FinishReason
+from services.common.types.generation import PositionLogprobs as PositionLogprobs
+from services.common.types.generation import PromptEmbeds
+from services.common.types.generation import Role as Role
+from services.common.types.generation import TokenLogprob as TokenLogprob
+from services.common.types.sampling import UNSET
+from services.common.types.sampling import SamplingParams as SamplingParams
+from services.common.types.sampling import StructuredOutput as StructuredOutput
 from services.gateway.core.routing_hints import NO_HINTS, RoutingHints
 
 BYTES_PER_TOKEN = 4
@@ -30,52 +34,9 @@ class DisaggregationPart:
     handoff: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbedsPrompt:
-    """A prompt of input embeddings: little-endian float32, one row of `width` values per position."""
-
-    values: bytes
-    width: int
-
-    @property
-    def length(self) -> int:
-        """Number of positions."""
-        return len(self.values) // (4 * self.width)
-
-
+EmbedsPrompt = PromptEmbeds
+PromptMedia = MediaItem
 Prompt = ChatPrompt | TextPrompt | TokenPrompt | EmbedsPrompt
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling parameters; None leaves the choice to the engine."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    thinking_token_budget: int | None = None
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
-
-    def or_else(self, defaults: SamplingParams) -> SamplingParams:
-        """Returns these parameters with unset ones of DEFAULTED taken from `defaults`."""
-        unset = {
-            name: value
-            for name in DEFAULTED
-            if getattr(self, name) is None and (value := getattr(defaults, name)) is not None
-        }
-        return replace(self, **unset) if unset else self
-
-
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters for which a model's files may recommend a default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +62,6 @@ class Parsing:
     single_tool_call: bool = False
     drop_reasoning: bool = False  # the client does not want reasoning in the response
     template_kwargs_json: bytes = b""  # arguments of the chat template: they may switch reasoning on
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """A constraint on the output. The grammar is a tuple for `choice`, else a text (for the JSON kinds, JSON)."""
-
-    kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
-    grammar: str | tuple[str, ...] = ""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -162,14 +115,6 @@ def left_out(kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptMedia:
-    """A media item of a tokenized prompt: its placeholder tokens, and its file."""
-
-    span: MediaSpan
-    file: MediaFile
-
-
-@dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
     """A tokenized prompt; ids and block hashes are packed."""
 
@@ -180,7 +125,7 @@ class TokenizedPrompt:
     eos_token_ids: bytes
     context_length: int
     prompt_tail: bytes
-    defaults: SamplingParams = SamplingParams()
+    defaults: SamplingParams = UNSET
     default_max_tokens: int | None = None
     embeds: EmbedsPrompt | None = None  # in place of ids
     raw: ChatPrompt | TextPrompt | None = None  # the worker tokenizes it and returns the ids with its first delta

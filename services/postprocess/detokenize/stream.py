@@ -5,27 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 from services.common.errors import SluiceError
+from services.common.types.generation import FinishReason as FinishReason
 from services.postprocess.detokenize.detokenizer import Detokenizer
 from services.postprocess.detokenize.stops import StopScanner, compile_stops
 from services.postprocess.detokenize.token_texts import TokenRecorder
 from services.postprocess.detokenize.vocabulary import Vocabulary
 
 NO_MARKERS: frozenset[str] = frozenset()
-
-
-class FinishReason(IntEnum):
-    """Finish reasons, with the numbers of `sluice.v1.FinishReason`."""
-
-    UNSPECIFIED = 0
-    STOP = 1
-    LENGTH = 2
-    TOOL_CALLS = 3
-    CANCELLED = 4
-    ERROR = 5
-    HANDOFF = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +196,11 @@ class Stream:
         """Ends the stream as the engine did; returns the text held back. Does nothing after the end.
 
         Args:
-            reason: of the engine; UNSPECIFIED is treated as LENGTH. A stop string in the text held back makes it STOP.
+            reason: of the engine. A stop string in the text held back makes it STOP.
             stop_token_id: the id that ended the stream, as reported by the engine.
         """
         if self.finish is not None:
             return ""
-        reason = reason or FinishReason.LENGTH
         return self._close("", Finish(reason, self.tokens_seen, stop_token_id=stop_token_id))
 
     def _close(self, text: str, finish: Finish) -> str:

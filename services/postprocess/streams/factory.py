@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
@@ -36,6 +37,7 @@ MAX_PARSER_S = 2.0
 """Seconds that a parser runs for one stream's text of a message; then its stream continues as plain text."""
 MAX_PARSER_MEMORY_MB = 512
 """MiB that a parser's process allocates after its start; with more, it is ended."""
+PARSER_LIMITS = ChildLimits(MAX_PARSER_S, MAX_PARSER_MEMORY_MB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,13 @@ class CustomParsers:
 
     Attributes:
         names: custom parsers, `module:Class`.
-        time_s: time limit of one operation of a batch.
-        memory_mb: how much memory each process can allocate after its start.
+        limits: of each process; the time is that of one operation of a batch.
         engines: engines whose parsers are started with the service, and their interpreters; empty: this one.
         later: the same for engines whose process starts with the first model or stream that needs it.
     """
 
     names: Sequence[str] = ()
-    time_s: float = MAX_PARSER_S
-    memory_mb: int = MAX_PARSER_MEMORY_MB
+    limits: ChildLimits = PARSER_LIMITS
     engines: Mapping[str, str] = field(default_factory=dict)
     later: Mapping[str, str] = field(default_factory=dict)
 
@@ -74,15 +74,12 @@ class StreamFactory:
     ) -> None:
         own = own or CustomParsers()
         self._limits = limits
-        self._time_s = own.time_s
+        self._time_s = own.limits.call_s
         engines = {**own.engines, **own.later}
         self._registry = ParserRegistry(own.names, engines)
-        self._engines = {
-            engine: EngineHost(engine, python, own.time_s, own.memory_mb, on_death)
-            for engine, python in engines.items()
-        }
+        self._engines = {engine: EngineHost(engine, python, own.limits, on_death) for engine, python in engines.items()}
         self._not_started = {engine: asyncio.Lock() for engine in own.later}
-        self._hosts = {name: ParserHost(name, own.time_s, own.memory_mb, on_death) for name in own.names}
+        self._hosts = {name: ParserHost(name, own.limits, on_death) for name in own.names}
 
     async def start(self) -> None:
         """Starts the processes, except of later engines; raises SluiceError if a custom parser cannot be imported."""

@@ -80,12 +80,8 @@ class VocabularyRegistry:
         parsers: parsers that `auto` selects for a model, configured by the operator.
         native: returns the engines whose parsers `auto` prefers for a model, in order.
         check: raises SluiceError for unavailable parsers; a model whose card names them is not served.
-
-    Attributes:
         learn: waits up to a timeout for a model to be discovered and added; returns False if it was not.
     """
-
-    learn: Callable[[str, float], Awaitable[bool]] | None = None
 
     def __init__(
         self,
@@ -95,7 +91,9 @@ class VocabularyRegistry:
         parsers: Mapping[str, ParserNames] = NO_OVERRIDES,
         native: Callable[[ModelSpec], Sequence[str]] = lambda spec: (),
         check: Callable[[ParserNames], None] = lambda names: None,
+        learn: Callable[[str, float], Awaitable[bool]] | None = None,
     ) -> None:
+        self._learn = learn
         self._specs = {spec.name: spec for spec in specs}
         self._timeout_s = load_timeout_s
         self._loader = loader
@@ -111,7 +109,7 @@ class VocabularyRegistry:
         vocabulary = self._loaded.pop(model, None)
         if vocabulary is not None:
             self._loaded[model] = vocabulary  # most recently used last, see by_use
-        elif model not in self._specs and self.learn is None:
+        elif model not in self._specs and self._learn is None:
             raise self._unknown(model)
         return vocabulary
 
@@ -181,7 +179,7 @@ class VocabularyRegistry:
             ) from None
 
     async def _load(self, model: str) -> Vocabulary:
-        if model not in self._specs and (self.learn is None or not await self.learn(model, self._timeout_s)):
+        if model not in self._specs and (self._learn is None or not await self._learn(model, self._timeout_s)):
             raise self._unknown(model)
         if model not in self._loaded:
             self._loaded[model] = await self._loaded_from(self._specs[model])

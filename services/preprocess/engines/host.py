@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from services.common.child_rpc.child import Channel, limit_memory, serve
+from services.common.child_rpc.child import Channel, ChildLimits, serve
 from services.common.errors import ErrorKind, SluiceError, first_line
 from services.common.packages.engines import NOT_NEEDED, import_failure, stand_in_for_absent
 from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error_form
@@ -21,56 +22,76 @@ from services.preprocess.engines.tokenizer import EngineTokenizer, answer, error
 LOAD_FACTOR = 2
 """Memory limit while loading, as a multiple of the limit afterwards."""
 
+Answer = Callable[[str, dict[str, Any]], Any]
+"""Returns the result of a call, given its verb and argument."""
+
 
 def main(arguments: list[str]) -> None:
-    """Runs the process.
+    """Runs the process of a tokenizer.
 
     Args:
-        arguments: the engine; the tokenizer's path; seconds after which a hanging call ends the process; MiB it may
-            allocate after loading the tokenizer; a folder for temporary files, which the parent removes because this
-            process may be killed; "foreign" if the files came from a worker.
+        arguments: the engine; the tokenizer's path; as `host` has them.
     """
-    engine, path, limit_s, memory_mb = arguments[0], Path(arguments[1]), float(arguments[2]), int(arguments[3])
-    tempfile.tempdir, foreign = arguments[4], "foreign" in arguments[5:]
+    engine, path, *rest = arguments
+
+    def load(limit: Callable[[], None]) -> tuple[dict[str, Any], Answer]:
+        stand_in_for_absent(*NOT_NEEDED.get(engine, ()))
+        module = importlib.import_module(f"services.preprocess.engines.{engine}")
+        limit()
+        return prepared(module.Tokenizer(Path(path)))
+
+    host(rest, load, partial(_load_error, engine))
+
+
+def prepared(tokenizer: EngineTokenizer) -> tuple[dict[str, Any], Answer]:
+    """Returns the facts of a tokenizer, and what answers its calls."""
+    return asdict(tokenizer.facts), partial(answer, tokenizer)
+
+
+def host(
+    arguments: list[str],
+    load: Callable[[Callable[[], None]], tuple[dict[str, Any], Answer]],
+    load_error: Callable[[Exception], SluiceError],
+) -> None:
+    """Loads what answers calls, sends its facts, and serves calls to it.
+
+    Args:
+        arguments: the limits; a folder for temporary files, which the parent removes because this process may be
+            killed; "foreign" if the files came from a worker.
+        load: returns the facts, and what answers; given what limits the memory of loading beyond the library's code.
+        load_error: converts what `load` raises.
+    """
+    limits, foreign = ChildLimits.read(arguments[0]), "foreign" in arguments[2:]
+    tempfile.tempdir = arguments[1]
     channel = Channel.of_stdio()
     try:
-        tokenizer = _load(engine, path, memory_mb if foreign else 0)
+        facts, answering = load(partial(limits.apply_memory, LOAD_FACTOR, False) if foreign else lambda: None)
     except Exception as error:
-        channel.send_json({"error": _load_error(engine, error)})
+        channel.send_json({"error": error_form(load_error(error))})
         return
-    limit_memory(memory_mb)
-    run(channel, tokenizer, limit_s)
+    limits.apply()
+    run(channel, facts, answering, limits.alarm_s)
 
 
-def run(channel: Channel, tokenizer: EngineTokenizer, limit_s: float) -> None:
-    """Sends the facts of a loaded tokenizer and serves calls to it."""
-    channel.send_json({"facts": asdict(tokenizer.facts)})
-    serve(channel, partial(_reply, tokenizer), limit_s)
+def run(channel: Channel, facts: dict[str, Any], answering: Answer, alarm_s: float = 0.0) -> None:
+    """Sends the facts and serves calls."""
+    channel.send_json({"facts": facts})
+    serve(channel, partial(_reply, answering), alarm_s)
 
 
-def _load(engine: str, path: Path, memory_mb: int) -> EngineTokenizer:
-    """Loads the tokenizer; `memory_mb` limits its memory beyond the engine's own code, 0 for no limit."""
-    stand_in_for_absent(*NOT_NEEDED.get(engine, ()))
-    module = importlib.import_module(f"services.preprocess.engines.{engine}")
-    if memory_mb:
-        limit_memory(LOAD_FACTOR * memory_mb, final=False)
-    tokenizer: EngineTokenizer = module.Tokenizer(path)
-    return tokenizer
-
-
-def _load_error(engine: str, error: Exception) -> dict[str, Any]:
+def _load_error(engine: str, error: Exception) -> SluiceError:
     if isinstance(error, SluiceError):
-        return error_form(error)
+        return error
     if isinstance(error, ImportError):
-        return error_form(import_failure(engine, f"Prompts of {engine}", error))
+        return import_failure(engine, f"Prompts of {engine}", error)
     reason = "it needs too much memory" if isinstance(error, MemoryError) else first_line(error, 200)
     message = f"The processor {engine} failed to load this tokenizer: {(reason or type(error).__name__).rstrip('.')}."
-    return error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, message, param="model"))
+    return SluiceError(ErrorKind.FAILED_PRECONDITION, message, param="model")
 
 
-def _reply(tokenizer: EngineTokenizer, request: bytes) -> bytes:
+def _reply(answering: Answer, request: bytes) -> bytes:
     try:
-        reply = [answer(tokenizer, *json.loads(request)), None]
+        reply = [answering(*json.loads(request)), None]
     except Exception as error:
         reply = [None, error_form(error)]
     return json.dumps(reply, separators=(",", ":")).encode()

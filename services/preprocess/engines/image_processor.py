@@ -9,17 +9,13 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import tempfile
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from services.common.child_rpc.child import Channel, limit_memory, serve
 from services.common.errors import ErrorKind, SluiceError, first_line
-from services.preprocess.engines.tokenizer import error_form
+from services.preprocess.engines.host import Answer, host
 
-LOAD_FACTOR = 2
-"""Memory limit while loading, as a multiple of the limit afterwards."""
 MAX_REASON_CHARS = 200
 """Characters of a processor's own message in an error; the rest is left out."""
 _LOCAL = {"local_files_only": True, "trust_remote_code": False}
@@ -32,32 +28,21 @@ def main(arguments: list[str]) -> None:
     """Runs the process.
 
     Args:
-        arguments: the model's folder; seconds after which a hanging call ends the process; MiB it may allocate after
-            loading; a folder for temporary files; "foreign" if the files came from a worker.
+        arguments: the model's folder; as `host` has them.
     """
-    path, limit_s, memory_mb = Path(arguments[0]), float(arguments[1]), int(arguments[2])
-    tempfile.tempdir, foreign = arguments[3], "foreign" in arguments[4:]
     os.environ["HF_HUB_OFFLINE"] = "1"
-    channel = Channel.of_stdio()
-    try:
-        processor = ModelProcessor.load(path, memory_mb if foreign else 0)
-    except Exception as error:
-        reason = first_line(error, MAX_REASON_CHARS).rstrip(".") or type(error).__name__
-        channel.send_json({"error": error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, reason))})
-        return
-    limit_memory(memory_mb)
-    channel.send_json({"facts": {"placeholders": processor.placeholders}})
-    serve(channel, partial(_reply, processor), limit_s)
+    path, *rest = arguments
+
+    def load(limit: Callable[[], None]) -> tuple[dict[str, Any], Answer]:
+        processor = ModelProcessor.load(Path(path), limit)
+        return {"placeholders": processor.placeholders}, processor.call
+
+    host(rest, load, _load_error)
 
 
-def _reply(processor: ModelProcessor, request: bytes) -> bytes:
-    verb, argument = json.loads(request)
-    try:
-        made = processor.problem(**argument) if verb == "problem" else processor.answer(**argument)
-        reply = [made, None]
-    except Exception as error:
-        reply = [None, error_form(error)]
-    return json.dumps(reply, separators=(",", ":")).encode()
+def _load_error(error: Exception) -> SluiceError:
+    reason = first_line(error, MAX_REASON_CHARS).rstrip(".") or type(error).__name__
+    return SluiceError(ErrorKind.FAILED_PRECONDITION, reason)
 
 
 class ModelProcessor:
@@ -79,20 +64,23 @@ class ModelProcessor:
         self._formats = _FORMATS
 
     @classmethod
-    def load(cls, path: Path, memory_mb: int) -> ModelProcessor:
+    def load(cls, path: Path, limit: Callable[[], None]) -> ModelProcessor:
         """Returns that of a model's folder.
 
         Args:
-            memory_mb: memory that loading may take beyond the library's code, MiB; 0 for no limit.
+            limit: called once the library's code is loaded.
         """
         import transformers
 
-        if memory_mb:
-            limit_memory(LOAD_FACTOR * memory_mb, final=False)
+        limit()
         try:
             return cls(transformers.AutoProcessor.from_pretrained(str(path), **_LOCAL))
         except ImportError:
             return cls(_without_video(transformers, path))
+
+    def call(self, verb: str, argument: dict[str, Any]) -> Any:
+        """Returns the result of a call."""
+        return self.problem(**argument) if verb == "problem" else self.answer(**argument)
 
     def answer(self, placeholder: str, width: int, height: int) -> dict[str, Any]:
         """Returns {"ids": …} of an image, or {"refused": reason} for a size that the processor refuses."""

@@ -1,4 +1,4 @@
-"""One process that runs an engine's tokenizer: starts, feeds and monitors it, and restarts it when it exits.
+"""One process that runs an engine's tokenizer: starts, feeds it, and restarts it when it exits.
 
 Callers are threads, each waiting for its own result; an event loop on another thread transfers the bytes. When the
 process exits, its calls are sent to the next one, so that no request is lost. The call that was being processed is only
@@ -8,30 +8,26 @@ retried a few times, because it may be the cause.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from threading import Event
 from typing import Any
 
 import orjson
 
-from services.common.child_rpc.call_queue import Call, CallQueue
+from services.common.child_rpc.lane import Call, Lane
 from services.common.child_rpc.process import Child, background_loop
 from services.common.errors import ErrorKind, SluiceError, overloaded, unavailable
+from services.common.tasks import TaskOwner
 from services.preprocess.engines.tokenizer import read_error
 from services.preprocess.thread_pool import too_slow
 from services.preprocess.validation import as_json
-
-log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 WINDOW = 64
 MAX_FRAME_BYTES = 256 << 20
 """Bytes of a message of an engine's tokenizer process; a process that sends a longer one is replaced."""
-BACKOFF_S = (0.1, 5.0)
 CLOSE_S = 5.0
 
 
@@ -40,7 +36,7 @@ def deadly_prompt() -> SluiceError:
     return SluiceError(ErrorKind.INTERNAL, "This prompt crashes the tokenizer; see the service's log.")
 
 
-class EngineProcess(CallQueue[Any]):
+class EngineProcess(Lane[Any]):
     """A process and the calls queued for it.
 
     Args:
@@ -53,7 +49,6 @@ class EngineProcess(CallQueue[Any]):
 
     Attributes:
         over: whether it accepts no more calls: it was closed, or failed to start the first time.
-        restarts: how often it was started again.
     """
 
     def __init__(
@@ -65,7 +60,7 @@ class EngineProcess(CallQueue[Any]):
         max_waiting: int = 1024,
         deadly: Callable[[], SluiceError] = deadly_prompt,
     ) -> None:
-        super().__init__(limit_s, WINDOW)
+        super().__init__(TaskOwner(), limit_s, WINDOW)
         self._command = command
         self._wait_s = wait_s
         self._start_s = start_s
@@ -73,11 +68,8 @@ class EngineProcess(CallQueue[Any]):
         self._deadly = deadly
         self._facts: Future[dict[str, Any]] = Future()
         self.over = False
-        self.restarts = 0
-        self._failed = asyncio.Event()
-        self._ended = Event()
         self._loop = background_loop()
-        self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
+        asyncio.run_coroutine_threadsafe(self._begin(), self._loop)
 
     @property
     def pid(self) -> int:
@@ -120,96 +112,55 @@ class EngineProcess(CallQueue[Any]):
     def close(self) -> None:
         """Ends the process; callers still waiting receive UNAVAILABLE."""
         self.over = True
-        self._running.cancel()
-        self._ended.wait(CLOSE_S)
+        with suppress(FutureTimeout):
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(CLOSE_S)
 
     # --- on the event loop ---
 
     def _put(self, call: Call[Any]) -> None:
-        if self.over:
-            call.resolve(unavailable("The service is stopping."))
-        elif self.outstanding >= self._max_waiting:
-            call.resolve(overloaded("Too many prompts are waiting to be tokenized; retry shortly."))
+        if self.outstanding < self._max_waiting or self.over:
+            self.add(call)
         else:
-            self.waiting.append(call)
-            self.send_ready()
+            call.resolve(overloaded("Too many prompts are waiting to be tokenized; retry shortly."))
 
-    async def _run(self) -> None:
-        backoff = BACKOFF_S[0]
-        child: Child | None = None
+    async def _begin(self) -> None:
+        """Starts the first process; its failure fails the model's load, while later starts are retried."""
         try:
-            while True:
-                if (child := await self._start()) is None:
-                    if self._facts.exception() is not None:
-                        return
-                    await asyncio.sleep(backoff)
-                    backoff = min(backoff * 2, BACKOFF_S[1])
-                    continue
-                backoff = BACKOFF_S[0]
-                self._failed.clear()
-                self.use(child)
-                await self._failed.wait()
-                await child.end()
-                self.restarts += 1
-                log.warning("a tokenizer process exited and is being restarted", extra={"pid": child.pid})
-        finally:
+            await self.start()
+        except SluiceError as error:
+            self._facts.set_exception(error)
             self.over = True
-            self.drop()
-            for call in self.waiting:
-                call.resolve(unavailable("The tokenizer process has ended."))
-            self.waiting.clear()
-            with suppress(asyncio.CancelledError):
-                if child is not None:
-                    await child.end()
-            self._ended.set()
+            self.stop()
 
-    async def _start(self) -> Child | None:
-        """Starts a process and waits until it has loaded its tokenizer; returns None when that fails."""
-        try:
-            child = await Child.launch(self._command, MAX_FRAME_BYTES)
-        except OSError as error:
-            self._fail_first_start(unavailable(f"The tokenizer process could not be started: {error.strerror}."))
-            return None
-        try:
-            hello = await child.receive_json(self._start_s)
-        except BaseException as error:
+    async def _end(self) -> None:
+        child, opening = self.child, self._opening
+        self.stop()
+        if opening is not None:
+            await asyncio.gather(opening, return_exceptions=True)
+        if child is not None:
             await child.end()
-            if not isinstance(error, EOFError | TimeoutError | ValueError):
-                raise
-            log.warning("a tokenizer process did not start", extra={"reason": type(error).__name__})
-            self._fail_first_start(unavailable("The tokenizer process exited during startup.", code="model_loading"))
-            return None
+
+    async def open(self) -> Child:
+        try:
+            child, hello = await Child.start(self._command, MAX_FRAME_BYTES, self._start_s)
+        except (EOFError, TimeoutError, ValueError):
+            raise unavailable("The tokenizer process exited during startup.", code="model_loading") from None
+        except OSError as error:
+            raise unavailable(f"The tokenizer process could not be started: {error.strerror}.") from None
         if "error" in hello:
             await child.end()
-            self._fail_first_start(read_error(hello["error"]))
-            return None
+            raise read_error(hello["error"])
         if not self._facts.done():
             self._facts.set_result(hello["facts"])
         return child
 
-    def _fail_first_start(self, error: SluiceError) -> None:
-        """Fails the model's load if this is the first start; later starts are retried."""
-        if not self._facts.done():
-            self._facts.set_exception(error)
+    def read(self, reply: bytes) -> Any:
+        result, error = orjson.loads(reply)
+        return result if error is None else read_error(error)
 
-    def on_reply(self, call: Call[Any], reply: bytes) -> None:
-        try:
-            result, error = orjson.loads(reply)
-            call.resolve(result if error is None else read_error(error))
-        except (ValueError, TypeError, KeyError):
-            self.sent.appendleft(call)
-            self.on_failure(timed_out=False)
+    def failed(self, timed_out: bool) -> SluiceError:
+        return too_slow(self._call_s) if timed_out else self._deadly()
 
-    def on_failure(self, timed_out: bool) -> None:
-        """Fails the current call if it timed out or has ended too many processes; the others are sent again."""
-        head = self.take_head()
-        if head is not None:
-            head.attempts += 1
-            if timed_out:
-                head.resolve(too_slow(self._limit_s))
-            elif head.attempts >= ATTEMPTS:
-                head.resolve(self._deadly())
-            else:
-                self.sent.appendleft(head)
-        self.drop()
-        self._failed.set()
+    def repeats(self, call: Call[Any]) -> bool:
+        """Whether a call is repeated: it may be innocent, unless it has ended too many processes."""
+        return call.attempts + 1 < ATTEMPTS

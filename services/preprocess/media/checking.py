@@ -10,8 +10,9 @@ from time import perf_counter
 
 import orjson
 
-from services.common.child_rpc.fork_pool import ForkPool
+from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
+from services.common.child_rpc.pool import ForkLane, ForkPool
 from services.common.child_rpc.process import bare_environment, module_command
 from services.common.errors import invalid, overloaded
 from services.common.media.facts import UNKNOWN_FORMAT, MediaFacts, formats_of, read_facts
@@ -20,6 +21,10 @@ from services.preprocess.media.child import ENDS, IMAGES
 from services.preprocess.media.limits import CheckLimits
 
 START_S = 30.0
+ALARM_S = 2.0
+NICENESS = 5
+"""Added to that of the service: text goes first while all processors are busy."""
+FILES = 16
 MAX_REPLY_BYTES = 4096
 """Bytes of a reply of the process that decodes files; a process that sends a longer one is replaced."""
 MAX_KNOWN = 16_384
@@ -71,16 +76,17 @@ class MediaChecker:
     def __init__(self, limits: CheckLimits | None = None, group: str = IMAGES) -> None:
         self.limits = limits = limits or CheckLimits()
         bounds = astuple(limits.images if group == IMAGES else limits.clips)
+        alarm_s = limits.limit_s + ALARM_S
+        child = ChildLimits(limits.limit_s, limits.memory_mb, True, alarm_s, files=FILES, niceness=NICENESS)
         server = ForkServer(
-            lambda control: module_command(
-                "services.preprocess.media.child", group, control, limits.limit_s, limits.memory_mb, *bounds
-            ),
+            lambda control: module_command("services.preprocess.media.child", group, control, child, *bounds),
             MAX_REPLY_BYTES,
             START_S,
             quiet=True,
             environment=bare_environment() | {"OPENBLAS_NUM_THREADS": "1"},  # threads do not survive a fork
         )
-        self._checks = _Checks(server, limits.processes, limits.limit_s, "media files")
+        self._checks = ForkPool[MediaVerdict](server, child, "media files")
+        self._checks.lanes += [_CheckLane(self._checks) for _ in range(limits.processes)]
         self._known: OrderedDict[bytes, MediaVerdict] = OrderedDict()
         self._running: dict[bytes, _Check] = {}
         self.counts = CheckCounts()
@@ -131,7 +137,7 @@ class MediaChecker:
 
     def _begin(self, data: bytes, digest: bytes) -> _Check:
         started = perf_counter()
-        future, give_up = self._checks.add(data)
+        future, give_up = self._checks.submit(data)
         future.add_done_callback(lambda done: self._on_done(digest, done, started))
         return _Check(future, give_up)
 
@@ -152,29 +158,21 @@ class MediaChecker:
         await self._checks.close()
 
 
-class _Checks(ForkPool[MediaVerdict]):
-    """The processes that check."""
+class _CheckLane(ForkLane[MediaVerdict]):
+    """The checks of one process."""
 
     def read(self, reply: bytes) -> MediaVerdict:
-        return _exhausted() if self.is_last(reply) else _read_reply(reply)
-
-    def failed(self, timed_out: bool) -> MediaVerdict:
-        return MediaVerdict(None, "takes too long to decode", fault=True) if timed_out else _exhausted()
-
-    def is_last(self, reply: bytes) -> bool:
-        return reply.startswith(ENDS)
-
-
-def _exhausted() -> MediaVerdict:
-    return MediaVerdict(None, "requires too much memory to decode, or cannot be decoded", fault=True)
-
-
-def _read_reply(reply: bytes) -> MediaVerdict:
-    """Returns the verdict of a reply; a process compromised by a file may send anything."""
-    try:
+        """Returns the verdict of a reply; a process compromised by a file may send anything."""
+        if self.is_last(reply):
+            return self.failed(timed_out=False)
         form = orjson.loads(reply)
         if "error" in form:
             return MediaVerdict(None, str(form["error"])[:200])
         return MediaVerdict(read_facts(form["facts"]), peak_kb=int(form["peak_kb"]))
-    except (ValueError, KeyError, TypeError):
-        return _exhausted()
+
+    def failed(self, timed_out: bool) -> MediaVerdict:
+        reason = "takes too long to decode" if timed_out else "requires too much memory to decode, or cannot be decoded"
+        return MediaVerdict(None, reason, fault=True)
+
+    def is_last(self, reply: bytes) -> bool:
+        return reply.startswith(ENDS)

@@ -1,7 +1,7 @@
 """The processes that check media files.
 
-``python -m services.preprocess.media.child images FD S MIB PIXELS SIDE FRAMES`` checks images,
-``python -m services.preprocess.media.child clips FD S MIB SECONDS PIXELS FRAMES`` audio and videos.
+``python -m services.preprocess.media.child images FD LIMITS PIXELS SIDE FRAMES`` checks images,
+``python -m services.preprocess.media.child clips FD LIMITS SECONDS PIXELS FRAMES`` audio and videos.
 The fork server loads the libraries once and reads no file. Each fork lowers its own limits, has an empty
 environment and no descriptors but its connection. A request is a file; a reply is JSON.
 """
@@ -9,7 +9,6 @@ environment and no descriptors but its connection. A request is a file; a reply 
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import socket
 import sys
@@ -19,7 +18,7 @@ from importlib import import_module
 
 import orjson
 
-from services.common.child_rpc.child import Channel, ForkedService, serve, serve_forks
+from services.common.child_rpc.child import ChildLimits, ForkedService, serve_forks
 from services.common.media.facts import BadMedia, MediaFacts, facts_form
 
 Check = Callable[[bytes], MediaFacts]
@@ -29,10 +28,6 @@ IMAGES, CLIPS = "images", "clips"
 ENDS = b'{"ends":'
 """Beginning of a reply after which the process ends."""
 OUT_OF_MEMORY = ENDS + b"true}"
-ALARM_S = 2.0
-NICENESS = 5
-"""Added to that of the service: text goes first while all processors are busy."""
-_FILES = 16
 
 
 def answer(check: Check, request: bytes) -> bytes:
@@ -52,33 +47,26 @@ class MediaCheckService(ForkedService):
 
     Args:
         check: checks one file.
-        limit_s: maximum time of a file, seconds.
-        memory_mb: address space of a fork, MiB.
+        limits: of a fork.
     """
 
-    def __init__(self, check: Check, limit_s: float, memory_mb: int) -> None:
+    def __init__(self, check: Check, limits: ChildLimits) -> None:
+        super().__init__(limits)
         self._check = check
-        self._limit_s = limit_s
-        self._memory_mb = memory_mb
 
-    def limit(self) -> None:
-        os.nice(NICENESS)
-        resource.setrlimit(resource.RLIMIT_AS, (self._memory_mb << 20,) * 2)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))
+    def handle(self, request: bytes) -> bytes:
+        return answer(self._check, request)
 
-    def serve(self, channel: Channel) -> None:
-        handle = partial(answer, self._check)
-        serve(channel, handle, self._limit_s + ALARM_S, lambda reply: reply.startswith(ENDS))
+    def is_last(self, reply: bytes) -> bool:
+        return reply.startswith(ENDS)
 
 
-def main(group: str, control_fd: str, limit_s: str, memory_mb: str, *numbers: str) -> None:
+def main(group: str, control_fd: str, limits: str, *numbers: str) -> None:
     """Runs the fork server."""
     check = load_check(group, tuple(map(int, numbers)))
     gc.collect()
     gc.freeze()
-    serve_forks(socket.socket(fileno=int(control_fd)), MediaCheckService(check, float(limit_s), int(memory_mb)))
+    serve_forks(socket.socket(fileno=int(control_fd)), MediaCheckService(check, ChildLimits.read(limits)))
 
 
 def load_check(group: str, numbers: tuple[int, ...]) -> Check:

@@ -1,4 +1,4 @@
-"""The processes that run foreign templates: ``python -m services.preprocess.templates.child FD S CHARS MIB``.
+"""The processes that run foreign templates: ``python -m services.preprocess.templates.child FD LIMITS CHARS``.
 
 The fork server loads Jinja once and never runs a foreign template. Each fork lowers its own limits and then runs
 templates sequentially. It has an empty environment and no other descriptors.
@@ -10,18 +10,16 @@ is its kind, the size of its notes, the notes as JSON, and the prompt as UTF-8; 
 from __future__ import annotations
 
 import gc
-import resource
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from functools import partial
 from struct import Struct
 from typing import Any
 
 import orjson
 
-from services.common.child_rpc.child import Channel, ForkedService, serve, serve_forks
+from services.common.child_rpc.child import Channel, ChildLimits, ForkedService, serve_forks
 from services.common.errors import SluiceError
 from services.preprocess.templates import templates
 from services.preprocess.templates.capabilities import TemplateCapabilities
@@ -38,7 +36,6 @@ ALARM_S = 2.0
 """CPU time after the limit at which a template's process ends itself, even without its parent."""
 REPEAT_S = 0.05
 """Interval at which a template that exceeded its limit is interrupted, until one interruption ends it."""
-_FILES = 16
 
 
 class TemplateCache:
@@ -144,36 +141,35 @@ class TemplateService(ForkedService):
     """Runs templates.
 
     Args:
-        limit_s: maximum run time of a template, seconds.
+        limits: of a fork; the time is that of a template.
         max_chars: maximum length of its output.
-        memory_mb: address space of a fork, MiB.
     """
 
-    def __init__(self, limit_s: float, max_chars: int, memory_mb: int) -> None:
-        self._limit_s = limit_s
+    def __init__(self, limits: ChildLimits, max_chars: int) -> None:
+        super().__init__(limits)
         self._max_chars = max_chars
-        self._memory_mb = memory_mb
+        self._cache = TemplateCache()
 
-    def limit(self) -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (self._memory_mb << 20,) * 2)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))
+    def handle(self, request: bytes) -> bytes:
+        return answer_in_time(self._cache, self.limits.call_s, self._max_chars, request)
+
+    def is_last(self, reply: bytes) -> bool:
+        return reply.startswith(ENDS)
 
     def serve(self, channel: Channel) -> None:
         signal.signal(signal.SIGALRM, _interrupt)
-        handle = partial(answer_in_time, TemplateCache(), self._limit_s, self._max_chars)
-        serve(channel, handle, is_last=lambda reply: reply.startswith(ENDS))
+        super().serve(channel)
 
 
-def main(control_fd: str, limit_s: str, max_chars: str, memory_mb: str) -> None:
+def main(control_fd: str, limits: str, max_chars: str) -> None:
     """Runs the fork server."""
-    limits = float(limit_s), int(max_chars)
+    service = TemplateService(ChildLimits.read(limits), int(max_chars))
     variables: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
-    templates.render("{% for m in messages %}{{ m | tojson }}{% endfor %}", variables, *limits)
+    source = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    templates.render(source, variables, service.limits.call_s, int(max_chars))
     gc.collect()
     gc.freeze()
-    serve_forks(socket.socket(fileno=int(control_fd)), TemplateService(*limits, int(memory_mb)))
+    serve_forks(socket.socket(fileno=int(control_fd)), service)
 
 
 if __name__ == "__main__":

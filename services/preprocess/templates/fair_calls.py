@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from contextvars import ContextVar
 
-from services.common.child_rpc.call_queue import Call
+from services.common.child_rpc.lane import Call
 from services.preprocess.templates.templates import RenderedText
 
 MAX_KNOWN_ORIGINS = 1024

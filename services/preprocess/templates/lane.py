@@ -9,15 +9,14 @@ import asyncio
 import re
 from collections.abc import Callable
 from math import inf
-from typing import Protocol
 
 import orjson
 
-from services.common.budgets import Budget
-from services.common.child_rpc.call_queue import Call, CallQueue
+from services.common.budgets import Budget, BudgetPool
+from services.common.child_rpc.lane import Call
+from services.common.child_rpc.pool import ForkLane, ForkPool
 from services.common.child_rpc.process import Child
-from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
-from services.common.tasks import TaskOwner
+from services.common.errors import ErrorKind, SluiceError, invalid
 from services.preprocess.templates import templates
 from services.preprocess.templates.child import ENDS, SOURCE_SIZE, TEXT, read_text
 from services.preprocess.templates.fair_calls import FairCalls
@@ -37,51 +36,81 @@ COMPILE_ONLY = b""
 _MESSAGES = re.compile(r"messages(\[\d{1,9}\])?").fullmatch
 
 
-class LaneHome(Protocol):
-    """What lanes share; implemented by `TemplateProcesses`."""
+class LaneSlots:
+    """Places for the processes of models; a lane that waits for one ends the least recently used idle process.
 
-    limit_s: float
-    wait_s: float
-    tasks: TaskOwner
+    Args:
+        count: number of places.
+        wait_s: maximum wait for one, seconds.
+    """
 
-    async def open(self, lane: Lane) -> Child:
-        """Starts a process for a lane."""
+    def __init__(self, count: int, wait_s: float) -> None:
+        self._budget = BudgetPool("template_processes", count, "")
+        self._wait_s = wait_s
+        self._holders: set[TemplateLane] = set()
+        self._waiting = 0
 
-    def ended(self, lane: Lane) -> None:
-        """Called when the lane's process has ended."""
+    async def take(self, lane: TemplateLane) -> None:
+        """Takes a place; raises SluiceError (OVERLOADED) if none becomes free in time."""
+        if not self._budget.try_take(1):
+            idle = [held for held in self._holders if held.child is not None and not held.outstanding]
+            if idle:
+                min(idle, key=lambda held: held.used_at).drop()
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(self._wait_s):
+                    await self._budget.take(1)
+            except TimeoutError:
+                raise self._budget.refuse(
+                    "The templates of too many models are running; retry shortly",
+                    kind=ErrorKind.OVERLOADED,
+                    code="overloaded",
+                    retry_after_ms=1000,
+                ) from None
+            finally:
+                self._waiting -= 1
+        self._holders.add(lane)
 
-    def rests(self, lane: Lane) -> None:
-        """Called when the lane is idle."""
+    def give_back(self, lane: TemplateLane) -> None:
+        """Gives back the place of a lane; ignores one without any."""
+        if lane in self._holders:
+            self._holders.discard(lane)
+            self._budget.give_back(1)
+
+    def on_idle(self, lane: TemplateLane) -> None:
+        """Ends the process of an idle lane if another waits for its place."""
+        if self._waiting and lane in self._holders:
+            lane.drop()
 
 
-class Lane(CallQueue[RenderedText]):
+class TemplateLane(ForkLane[RenderedText]):
     """The calls of one origin and the process that runs them.
 
     Args:
-        home: starts processes.
-        blame: converts a template's error into the one its callers receive.
+        pool: its limits have the time of a template.
         waiting: limits the waiting calls.
-        patient: several origins share the lane: none are rejected for a while after templates were killed several times
-            in a row.
+        wait_s: maximum wait of a caller for its prompt, seconds.
+        blame: converts a template's error into the one its callers receive.
+        slots: places for processes; None for a lane that several origins share, which needs none: there, calls take
+            turns, and none are rejected for a while after templates were killed several times in a row.
     """
 
     def __init__(
         self,
-        home: LaneHome,
-        blame: Callable[[SluiceError], SluiceError],
+        pool: ForkPool[RenderedText],
         waiting: Budget,
-        patient: bool = False,
+        wait_s: float,
+        blame: Callable[[SluiceError], SluiceError] = lambda error: error,
+        slots: LaneSlots | None = None,
     ) -> None:
-        super().__init__(home.limit_s + GRACE_S, FAIR_WINDOW if patient else WINDOW)
+        super().__init__(pool, pool.limits.call_s + GRACE_S, WINDOW if slots else FAIR_WINDOW)
         self.waiting: FairCalls = FairCalls()
-        self._home = home
-        self._blame = blame
         self._waiting_budget = waiting
-        self._patient = patient
-        self._opening: asyncio.Task[None] | None = None
+        self._wait_s = wait_s
+        self._blame = blame
+        self._slots = slots
         self._kills = 0
         self._refused_until = -inf
-        self._closed = False
         self.used_at = 0.0
 
     async def call(self, source: str, job: bytes, origin: str = "") -> RenderedText:
@@ -94,23 +123,15 @@ class Lane(CallQueue[RenderedText]):
             SluiceError: as `templates.render`, or as converted by `blame`; OVERLOADED when too many calls wait or
                 this one was not rendered in time; UNAVAILABLE when the lane was closed.
         """
-        if self._closed:
-            raise stopping()
         if len(source) > templates.MAX_TEMPLATE_CHARS:
             raise self._blame(templates.too_long_a_template())
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._refused_until:
+        if asyncio.get_running_loop().time() < self._refused_until:
             raise self._blame(_exhausted())
         template = source.encode("utf-8", "replace")
-        call = Call[RenderedText](SOURCE_SIZE.pack(len(template)) + template + job, loop.create_future(), origin=origin)
-        self.waiting.append(call)
-        if self.outstanding > self._waiting_budget.limit:
-            self.waiting.pop_of_busiest().resolve(self._overloaded())
-        self.send_ready()
-        assert isinstance(call.future, asyncio.Future)
+        future, _ = self.submit(SOURCE_SIZE.pack(len(template)) + template + job, origin)
         try:
-            async with asyncio.timeout(self._home.wait_s if self.child is not None else self._home.wait_s + START_S):
-                return await call.future
+            async with asyncio.timeout(self._wait_s if self.child is not None else self._wait_s + START_S):
+                return await future
         except TimeoutError:
             raise self._overloaded() from None
 
@@ -122,102 +143,56 @@ class Lane(CallQueue[RenderedText]):
             retry_after_ms=1000,
         )
 
-    def close(self) -> None:
-        """Ends the process, and fails the remaining calls with UNAVAILABLE."""
-        self._closed = True
-        if self._opening is not None:
-            self._opening.cancel()
-        self.drop()
-        self._fail_all(stopping)
+    async def open(self) -> Child:
+        if self._slots is None:
+            return await super().open()
+        await self._slots.take(self)
+        try:
+            return await super().open()
+        except BaseException:
+            self._slots.give_back(self)
+            raise
 
     def drop(self) -> None:
         super().drop()
-        self._home.ended(self)
+        if self._slots is not None:
+            self._slots.give_back(self)
 
-    def on_no_child(self) -> None:
-        if self._opening is None:
-            self._opening = self._home.tasks.spawn(self._open(), "template process")
+    def on_added(self) -> None:
+        if self.outstanding > self._waiting_budget.limit:
+            self.waiting.pop_of_busiest().resolve(self._overloaded())
 
-    async def _open(self) -> None:
-        try:
-            child = await self._home.open(self)
-        except SluiceError as error:
-            failed = error
-            self._fail_all(lambda: _copy(failed))
-            return
-        finally:
-            self._opening = None
-        self.use(child)
-
-    def on_empty(self) -> None:
+    def on_idle(self) -> None:
         self.used_at = asyncio.get_running_loop().time()
-        self._home.rests(self)
+        if self._slots is not None:
+            self._slots.on_idle(self)
 
-    def on_reply(self, call: Call[RenderedText], reply: bytes) -> None:
-        self._charge(call)
-        kind, content = reply[:1], reply[1:]
-        if kind == TEXT:
-            self._kills = 0
-            call.resolve(read_text(content))
-            return
-        tainted = self.replies > 1
-        if kind == ENDS:
-            self.drop()
-        if kind != ENDS or not self._retry(call, tainted):
-            call.resolve(self._blame(_read_error(content)))
-
-    def on_failure(self, timed_out: bool) -> None:
-        """Blames the running template, unless it is retried."""
-        head = self.take_head()
-        tainted = self.replies > 0
-        self.drop()
-        if head is None:
-            return
-        self._charge(head)
-        if not timed_out and self._retry(head, tainted):
-            return
-        error = templates.took_too_long(self._home.limit_s) if timed_out else _exhausted()
-        head.resolve(self._blame(error))
-        self._count_kill(error)
-
-    def _retry(self, call: Call[RenderedText], tainted: bool) -> bool:
-        """Queues a call again, once, whose process ended after it had run others: they may have used up the memory."""
-        if not tainted or call.attempts:
-            return False
-        call.attempts += 1
-        self.waiting.appendleft(call)
-        return True
-
-    def _charge(self, call: Call[RenderedText]) -> None:
+    def on_ran(self, call: Call[RenderedText]) -> None:
         self.waiting.charge(call, asyncio.get_running_loop().time() - call.started_at)
 
-    def _count_kill(self, error: SluiceError) -> None:
+    def read(self, reply: bytes) -> RenderedText | SluiceError:
+        kind, content = reply[:1], reply[1:]
+        if kind != TEXT:
+            return self._blame(_read_error(content))
+        self._kills = 0
+        return read_text(content)
+
+    def is_last(self, reply: bytes) -> bool:
+        return reply.startswith(ENDS)
+
+    def failed(self, timed_out: bool) -> SluiceError:
+        """Returns the running template's error, and rejects others for a while after several kills in a row."""
+        error = templates.took_too_long(self._pool.limits.call_s) if timed_out else _exhausted()
         self._kills += 1
-        if self._patient or self._kills <= KILLS_FORGIVEN:
-            return
-        pause_s = min(PAUSE_S[0] * 2 ** (self._kills - KILLS_FORGIVEN - 1), PAUSE_S[1])
-        self._refused_until = asyncio.get_running_loop().time() + pause_s
-        self._fail_all(lambda: self._blame(error))
-
-    def _fail_all(self, error: Callable[[], SluiceError]) -> None:
-        """Fails each call with its own error: a shared one would retain the frames of all."""
-        while self.waiting:
-            self.waiting.popleft().resolve(error())
-
-
-def stopping() -> SluiceError:
-    """Returns the error of calls during shutdown."""
-    return unavailable("The service is stopping.")
+        if self._slots is not None and self._kills > KILLS_FORGIVEN:
+            pause_s = min(PAUSE_S[0] * 2 ** (self._kills - KILLS_FORGIVEN - 1), PAUSE_S[1])
+            self._refused_until = asyncio.get_running_loop().time() + pause_s
+            self.fail_all(lambda: self._blame(error.copy()))
+        return self._blame(error)
 
 
 def _exhausted() -> SluiceError:
     return invalid("The chat template requires too much time or memory.", param="chat_template")
-
-
-def _copy(error: SluiceError) -> SluiceError:
-    return SluiceError(
-        error.kind, error.message, param=error.param, code=error.code, retry_after_ms=error.retry_after_ms
-    )
 
 
 def _read_error(content: bytes) -> SluiceError:

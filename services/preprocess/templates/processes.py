@@ -15,16 +15,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from services.common.budgets import Budget, BudgetPool
+from services.common.budgets import Budget
+from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
-from services.common.child_rpc.process import Child, background_loop, bare_environment, module_command
+from services.common.child_rpc.lane import stopping
+from services.common.child_rpc.pool import ForkPool
+from services.common.child_rpc.process import background_loop, bare_environment, module_command
 from services.common.errors import ErrorKind, SluiceError, overloaded
-from services.common.tasks import TaskOwner
 from services.preprocess.templates import templates
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.child import job
 from services.preprocess.templates.fair_calls import origin
-from services.preprocess.templates.lane import COMPILE_ONLY, GRACE_S, START_S, Lane, stopping
+from services.preprocess.templates.lane import COMPILE_ONLY, GRACE_S, START_S, LaneSlots, TemplateLane
 from services.preprocess.templates.runner import TemplateRunner
 from services.preprocess.templates.templates import RenderedText
 
@@ -33,6 +35,7 @@ T = TypeVar("T")
 MODEL_FAULT = "model_template_failed"
 MAX_WAITING = 1024
 """Chats that wait for a process of their templates; further ones are refused, budget `template_processes`."""
+FILES = 16
 MAX_MODELS = 16
 """Processes for templates of models discovered from workers, one a model; others wait until one is idle."""
 
@@ -62,24 +65,22 @@ class TemplateProcesses:
     ) -> None:
         self.limit_s = limit_s
         self.wait_s = wait_s or 3 * (limit_s + GRACE_S)
-        arguments = (limit_s, max_chars, memory_mb)
-        self._server = ForkServer(
-            lambda control: module_command("services.preprocess.templates.child", control, *arguments),
+        limits = ChildLimits(limit_s, memory_mb, absolute=True, files=FILES)
+        server = ForkServer(
+            lambda control: module_command("services.preprocess.templates.child", control, limits, max_chars),
             max_frame_bytes=4 * max_chars + (1 << 16),
             start_s=START_S,
             quiet=True,
             environment=bare_environment(),
         )
+        self._pool = ForkPool[RenderedText](server, limits, "chat templates")
         self._count = count
-        self._slots = BudgetPool("template_processes", models, "")
+        self._slots = LaneSlots(models, self.wait_s)
         self._waiting = Budget("template_processes", MAX_WAITING, "")
         self._given_loop = loop
         self._closed = False
-        self._clients: list[Lane] = []
-        self._models: set[Lane] = set()
-        self._holding: set[Lane] = set()
-        self._slot_waiters = 0
-        self.tasks = TaskOwner()
+        self._clients: list[TemplateLane] = []
+        self._models: set[TemplateLane] = set()
 
     # --- what callers use ---
 
@@ -141,9 +142,8 @@ class TemplateProcesses:
         """Ends the processes; must run on their loop."""
         self._closed = True
         for lane in (*self._clients, *self._models):
-            lane.close()
-        await self.tasks.close()
-        await self._server.close()
+            lane.stop()
+        await self._pool.close()
 
     def _loop(self) -> asyncio.AbstractEventLoop:
         return self._given_loop or background_loop()
@@ -153,76 +153,23 @@ class TemplateProcesses:
     async def of_client(self, source: str, job: bytes, origin: str = "") -> RenderedText:
         """Renders a client's template in the least loaded process; the templates of different origins take turns."""
         while len(self._clients) < self._count:
-            self._clients.append(Lane(self, lambda error: error, self._waiting, patient=True))
+            self._clients.append(TemplateLane(self._pool, self._waiting, self.wait_s))
         lane = min(self._clients, key=lambda lane: lane.outstanding)
         return await lane.call(source, job, origin)
 
-    def lane(self, model: str) -> Lane:
+    def lane(self, model: str) -> TemplateLane:
         """Returns a new lane for a model's templates, to be closed with the model."""
-        lane = Lane(self, lambda error: _blamed(error, model), self._waiting)
+        blame = partial(_blamed, model)
+        lane = TemplateLane(self._pool, self._waiting, self.wait_s, blame, self._slots)
         self._models.add(lane)
         return lane
 
-    async def drop(self, lane: Lane) -> None:
+    async def drop(self, lane: TemplateLane) -> None:
         """Closes a model's lane, and the fork server with the last lane; it starts again on the next use."""
         self._models.discard(lane)
-        lane.close()
+        lane.stop()
         if not self._models and not self._clients:
-            await self._server.close()
-
-    async def open(self, lane: Lane) -> Child:
-        """Starts a process for a lane; waits while too many run. Raises SluiceError(INTERNAL) if it does not start."""
-        if lane in self._models:
-            await self._take_slot(lane)
-        try:
-            return await self._fork()
-        except BaseException:
-            self.ended(lane)
-            raise
-
-    async def _fork(self) -> Child:
-        for _ in range(2):
-            try:
-                child, _greeting = await self._server.fork()
-                assert child is not None, "this service's greeting is never an error"
-                return child
-            except (OSError, EOFError, ValueError) as error:
-                failure = error
-                await self._server.close()
-        raise SluiceError(
-            ErrorKind.INTERNAL, "No process for chat templates could be started; see the service's log."
-        ) from failure
-
-    async def _take_slot(self, lane: Lane) -> None:
-        if not self._slots.try_take(1):
-            idle = [held for held in self._holding if held.child is not None and not held.outstanding]
-            if idle:
-                min(idle, key=lambda held: held.used_at).drop()
-            self._slot_waiters += 1
-            try:
-                async with asyncio.timeout(self.wait_s):
-                    await self._slots.take(1)
-            except TimeoutError:
-                raise self._slots.refuse(
-                    "The templates of too many models are running; retry shortly",
-                    kind=ErrorKind.OVERLOADED,
-                    code="overloaded",
-                    retry_after_ms=1000,
-                ) from None
-            finally:
-                self._slot_waiters -= 1
-        self._holding.add(lane)
-
-    def ended(self, lane: Lane) -> None:
-        """Called when the lane's process has ended."""
-        if lane in self._holding:
-            self._holding.discard(lane)
-            self._slots.give_back(1)
-
-    def rests(self, lane: Lane) -> None:
-        """Called when the lane is idle."""
-        if self._slot_waiters and lane in self._holding:
-            lane.drop()
+            await self._pool.server.close()
 
 
 class _Runner(TemplateRunner):
@@ -261,7 +208,7 @@ class ModelRunner(_Runner):
     def __init__(self, home: TemplateProcesses, name: str) -> None:
         super().__init__(home, self._in_lane)
         self._name = name
-        self._lane: Lane | None = None
+        self._lane: TemplateLane | None = None
 
     async def _in_lane(self, source: str, job: bytes, origin: str) -> RenderedText:
         if self._lane is None:
@@ -278,7 +225,7 @@ class ModelRunner(_Runner):
                 self._home.wait_for(close)
 
 
-def _blamed(error: SluiceError, model: str) -> SluiceError:
+def _blamed(model: str, error: SluiceError) -> SluiceError:
     """Converts a template's error into one of the model, unless it concerns the client's messages."""
     if error.param != "chat_template" or error.code == templates.TOO_LONG:
         return error

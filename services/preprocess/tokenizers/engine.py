@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.process import engine_command
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.media.spans import MediaKind, MediaSpan
@@ -54,6 +55,15 @@ class EngineOptions:
     memory_mb: int = 2048
     foreign: bool = False
 
+    def arguments(self, folder: str) -> list[object]:
+        """Returns what the command of a process ends with.
+
+        Args:
+            folder: for its temporary files.
+        """
+        limits = ChildLimits(self.limit_s, self.memory_mb, alarm_s=self.limit_s * _HANG_FACTOR)
+        return [limits, folder, *(["foreign"] if self.foreign else [])]
+
 
 class EngineTokenizer(ChatTokenizer):
     """A tokenizer implemented by an engine.
@@ -74,10 +84,8 @@ class EngineTokenizer(ChatTokenizer):
         self._options = options
         self._template = chat_template
         self._scratch = tempfile.TemporaryDirectory(prefix="sluice-engine-", ignore_cleanup_errors=True)
-        limits = (options.limit_s * _HANG_FACTOR, options.memory_mb)
-        origin = ["foreign"] if options.foreign else []
         self._command = engine_command(
-            options.python, "services.preprocess.engines.host", engine, path, *limits, self._scratch.name, *origin
+            options.python, "services.preprocess.engines.host", engine, path, *options.arguments(self._scratch.name)
         )
         self._lock = Lock()
         self._foreign: EngineProcess | None = None

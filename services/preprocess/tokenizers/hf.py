@@ -34,8 +34,9 @@ from services.preprocess.protocol import (
 )
 from services.preprocess.templates.learned import learned
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
+from services.preprocess.tokenizers.engine import EngineOptions
 from services.preprocess.tokenizers.placeholders import Placeholders
-from services.preprocess.tokenizers.processor_rule import NoImages, ProcessorOptions, ProcessorRule, has_processor
+from services.preprocess.tokenizers.processor_rule import NoImages, ProcessorRule, has_processor
 from services.preprocess.validation import MEDIA_PARTS
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class HfTokenizer(ChatTokenizer):
         encoder_options: which optimizations to use.
         chat_template: replaces the model's own; empty to keep that one.
         own: runs the model's own templates; None for this process.
-        processors: for models without a built-in rule of images; None: those take no images.
+        processors: run the processors of models without a built-in rule of images; empty: those take no images.
 
     Attributes:
         no_images: why images are not taken, as a sentence; may be empty.
@@ -86,7 +87,7 @@ class HfTokenizer(ChatTokenizer):
         encoder_options: EncoderOptions | None = None,
         chat_template: str = "",
         own: TemplateRunner | None = None,
-        processors: ProcessorOptions | None = None,
+        processors: Sequence[EngineOptions] = (),
     ) -> None:
         self._own = own or InThisProcess(limits.template_s, limits.max_prompt_chars)
         self._clients = limits.foreign_templates.clients
@@ -132,11 +133,11 @@ class HfTokenizer(ChatTokenizer):
         self._placeholders = self._own_placeholders(file)
         self.media_rules = {kind: rule for kind, rule in self.media_rules.items() if self._writes(kind, rule)}
 
-    def _own_rules(self, path: Path, processors: ProcessorOptions | None) -> MediaRules:
+    def _own_rules(self, path: Path, processors: Sequence[EngineOptions]) -> MediaRules:
         """Returns the rules of the model's files, or else that of its processor of images; empty without media."""
         files = ModelFiles.read(path)
         rules = media_rules(files)
-        if rules or processors is None or not self._templates or not has_processor(files):
+        if rules or not processors or not self._templates or not has_processor(files):
             return rules
         try:
             return {MediaKind.IMAGE: ProcessorRule(path, self.render, self._tokenizer.token_to_id, processors)}

@@ -14,7 +14,6 @@ from services.preprocess.limits import Limits
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.custom import load_custom
 from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
-from services.preprocess.tokenizers.processor_rule import ProcessorOptions
 
 NO_OPTIONS: Mapping[str, EngineOptions] = MappingProxyType({})
 DEFAULT_ENCODER_OPTIONS = EncoderOptions()
@@ -80,7 +79,8 @@ def _load(
 
         own = limits.own_templates(spec.name, spec.learned)
         try:
-            return HfTokenizer(path, limits, encoder_options, template, own, _processors(engines, spec.learned))
+            processors = [replace(options, foreign=spec.learned) for options in engines.values()]
+            return HfTokenizer(path, limits, encoder_options, template, own, processors)
         except BaseException:
             own.close()
             raise
@@ -92,12 +92,3 @@ def _load(
         known = ", ".join((*PROCESSORS, *ENGINE_PROCESSORS))
         raise invalid(f"Processor {processor!r} is unknown; use {known} or package.module:Class.", param="model")
     return load_custom(processor, spec.name, path)
-
-
-def _processors(engines: Mapping[str, EngineOptions], foreign: bool) -> ProcessorOptions | None:
-    """Returns how models' own processors of images run: as the engines' processes do; None without those."""
-    if not engines:
-        return None
-    first, *_ = engines.values()
-    pythons = tuple(options.python for options in engines.values())
-    return ProcessorOptions(pythons, first.limit_s, first.start_s, first.memory_mb, foreign)

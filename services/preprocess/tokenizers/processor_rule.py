@@ -7,8 +7,7 @@ import logging
 import tempfile
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,12 +17,12 @@ from services.common.errors import SluiceError, invalid
 from services.preprocess.engines.process import EngineProcess
 from services.preprocess.media.rules import MAX_TOKENS, ModelFiles
 from services.preprocess.protocol import ChatRequest, ImageRule, Message
+from services.preprocess.tokenizers.engine import EngineOptions
 
 log = logging.getLogger(__name__)
 
 MAX_KNOWN_TOKENS = 1 << 21
 """Token ids of media items that are remembered by size; the oldest are forgotten."""
-_HANG_FACTOR = 2.0
 _TEXT: Message = {"type": "text", "text": "Describe: "}
 _TEXT_CHAT = ChatRequest([{"role": "user", "content": [_TEXT]}])
 _IMAGE_CHAT = ChatRequest([{"role": "user", "content": [_TEXT, {"type": "image", "media": 0}]}])
@@ -31,32 +30,6 @@ INSTALL = (
     "The images of this model need its own processor: install transformers beside preprocess, or name an interpreter "
     "that has it with --vllm-python or --sglang-python."
 )
-
-
-@dataclass(frozen=True)
-class ProcessorOptions:
-    """Options of the processes that run models' own processors of images.
-
-    Attributes:
-        pythons: interpreters that may have transformers, beside this one; empty ones do not count.
-        limit_s: maximum run time of one call, seconds.
-        start_s: maximum load time of a process, seconds.
-        memory_mb: memory a process may allocate after loading, MiB.
-        foreign: whether the files came from a worker, so that memory is also limited while loading.
-    """
-
-    pythons: tuple[str, ...] = ()
-    limit_s: float = 10.0
-    start_s: float = 120.0
-    memory_mb: int = 2048
-    foreign: bool = False
-
-    @property
-    def python(self) -> str | None:
-        """The interpreter to use: empty for this one, None for none."""
-        if importlib.util.find_spec("transformers") is not None:
-            return ""
-        return next(filter(None, self.pythons), None)
 
 
 class NoImages(Exception):
@@ -69,6 +42,7 @@ class ProcessorRule(ImageRule):
     Args:
         path: the model's folder.
         render: renders a chat by the model's template.
+        engines: how processes run; this interpreter is preferred to those of the engines.
 
     Raises:
         NoImages: without a processor, or if its ids depend on more than the size of an image.
@@ -81,18 +55,15 @@ class ProcessorRule(ImageRule):
         path: Path,
         render: Callable[[ChatRequest], str],
         token_id: Callable[[str], int | None],
-        options: ProcessorOptions,
+        engines: Sequence[EngineOptions],
     ) -> None:
-        python = options.python
-        if python is None:
-            raise NoImages(INSTALL)
+        options, python = engines[0], _python(engines)
         self._lock = Lock()
         self._known: OrderedDict[tuple[int, int], array[int] | str] = OrderedDict()
         self._tokens = 0
         self._scratch = tempfile.TemporaryDirectory(prefix="sluice-processor-", ignore_cleanup_errors=True)
-        limits = (options.limit_s * _HANG_FACTOR, options.memory_mb, self._scratch.name)
-        origin = ["foreign"] if options.foreign else []
-        command = engine_command(python, "services.preprocess.engines.image_processor", path, *limits, *origin)
+        module = "services.preprocess.engines.image_processor"
+        command = engine_command(python, module, path, *options.arguments(self._scratch.name))
         wait_s = 3 * options.limit_s + options.start_s
         self._process = EngineProcess(command, options.limit_s, wait_s, options.start_s, deadly=_deadly_image)
         try:
@@ -149,6 +120,16 @@ class ProcessorRule(ImageRule):
         """Ends the process."""
         self._process.close()
         self._scratch.cleanup()
+
+
+def _python(engines: Sequence[EngineOptions]) -> str:
+    """Returns the interpreter to use, empty for this one; raises NoImages without any."""
+    if importlib.util.find_spec("transformers") is not None:
+        return ""
+    python = next((options.python for options in engines if options.python), None)
+    if python is None:
+        raise NoImages(INSTALL)
+    return python
 
 
 def has_processor(files: ModelFiles) -> bool:

@@ -34,12 +34,8 @@ class ModelRegistry:
             retries a failed load.
         wait_s: maximum wait of one caller for a load, seconds.
         shared_by: returns what discovered models must have in common to share a tokenizer.
-
-    Attributes:
         learn: waits, at most the given seconds, for a model to be added with `add`; returns False when it will not be.
     """
-
-    learn: Callable[[str, float], Awaitable[bool]] | None = None
 
     def __init__(
         self,
@@ -47,7 +43,9 @@ class ModelRegistry:
         load: Callable[[ModelSpec], TokenizerProtocol],
         wait_s: float = MAX_LOAD_WAIT_S,
         shared_by: Callable[[ModelSpec], Hashable] = lambda spec: (spec.source, spec.processor, spec.chat_template),
+        learn: Callable[[str, float], Awaitable[bool]] | None = None,
     ) -> None:
+        self._learn = learn
         self._specs = {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.name)}
         self._load = load
         self._wait_s = wait_s
@@ -82,8 +80,8 @@ class ModelRegistry:
         Raises:
             SluiceError: NOT_FOUND for an unknown model; UNAVAILABLE when the load exceeds `wait_s`; the load's error.
         """
-        if name not in self._specs and self.learn is not None:
-            await self.learn(name, self._wait_s)
+        if name not in self._specs and self._learn is not None:
+            await self._learn(name, self._wait_s)
         tokenizer = self._loaded.pop(name, None)
         if tokenizer is not None:
             self._loaded[name] = tokenizer  # reinserted as the most recently used, see by_use

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from services.common.media.spans import MediaKind
+from services.common.types.sampling import NAMES
 
 
 class Capability(StrEnum):
@@ -84,7 +85,10 @@ class Capability(StrEnum):
 MEDIA = frozenset(Capability(kind.capability) for kind in MediaKind)
 """Kinds of media items, one capability per kind."""
 
-SAMPLING = frozenset(
+SAMPLING = frozenset({*map(Capability, NAMES), Capability.MIN_TOKENS, Capability.IGNORE_EOS})
+"""Sampling and stop options, one capability per option."""
+
+USUAL_SAMPLING = frozenset(
     {
         Capability.TEMPERATURE,
         Capability.TOP_P,
@@ -95,15 +99,11 @@ SAMPLING = frozenset(
         Capability.REPETITION_PENALTY,
         Capability.SEED,
         Capability.LOGIT_BIAS,
-        Capability.ALLOWED_TOKEN_IDS,
-        Capability.BAD_WORDS,
-        Capability.THINKING_TOKEN_BUDGET,
-        Capability.ENGINE_OPTIONS,
         Capability.MIN_TOKENS,
         Capability.IGNORE_EOS,
     }
 )
-"""Sampling and stop options, one capability per option."""
+"""Those that every engine with a sampler of its own has."""
 
 GUIDED = frozenset(
     {

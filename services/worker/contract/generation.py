@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from services.common.errors import SluiceError
 from services.common.media.spans import MediaFile as MediaFile
+from services.common.media.spans import MediaItem as MediaItem
 from services.common.media.spans import MediaKind as MediaKind
 from services.common.media.spans import MediaSpan as MediaSpan
-from services.common.types import FinishReason as FinishReason
-from services.common.types import PositionLogprobs as PositionLogprobs
-from services.common.types import Role as Role
-from services.common.types import TokenLogprob as TokenLogprob
+from services.common.types.generation import FinishReason as FinishReason
+from services.common.types.generation import PositionLogprobs as PositionLogprobs
+from services.common.types.generation import PromptEmbeds as PromptEmbeds
+from services.common.types.generation import Role as Role
+from services.common.types.generation import TokenLogprob as TokenLogprob
+from services.common.types.sampling import UNSET
+from services.common.types.sampling import SamplingParams as SamplingParams
+from services.common.types.sampling import StructuredOutput as StructuredOutput
 from services.worker.contract.text_delta import TextUpdate
 
 if TYPE_CHECKING:
     from services.postprocess.detokenize.stream import StreamOptions
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling options; None uses the model's generation defaults, then the engine's."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    thinking_token_budget: int | None = None
-    engine_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +41,6 @@ class StopParams:
 
 
 @dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """A constraint on the output; `grammar` is a tuple for the kind "choice", a string for every other kind."""
-
-    kind: Literal["json_schema", "regex", "ebnf", "choice", "json_object", "structural_tag"]
-    grammar: str | tuple[str, ...] = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Disaggregation:
     """One worker's part of a request that is split into a prefill and a decode worker."""
 
@@ -71,27 +49,6 @@ class Disaggregation:
     bootstrap_host: str = ""
     bootstrap_port: int = 0
     bootstrap_room: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEmbeds:
-    """Input embeddings in place of token ids: little-endian float32, `width` values per position."""
-
-    values: bytes
-    width: int
-
-    @property
-    def length(self) -> int:
-        """The number of positions."""
-        return len(self.values) // (4 * self.width) if self.width else 0
-
-
-@dataclass(frozen=True, slots=True)
-class MediaItem:
-    """A media item of a prompt: its placeholder tokens in `token_ids`, and its file."""
-
-    span: MediaSpan
-    file: MediaFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +65,7 @@ class GenerateRequest:
     text: str | None = None
     messages_json: bytes | None = None
     embeds: PromptEmbeds | None = None
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = UNSET
     stop: StopParams = StopParams()
     logprobs: int | None = None
     prompt_logprobs: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from services.worker.contract.capabilities import Capability
-from services.worker.contract.generation import GenerateRequest, SamplingParams
+from services.worker.contract.generation import GenerateRequest
 
 Uses = Callable[[GenerateRequest], bool]
 
@@ -19,10 +19,6 @@ GUIDED_KINDS = {
 }
 
 
-def _sampling(uses: Callable[[SamplingParams], bool]) -> Uses:
-    return lambda request: uses(request.sampling)
-
-
 # Capability, API field, and whether a request uses it. A value without effect does not count as use.
 _OPTIONS: tuple[tuple[Capability, str, Uses], ...] = (
     (Capability.TEXT, "prompt", lambda request: request.text is not None),
@@ -31,27 +27,6 @@ _OPTIONS: tuple[tuple[Capability, str, Uses], ...] = (
     (Capability.TEXT_OUT, "postprocess", lambda request: request.text_out is not None),
     (Capability.LOGPROBS, "logprobs", lambda request: request.logprobs is not None),
     (Capability.PROMPT_LOGPROBS, "prompt_logprobs", lambda request: request.prompt_logprobs is not None),
-    (Capability.TEMPERATURE, "temperature", _sampling(lambda sampling: sampling.temperature is not None)),
-    (Capability.TOP_P, "top_p", _sampling(lambda sampling: sampling.top_p not in (None, 1))),
-    (Capability.TOP_K, "top_k", _sampling(lambda sampling: sampling.top_k not in (None, 0, -1))),
-    (Capability.MIN_P, "min_p", _sampling(lambda sampling: bool(sampling.min_p))),
-    (Capability.FREQUENCY_PENALTY, "frequency_penalty", _sampling(lambda sampling: bool(sampling.frequency_penalty))),
-    (Capability.PRESENCE_PENALTY, "presence_penalty", _sampling(lambda sampling: bool(sampling.presence_penalty))),
-    (
-        Capability.REPETITION_PENALTY,
-        "repetition_penalty",
-        _sampling(lambda sampling: sampling.repetition_penalty not in (None, 1)),
-    ),
-    (Capability.SEED, "seed", _sampling(lambda sampling: sampling.seed is not None)),
-    (Capability.LOGIT_BIAS, "logit_bias", _sampling(lambda sampling: bool(sampling.logit_bias))),
-    (Capability.ALLOWED_TOKEN_IDS, "allowed_token_ids", _sampling(lambda sampling: bool(sampling.allowed_token_ids))),
-    (Capability.BAD_WORDS, "bad_words", _sampling(lambda sampling: bool(sampling.bad_words))),
-    (
-        Capability.THINKING_TOKEN_BUDGET,
-        "thinking_token_budget",
-        _sampling(lambda sampling: sampling.thinking_token_budget is not None),
-    ),
-    (Capability.ENGINE_OPTIONS, "engine_options", _sampling(lambda sampling: bool(sampling.engine_options))),
     (Capability.MIN_TOKENS, "min_tokens", lambda request: request.stop.min_tokens > 0),
     (Capability.IGNORE_EOS, "ignore_eos", lambda request: request.stop.ignore_eos),
     (Capability.PRIORITY, "priority", lambda request: request.priority != 0),
@@ -67,6 +42,8 @@ def demands(request: GenerateRequest) -> Iterator[tuple[Capability, str]]:
     for capability, param, uses in _OPTIONS:
         if uses(request):
             yield capability, param
+    for name in request.sampling.used():
+        yield Capability(name), name
     for kind in dict.fromkeys(item.span.kind for item in request.media):
         yield Capability(kind.capability), "media"
     if request.guided is not None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError, invalid, not_found
+from services.common.types.sampling import RANGES
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import (
@@ -32,15 +33,6 @@ MAX_TOKEN_ID = (1 << 31) - 1
 """Token id for an engine of unknown vocabulary, as engines have signed 32-bit ids; refused with INVALID_ARGUMENT."""
 ENGINE_OPTIONS_WITH_IDS = ("logprob_token_ids",)
 """Options of engines that are lists of token ids."""
-
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0, math.inf),
-    ("top_p", 0, 1),
-    ("min_p", 0, 1),
-    ("frequency_penalty", -2, 2),
-    ("presence_penalty", -2, 2),
-    ("repetition_penalty", 0, math.inf),
-)
 
 
 def usable_defaults(config: EngineConfig) -> EngineConfig:
@@ -213,7 +205,7 @@ def _validate_choice_left(request: GenerateRequest) -> None:
 
 
 def _validate_sampling(sampling: SamplingParams, first_unknown_id: int) -> None:
-    for name, lowest, highest in _RANGES:
+    for name, (lowest, highest) in RANGES.items():
         value = getattr(sampling, name)
         if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
             limit = "" if math.isinf(highest) else f" and at most {highest:g}"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from services.common.errors import internal, invalid
 from services.common.rows.shared_steps import shared_step
 from services.postprocess.detokenize.stream import Finish
-from services.postprocess.detokenize.stream import FinishReason as TextReason
 from services.postprocess.streams.session import PostSession
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs
 from services.worker.contract.text_delta import TextUpdate, by_slot
@@ -183,7 +182,7 @@ class BatchDetokenizer:
             terminal = sink.terminal
             if sink.slot in self._sinks and terminal is not None and terminal.finish_reason is not None:
                 try:
-                    self._session.end(sink.slot, TextReason(terminal.finish_reason), terminal.stop_token_id)
+                    self._session.end(sink.slot, terminal.finish_reason, terminal.stop_token_id)
                 except Exception:
                     log.exception("the end of a text failed", extra={"request": sink.context.request_id})
                     self._fail([sink])
@@ -233,7 +232,7 @@ class BatchDetokenizer:
         error = internal("The worker failed to detokenize the output; see its log.")
         for sink in sinks:
             self._session.close([sink.slot])
-            self._finish(sink, Finish(TextReason.ERROR, 0, error=error))
+            self._finish(sink, Finish(FinishReason.ERROR, 0, error=error))
 
 
 def _engine_params(params: SinkParams, target: ResponseSink) -> SinkParams:

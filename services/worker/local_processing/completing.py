@@ -9,9 +9,8 @@ from typing import Any
 import orjson
 
 from services.postprocess.detokenize.stream import StreamOptions
-from services.preprocess.generation_defaults import GenerationDefaults
 from services.preprocess.protocol import TokenizerFacts
-from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
+from services.worker.contract.generation import GenerateRequest, StopParams
 from services.worker.local_processing.body import ChatRequestBody
 
 PROMPT_TAIL_TOKENS = 16
@@ -44,16 +43,10 @@ def completed(
         token_ids=prompt.token_ids,
         text=None,
         messages_json=None,
-        sampling=_sampling(request.sampling, facts.defaults),
+        sampling=request.sampling.or_else(facts.defaults.sampling),
         stop=stop,
         text_out=None if text_out is None else _options(text_out, prompt, stop),
     )
-
-
-def _sampling(given: SamplingParams, defaults: GenerationDefaults) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    unset = {name: getattr(defaults, name) for name in names if getattr(given, name) is None}
-    return replace(given, **unset)
 
 
 def _stop(given: StopParams, facts: TokenizerFacts) -> StopParams:

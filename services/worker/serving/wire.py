@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from google.protobuf.message import Message
 
 from services.common.errors import SluiceError, invalid
 from services.common.hashing import HASH_SCHEME
-from services.common.intake.json_intake import foreign_json
 from services.common.observability import telemetry
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rows.shared_steps import shared_step
 from services.common.rpc.channels import MIN_PING_INTERVAL_MS
 from services.common.rpc.errors import to_detail
+from services.common.rpc.generation import read_embeds, read_guided, read_sampling, write_logprobs
 from services.common.rpc.media import read_spans
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.parsers.events import merge
@@ -28,13 +28,8 @@ from services.worker.contract.generation import (
     GenerateRequest,
     MediaItem,
     MediaSpan,
-    PositionLogprobs,
-    PromptEmbeds,
     Role,
-    SamplingParams,
     StopParams,
-    StructuredOutput,
-    TokenLogprob,
     Usage,
 )
 from services.worker.contract.text_delta import TextUpdate
@@ -62,12 +57,12 @@ def read_request(message: worker_pb2.GenerateRequest, find_media: FindMedia) -> 
         token_ids=unpack_u32(message.tokens.token_ids, "prompt.token_ids"),
         text=message.text if prompt == "text" else None,
         messages_json=message.messages_json if prompt == "messages_json" else None,
-        embeds=_read_embeds(message.embeds) if prompt == "embeds" else None,
-        sampling=_read_sampling(message.sampling) if message.HasField("sampling") else SamplingParams(),
+        embeds=read_embeds(message.embeds) if prompt == "embeds" else None,
+        sampling=read_sampling(message.sampling),
         stop=_read_stop(message.stop) if message.HasField("stop") else StopParams(),
         logprobs=_optional(message.output, "logprobs"),
         prompt_logprobs=_optional(message.output, "prompt_logprobs"),
-        guided=_read_guided(message.guided) if message.HasField("guided") else None,
+        guided=read_guided(message.guided),
         lora=message.lora,
         cache_salt=message.cache_salt,
         priority=message.priority,
@@ -88,47 +83,12 @@ def _optional(message: Message, name: str) -> int | None:
     return cast(int, getattr(message, name)) if message.HasField(name) else None
 
 
-def _optional_float(message: Message, name: str) -> float | None:
-    return cast(float, getattr(message, name)) if message.HasField(name) else None
-
-
-def _read_sampling(message: common_pb2.SamplingOptions) -> SamplingParams:
-    return SamplingParams(
-        temperature=_optional_float(message, "temperature"),
-        top_p=_optional_float(message, "top_p"),
-        top_k=_optional(message, "top_k"),
-        min_p=_optional_float(message, "min_p"),
-        frequency_penalty=_optional_float(message, "frequency_penalty"),
-        presence_penalty=_optional_float(message, "presence_penalty"),
-        repetition_penalty=_optional_float(message, "repetition_penalty"),
-        seed=_optional(message, "seed"),
-        logit_bias=dict(message.logit_bias),
-        allowed_token_ids=tuple(unpack_u32(message.allowed_token_ids, "sampling.allowed_token_ids")),
-        bad_words=tuple(tuple(unpack_u32(word, "sampling.bad_words")) for word in message.bad_words),
-        thinking_token_budget=_optional(message, "thinking_token_budget"),
-        engine_options=_read_engine_options(message.engine_options_json) if message.engine_options_json else {},
-    )
-
-
 def _read_text_options(message: postprocess_pb2.StreamOptions) -> StreamOptions:
     try:
         return to_options(message)
     except SluiceError as error:
         error.param = f"postprocess.{error.param}"
         raise
-
-
-def _read_engine_options(document: bytes) -> dict[str, Any]:
-    options = foreign_json(document, "engine_options")
-    if not isinstance(options, dict):
-        raise invalid("engine_options_json must be a JSON object.", param="engine_options")
-    return options
-
-
-def _read_embeds(message: worker_pb2.EmbedsPrompt) -> PromptEmbeds:
-    if not message.width or not message.values or len(message.values) % (4 * message.width):
-        raise invalid("The prompt embeddings must be complete rows of `width` float32 values.", param="prompt_embeds")
-    return PromptEmbeds(message.values, message.width)
 
 
 def _read_stop(message: common_pb2.StopOptions) -> StopParams:
@@ -139,17 +99,6 @@ def _read_stop(message: common_pb2.StopOptions) -> StopParams:
         eos_token_ids=tuple(unpack_u32(message.eos_token_ids, "stop.eos_token_ids")),
         ignore_eos=message.ignore_eos,
     )
-
-
-def _read_guided(message: common_pb2.GuidedDecoding) -> StructuredOutput | None:
-    kind = message.WhichOneof("grammar")
-    if kind is None:
-        return None
-    if kind == "choice":
-        return StructuredOutput("choice", tuple(message.choice.choices))
-    if kind == "json_object":
-        return StructuredOutput("json_object") if message.json_object else None
-    return StructuredOutput(kind, getattr(message, kind))
 
 
 def _read_disaggregation(message: worker_pb2.DisaggregationParams) -> Disaggregation:
@@ -224,8 +173,8 @@ def write_extra(delta: Delta, slot: int = 0) -> worker_pb2.TokenExtra:
         cached_tokens_later=delta.cached_later,
         handoff=delta.handoff,
         prompt_token_ids=pack_u32(delta.prompt_token_ids),
-        logprobs=[_write_logprobs(position) for position in delta.logprobs],
-        prompt_logprobs=[_write_logprobs(position) for position in delta.prompt_logprobs],
+        logprobs=list(map(write_logprobs, delta.logprobs)),
+        prompt_logprobs=list(map(write_logprobs, delta.prompt_logprobs)),
     )
     if delta.text is not None:
         extra.events.extend(_write_text(delta.text))
@@ -247,16 +196,6 @@ def _write_text(text: TextUpdate) -> list[postprocess_pb2.StreamEvent]:
         *[to_event(0, *part) for part in parts(merge(text.events))],
         *([to_finish(0, text.finish)] if text.finish is not None else []),
     ]
-
-
-def _write_logprobs(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
-    return common_pb2.PositionLogprobs(
-        chosen=_write_logprob(position.chosen), top=[_write_logprob(token) for token in position.top]
-    )
-
-
-def _write_logprob(token: TokenLogprob) -> common_pb2.TokenLogprob:
-    return common_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob, rank=token.rank)
 
 
 def write_card(config: EngineConfig, created_unix_s: int) -> common_pb2.ModelCard:

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ import grpc
 import psutil
 import pytest
 
-from services.common.discovery import model_discovery, tokenizer_delivery
+from services.common.discovery import model_discovery
 from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
-from services.common.discovery.tokenizer_delivery import TokenizerDelivery
-from services.common.discovery.tokenizer_fetch import fetch_tokenizer
+from services.common.discovery.model_discovery import ModelDiscovery
+from services.common.discovery.tokenizer_fetch import TokenizerFiles, fetch_tokenizer
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
@@ -43,6 +43,22 @@ from tests.support.servers.workers import hosted
 
 STAND_IN = Path(__file__).parents[2] / "support" / "fake_vllm_package"
 TOOLS = b'[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]'
+
+
+class Host:
+    """Loads models with a function."""
+
+    def __init__(self, add: Callable[[DiscoveredModel], Awaitable[None]]) -> None:
+        self._add = add
+
+    async def add(self, model: DiscoveredModel) -> None:
+        await self._add(model)
+
+    async def remove(self, model: DiscoveredModel) -> None:
+        """Unloads nothing."""
+
+    def by_use(self) -> Sequence[str]:
+        return ()
 
 
 @pytest.fixture
@@ -108,8 +124,8 @@ async def test_a_model_is_learned_again_when_its_files_change(tmp_path: Path, st
     async def on_model(model: DiscoveredModel) -> None:
         learned.append(model)
 
-    delivery = TokenizerDelivery("test", watch, store, {"other"}, on_model)
-    running = asyncio.create_task(delivery.run())
+    delivery = ModelDiscovery("test", watch, TokenizerFiles(store), Host(on_model), {"other"})
+    delivery.start()
     try:
         async with hosted(folder, listen=f"127.0.0.1:{port}"):
             assert await delivery.wait_for("tiny", 60)
@@ -120,8 +136,7 @@ async def test_a_model_is_learned_again_when_its_files_change(tmp_path: Path, st
                     break
                 await asyncio.sleep(0.1)
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await delivery.close()
     first, second = learned
     assert first.fingerprint != second.fingerprint == fingerprint(folder)
     assert first.engine == "mock"
@@ -142,8 +157,8 @@ async def test_who_starts_late_catches_up_with_what_is_served_and_waits_for_noth
 
     async with hosted(tiny_folder()) as host:
         watch = WorkerWatch(None, [f"127.0.0.1:{host.server.port}"])
-        delivery = TokenizerDelivery("test", watch, store, set(), on_model)
-        running = asyncio.create_task(delivery.run())
+        delivery = ModelDiscovery("test", watch, TokenizerFiles(store), Host(on_model))
+        delivery.start()
         caught_up = asyncio.create_task(delivery.catch_up())
         try:
             await asyncio.wait_for(loading.wait(), 60)
@@ -151,8 +166,7 @@ async def test_who_starts_late_catches_up_with_what_is_served_and_waits_for_noth
             let_go.set()
             await asyncio.wait_for(caught_up, 60)
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await delivery.close()
 
 
 async def test_a_router_that_does_not_answer_is_not_waited_for_long(
@@ -161,8 +175,8 @@ async def test_a_router_that_does_not_answer_is_not_waited_for_long(
     async def on_model(_: DiscoveredModel) -> None:
         raise AssertionError("no worker serves a model")
 
-    monkeypatch.setattr(tokenizer_delivery, "ROUTER_S", 0.1)
-    delivery = TokenizerDelivery("test", WorkerWatch(None, ["127.0.0.1:1"]), store, set(), on_model)
+    monkeypatch.setattr(model_discovery, "ROUTER_S", 0.1)
+    delivery = ModelDiscovery("test", WorkerWatch(None, ["127.0.0.1:1"]), TokenizerFiles(store), Host(on_model))
     await asyncio.wait_for(delivery.catch_up(), 60)
 
 
@@ -215,7 +229,7 @@ async def test_nobody_waits_long_for_a_model_that_no_worker_has(store: Tokenizer
     async def on_model(model: DiscoveredModel) -> None:
         raise AssertionError(model)
 
-    delivery = TokenizerDelivery("test", WorkerWatch(None), store, (), on_model)
+    delivery = ModelDiscovery("test", WorkerWatch(None), TokenizerFiles(store), Host(on_model))
     assert not await asyncio.wait_for(delivery.wait_for("nothing", 600), 30)
 
 

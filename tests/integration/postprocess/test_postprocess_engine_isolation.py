@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.child_rpc.child import ChildLimits
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
@@ -23,7 +24,7 @@ WAIT_S = 120
 @pytest.fixture
 async def stream_factory(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[StreamFactory]:
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE))
-    stream_factory = StreamFactory(Limits(), CustomParsers(time_s=6.0, memory_mb=64, engines={"vllm": ""}))
+    stream_factory = StreamFactory(Limits(), CustomParsers(limits=ChildLimits(6.0, 64), engines={"vllm": ""}))
     await stream_factory.start()
     await stream_factory.prepare(stream_factory.plan(OPTIONS, tekken().vocabulary, ""))
     yield stream_factory

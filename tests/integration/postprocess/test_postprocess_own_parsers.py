@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.errors import SluiceError, unavailable
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.parsers.events import Degraded
@@ -26,7 +27,7 @@ WAIT_S = 60
 
 @pytest.fixture
 async def stream_factory() -> AsyncIterator[StreamFactory]:
-    stream_factory = StreamFactory(Limits(), CustomParsers([SHOUTING], time_s=6.0, memory_mb=64))
+    stream_factory = StreamFactory(Limits(), CustomParsers([SHOUTING], limits=ChildLimits(6.0, 64)))
     await stream_factory.start()
     yield stream_factory
     await stream_factory.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.process import Child
 from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
@@ -45,7 +46,7 @@ def deaths() -> list[str]:
 
 @pytest.fixture
 async def stream_factory(deaths: list[str]) -> AsyncIterator[StreamFactory]:
-    own = CustomParsers([SHOUTING], time_s=6.0, memory_mb=64)
+    own = CustomParsers([SHOUTING], limits=ChildLimits(6.0, 64))
     stream_factory = StreamFactory(Limits(), own, on_death=lambda task, error: deaths.append(task))
     yield stream_factory
     await stream_factory.close()
@@ -113,7 +114,7 @@ async def test_a_service_that_cannot_start_one_says_so(
 
 async def test_an_engines_parsers_that_cannot_be_started_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     without_processes(monkeypatch)
-    engine = EngineHost("vllm", "", 6.0, 64)
+    engine = EngineHost("vllm", "", ChildLimits(6.0, 64))
     with pytest.raises(SluiceError, match="cannot be started now") as refused:
         await engine.start()
     assert refused.value.kind is ErrorKind.UNAVAILABLE

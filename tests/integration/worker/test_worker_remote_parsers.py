@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.models import ModelSpec
 from services.postprocess.detokenize.stream import StreamOptions
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Content
-from services.postprocess.streams.factory import CustomParsers, StreamFactory
+from services.postprocess.streams.factory import MAX_PARSER_MEMORY_MB, CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry
 from services.worker.contract.engine import GenerateContext, Sink
@@ -80,7 +81,7 @@ class Bench:
 @pytest.fixture
 async def bench(folder: Path) -> AsyncIterator[Bench]:
     library = VocabularyRegistry([ModelSpec("tiny", str(folder))], 300)
-    opener = StreamFactory(SessionLimits().stream, CustomParsers([SHOUTING], time_s=60))
+    opener = StreamFactory(SessionLimits().stream, CustomParsers([SHOUTING], ChildLimits(60, MAX_PARSER_MEMORY_MB)))
     await opener.start()
     await library.get("tiny")
     bench = Bench(library, opener)

@@ -61,7 +61,7 @@ def main(folder: str, mode: str) -> None:
     if mode == "refuses":
         channel.send_json({"error": error_form(SluiceError(ErrorKind.FAILED_PRECONDITION, "No such engine."))})
         return
-    host.run(channel, cast(Any, Tokenizer()), 60)  # no media
+    host.run(channel, *host.prepared(cast(Any, Tokenizer())), 60)  # no media
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Tokenizer:
     def decode(self, token_ids, skip_special_tokens=False):
         return bytes(token_ids).decode("utf-8", "replace")
 
-host.run(channel, Tokenizer(), 60)
+host.run(channel, *host.prepared(Tokenizer()), 60)
 """
 
 ENGINE_MARK = "\x01"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 from unittest import mock
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.errors import SluiceError, internal
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Parser, ParserContext
@@ -100,7 +101,7 @@ class _Stream:
 
 @rig("postprocess.parser_results")
 async def parser_results(fault: Fault) -> Outcome:
-    host = ParserHost("own:Parser", 1, 64)
+    host = ParserHost("own:Parser", ChildLimits(1, 64))
     streams = {row: _Stream(row) for row in range(ROWS + 1)}
     host._streams = cast(Any, streams)
 
@@ -129,7 +130,7 @@ def parser_batch(fault: Fault) -> Outcome:
             raise RecursionError
         return encode(message)
 
-    host = ParserHost("own:Parser", 1, 64)
+    host = ParserHost("own:Parser", ChildLimits(1, 64))
     streams = {row: _Stream(row) for row in range(ROWS + 1)}
     for row, stream in streams.items():
         stream.opened = fault.row != row and row % 2 == 1

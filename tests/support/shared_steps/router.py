@@ -9,7 +9,7 @@ from unittest import mock
 
 from services.common.errors import SluiceError, internal
 from services.common.tasks import TaskOwner
-from services.common.types import Role
+from services.common.types.generation import Role
 from services.router.registration.manager import WorkerManager
 from services.router.rpc.workers import changes_of, worker_infos
 from services.router.scheduling.admission_queue import AdmissionQueues, WaitTerms, no_workers

@@ -20,7 +20,7 @@ SERVICES = Path(__file__).resolve().parents[3] / "services"
 ECHO = """
 import os, sys, types
 services = types.ModuleType("services"); services.__path__ = [sys.argv[1]]; sys.modules["services"] = services
-from services.common.child_rpc.child import Channel, ForkedService, limit_memory, serve, serve_forks
+from services.common.child_rpc.child import Channel, ForkedService, ChildLimits, serve, serve_forks
 def handle(request):
     if request == b"fds":
         return " ".join(sorted(os.listdir("/proc/self/fd"), key=int)).encode()
@@ -35,10 +35,11 @@ def handle(request):
     print("noise")
     return os.environ.get(request.decode(), "").encode()
 class Service(ForkedService):
-    def __init__(self, single): self.single = single
+    def __init__(self, single):
+        super().__init__(ChildLimits(memory_mb=64, alarm_s=0.2, files=16))
+        self.single = single
     def prepare(self, request): return {"error": "refused"} if request == b"n" else {"request": request.decode()}
-    def limit(self): limit_memory(64)
-    def serve(self, channel): serve(channel, handle, 0.2)
+    def handle(self, request): return handle(request)
 if sys.argv[2] == "direct":
     channel = Channel.of_stdio()
     serve(channel, handle, is_last=lambda reply: not reply)

@@ -15,6 +15,7 @@ _GRAMMAR = "a constraint, bounded by the budgets of grammars and schemas"
 
 DIRECT = {
     "services/common/child_rpc/process.py": _OWN,
+    "services/common/child_rpc/child.py": _OWN,
     "services/common/discovery/tokenizer_check.py": _FILE,
     "services/common/intake/json_intake.py": "the front door",
     "services/common/intake/json_slices.py": "the front door",

@@ -7,20 +7,14 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, create_model, model_validator
 
+from services.common.types.sampling import SCALARS
 from services.gateway.apis.openai.fields import MAX_TOKEN_ID, JsonObject, Label, Priority, Strict, are_token_ids
 from services.gateway.apis.openai.schemas import CompletionRequest, StreamOptions
 from services.gateway.apis.openai.unsupported_fields import platform_field, reject_unsupported, unsupported_field
 
 SAMPLING = (
     "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
+    *SCALARS,
     "stop",
     "stop_token_ids",
     "bad_words",
@@ -35,7 +29,6 @@ SAMPLING = (
     "logit_bias",
     "allowed_token_ids",
     "structured_outputs",
-    "thinking_token_budget",
     "truncate_prompt_tokens",
     "logits_processors",
     "repetition_detection",

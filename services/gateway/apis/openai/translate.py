@@ -18,6 +18,7 @@ from services.common.budgets import Budget
 from services.common.errors import invalid
 from services.common.media.parts import MediaInput, take_media
 from services.common.packing import pack_u32
+from services.common.types.sampling import SCALARS
 from services.gateway.apis.openai.prompt_embeds import read_prompt_embeds
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, Tool
@@ -213,17 +214,9 @@ def _sampling(fields: GenerationFields) -> SamplingParams:
     if fields.vllm_xargs and fields.custom_params:
         raise invalid("vllm_xargs and custom_params exclude each other.", param="custom_params", code="invalid_value")
     return SamplingParams(
-        temperature=fields.temperature,
-        top_p=fields.top_p,
-        top_k=fields.top_k,
-        min_p=fields.min_p,
-        frequency_penalty=fields.frequency_penalty,
-        presence_penalty=fields.presence_penalty,
-        repetition_penalty=fields.repetition_penalty,
-        seed=fields.seed,
+        **{name: getattr(fields, name) for name in SCALARS},
         logit_bias=fields.logit_bias,
         allowed_token_ids=tuple(fields.allowed_token_ids or ()),
-        thinking_token_budget=fields.thinking_token_budget,
         engine_options=fields.vllm_xargs or fields.custom_params or {},
     )
 

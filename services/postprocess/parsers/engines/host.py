@@ -13,7 +13,7 @@ import traceback
 from dataclasses import asdict
 from typing import Any
 
-from services.common.child_rpc.child import Channel, ForkedService, limit_memory, serve, serve_forks
+from services.common.child_rpc.child import ChildLimits, ForkedService, serve_forks
 from services.common.errors import first_line
 from services.common.packages.engines import NOT_NEEDED, import_failure, stand_in_for_absent
 from services.postprocess.detokenize.vocabulary import ParserNames
@@ -31,13 +31,12 @@ def main(arguments: list[str]) -> None:
     """Runs the fork server.
 
     Args:
-        arguments: the engine; file descriptors of the control socket and of the shared progress; MiB that a fork may
-            allocate.
+        arguments: the engine; file descriptors of the control socket and of the shared progress; limits of a fork.
     """
-    engine_name, control_fd, progress_fd, memory_mb = arguments[0], *map(int, arguments[1:4])
-    control = socket.socket(fileno=control_fd)
+    engine_name, control_fd, progress_fd, limits = arguments
+    control = socket.socket(fileno=int(control_fd))
     os.dup2(2, 1)
-    serve_forks(control, ParserService(engine_name, Progress(progress_fd), memory_mb))
+    serve_forks(control, ParserService(engine_name, Progress(int(progress_fd)), ChildLimits.read(limits)))
 
 
 class ParserService(ForkedService):
@@ -46,13 +45,13 @@ class ParserService(ForkedService):
     Args:
         name: the engine.
         progress: shows the current operation to the parent process.
-        memory_mb: how much memory a fork may allocate, MiB.
+        limits: of a fork.
     """
 
     single = True
 
-    def __init__(self, name: str, progress: Progress, memory_mb: int) -> None:
-        self._memory_mb = memory_mb
+    def __init__(self, name: str, progress: Progress, limits: ChildLimits) -> None:
+        super().__init__(limits)
         self._error: dict[str, str] = {}
         try:
             self._engine = _engine(name)
@@ -70,13 +69,7 @@ class ParserService(ForkedService):
             self._engine.forget(source)
         return {"version": self._engine.version, "facts": [load(self._engine, *pair) for pair in pairs]}
 
-    def limit(self) -> None:
-        limit_memory(self._memory_mb)
-
-    def serve(self, channel: Channel) -> None:
-        serve(channel, self._handle)
-
-    def _handle(self, request: bytes) -> bytes:
+    def handle(self, request: bytes) -> bytes:
         operations = decode(request)
         kind = operations[0][0]
         if kind == "load":

@@ -1,4 +1,4 @@
-"""Process of custom parsers: `… -m services.postprocess.parsers.isolated.child PROGRESS_FD MEMORY_MB NAME`.
+"""Process of custom parsers: `… -m services.postprocess.parsers.isolated.child PROGRESS_FD LIMITS NAME`.
 
 Reads batches of operations from standard input and writes one frame of results per batch. Exits at the end of the
 input.
@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from services.common.child_rpc.child import Channel, limit_memory, serve
+from services.common.child_rpc.child import Channel, ChildLimits, serve
 from services.common.rows.sendable_text import sendable
 from services.common.rows.shared_steps import shared_step
 from services.postprocess.detokenize.vocabulary import ParserNames
@@ -144,12 +144,12 @@ class _FailedParser(Parser):
         raise RuntimeError("the parser could not be created")
 
 
-def main(progress_fd: str, memory_mb: str, name: str) -> None:
+def main(progress_fd: str, limits: str, name: str) -> None:
     """Runs until the end of the input."""
     channel = Channel.of_stdio()
     sys.path.insert(0, os.getcwd())
     markers = sorted(own_class(name).markers)
-    limit_memory(int(memory_mb))
+    ChildLimits.read(limits).apply()
     channel.send_json({name: markers})
     serve(channel, Streams(Progress(int(progress_fd))).handle)
 

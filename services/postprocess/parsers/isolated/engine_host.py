@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.process import engine_command
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
@@ -49,7 +50,7 @@ class EngineHost(ParserHost):
     Args:
         engine: its name.
         python: an interpreter that has its package; empty: this one.
-        time_s, memory_mb, on_death: see ParserHost.
+        limits, on_death: see ParserHost.
     """
 
     with_tokens = True
@@ -58,14 +59,13 @@ class EngineHost(ParserHost):
         self,
         engine: str,
         python: str,
-        time_s: float,
-        memory_mb: int,
+        limits: ChildLimits,
         on_death: Callable[[str, BaseException], None] | None = None,
     ) -> None:
-        super().__init__(engine, time_s, memory_mb, on_death)
+        super().__init__(engine, limits, on_death)
         module, descriptor = "services.postprocess.parsers.engines.host", self._progress.descriptor
         self._server = ForkServer(
-            lambda control: engine_command(python, module, engine, control, descriptor, memory_mb),
+            lambda control: engine_command(python, module, engine, control, descriptor, limits),
             MAX_FRAME_BYTES,
             START_TIMEOUT_S,
             single=True,

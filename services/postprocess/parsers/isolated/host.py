@@ -12,6 +12,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.process import Child, module_command
 from services.common.errors import SluiceError, invalid, unavailable
 from services.common.rows.shared_steps import shared_step
@@ -43,8 +44,7 @@ class ParserHost:
 
     Args:
         name: `module:Class`.
-        time_s: time limit of one operation of a batch.
-        memory_mb: how much memory the process can allocate after its start.
+        limits: of the process; the time is that of one operation of a batch.
         on_death: called if the task that communicates with the process fails.
     """
 
@@ -54,14 +54,12 @@ class ParserHost:
     def __init__(
         self,
         name: str,
-        time_s: float,
-        memory_mb: int,
+        limits: ChildLimits,
         on_death: Callable[[str, BaseException], None] | None = None,
     ) -> None:
         self.name = name
         self.markers: frozenset[str] = frozenset()
-        self._time_s = time_s
-        self._memory_mb = memory_mb
+        self._limits = limits
         self._tasks = TaskOwner(on_death)
         self._numbers = count(1)
         self._streams: dict[int, RemoteStream] = {}
@@ -129,15 +127,15 @@ class ParserHost:
             raise unavailable(f"The parser {self.name} cannot be started now; see the log above.") from None
 
     async def _start(self) -> None:
-        arguments = (self._progress.descriptor, self._memory_mb, self.name)
-        self._child = await Child.launch(
-            module_command("services.postprocess.parsers.isolated.child", *arguments),
-            MAX_FRAME_BYTES,
-            {**os.environ, "PYTHONUNBUFFERED": "1"},
-            [self._progress.descriptor],
-        )
+        arguments = (self._progress.descriptor, self._limits, self.name)
         try:
-            hello = await self._child.receive_json(START_TIMEOUT_S)
+            self._child, hello = await Child.start(
+                module_command("services.postprocess.parsers.isolated.child", *arguments),
+                MAX_FRAME_BYTES,
+                START_TIMEOUT_S,
+                {**os.environ, "PYTHONUNBUFFERED": "1"},
+                [self._progress.descriptor],
+            )
         except TimeoutError:
             message = f"The parser {self.name} did not start within {START_TIMEOUT_S:.0f} s; retry later."
             raise unavailable(message) from None
@@ -231,7 +229,7 @@ class ParserHost:
         try:
             started = self._progress.started
             while True:
-                await asyncio.wait({reading}, timeout=time_s or self._time_s)
+                await asyncio.wait({reading}, timeout=time_s or self._limits.call_s)
                 if reading.done():
                     return decode(reading.result())
                 if self._progress.started == started:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import NamedTuple
 
-from services.common.types import Role as Role
+from services.common.types.generation import Role as Role
 from services.router.state.workers.claims import Claim
 
 KV_EVENTS = "kv_events"  # capability: the engine reports KV events

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import ErrorKind, SluiceError, internal
-from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
+from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import Load, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, PositionLogprobs, TokenLogprob
 from services.worker.engines.http.answers import parse_object
@@ -15,7 +15,8 @@ from services.worker.engines.http.client import HttpClient, RequestFailedError, 
 from services.worker.engines.http.dialect import Description, Dialect, GenerateCall, Publisher, incomplete
 from services.worker.engines.http.metrics import read_cache_configs, read_loads
 from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB, InflightState
-from services.worker.engines.inprocess.sampling import Facts
+from services.worker.engines.inprocess.sampling import Facts, sampling_of
+from services.worker.engines.vllm.fields import FIELDS
 from services.worker.engines.vllm.sampling import sampling_arguments
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ MAX_LOGPROBS = 20
 """Log-probabilities of a token that vLLM's server is asked for; a request for more gets these."""
 CAPABILITIES = (
     GUIDED
-    | (SAMPLING - {Capability.BAD_WORDS, Capability.THINKING_TOKEN_BUDGET})
+    | (sampling_of(FIELDS) - {Capability.BAD_WORDS, Capability.THINKING_TOKEN_BUDGET})
     | {
         Capability.TOKEN_IDS,
         Capability.LOGPROBS,

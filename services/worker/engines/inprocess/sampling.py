@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
+from services.common.types.sampling import SCALARS
+from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.generation import GenerateRequest, StopParams
 
 ENGINE_OPTIONS = "engine_options"
 TEXT = "*text*"
@@ -15,16 +17,6 @@ REFUSED = "*refused*"
 INTERNAL = "*internal*"
 NOT_OURS = frozenset({TEXT, WORKER, REFUSED, INTERNAL})
 """TEXT: handled by postprocessing, which stops the engine. WORKER: a constant. INTERNAL: set by the engine itself."""
-
-SAME_NAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-)
-"""Sampling parameters with the same name and meaning in vLLM and SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +37,14 @@ class Facts:
         return self.context_length - length
 
 
-def given(sampling: SamplingParams, names: Iterable[str] = SAME_NAME) -> dict[str, Any]:
-    """Returns the parameters of the request by name, without those that it does not set."""
-    return {name: value for name in names if (value := getattr(sampling, name)) is not None}
+def same_name(fields: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the numbers among the sampling parameters that an engine takes under their own names."""
+    return tuple(name for name in SCALARS if fields.get(name) == name)
+
+
+def sampling_of(fields: Mapping[str, str]) -> frozenset[Capability]:
+    """Returns the sampling and stop options that set a field of an engine's parameters."""
+    return SAMPLING & frozenset(fields.values())
 
 
 def output_limit(stop: StopParams, room: int) -> int:

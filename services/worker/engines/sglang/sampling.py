@@ -10,7 +10,7 @@ from typing import Any
 from services.common.errors import invalid
 from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess import sampling as inprocess
-from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, given, output_limit, set_by, stop_ids
+from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, output_limit, same_name, set_by, stop_ids
 from services.worker.engines.sglang.fields import FIELDS
 from services.worker.engines.shared.media_prompts import data_url, with_single_placeholders
 
@@ -104,7 +104,7 @@ def sampling_params(request: GenerateRequest, facts: Facts) -> dict[str, Any]:
 
 
 def _sampling(sampling: SamplingParams, facts: Facts) -> dict[str, Any]:
-    params: dict[str, Any] = given(sampling)
+    params = sampling.given(same_name(FIELDS))
     if sampling.top_k is not None:
         params["top_k"] = sampling.top_k if sampling.top_k > 0 else -1
     if sampling.seed is not None and facts.has_seeds:

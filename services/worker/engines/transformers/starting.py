@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError, invalid
-from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.capabilities import USUAL_SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.contract.generation import GenerateRequest, PositionLogprobs, Role
 from services.worker.engines.inprocess.card import labels_of
@@ -32,9 +32,11 @@ DEFAULT_BATCH = 512
 DEFAULT_SEQUENCES = 256
 DEFAULT_VISION_SEQUENCES = 16
 CAPABILITIES: frozenset[Capability] = (
-    (SAMPLING - {Capability.THINKING_TOKEN_BUDGET, Capability.ENGINE_OPTIONS})
+    USUAL_SAMPLING
     | guidance.KINDS
     | {
+        Capability.ALLOWED_TOKEN_IDS,
+        Capability.BAD_WORDS,
         Capability.TOKEN_IDS,
         Capability.LOGPROBS,
         Capability.PROMPT_LOGPROBS,

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from services.common.media.spans import MediaKind
-from services.worker.contract.capabilities import GUIDED, MEDIA, SAMPLING, Capability
+from services.worker.contract.capabilities import GUIDED, MEDIA, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.inprocess import card
 from services.worker.engines.inprocess.card import HOSTED
-from services.worker.engines.inprocess.sampling import Facts
+from services.worker.engines.inprocess.sampling import Facts, sampling_of
+from services.worker.engines.vllm.fields import FIELDS
 from services.worker.settings import WorkerSettings
 
-CAPABILITIES = HOSTED | SAMPLING | MEDIA | {Capability.PROMPT_EMBEDS, Capability.CLASSIFICATION}
+CAPABILITIES = HOSTED | sampling_of(FIELDS) | MEDIA | {Capability.PROMPT_EMBEDS, Capability.CLASSIFICATION}
 _POOLING = frozenset({Capability.TOKEN_IDS, Capability.LORA, Capability.LORA_LOADING})
 
 

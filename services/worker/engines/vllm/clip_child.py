@@ -1,26 +1,23 @@
 """The processes in which vLLM's loaders read audio and videos, because a file can end the process that reads it.
 
 The fork server imports vLLM's loaders once and reads no file. Its arguments are the descriptor of its control socket,
-the options of the loaders, and the limits of a file in seconds and of a fork in MiB. Each fork lowers its own limits,
-and has no descriptors but its connection. A request is `REQUEST` and a file; a reply is a status, `HEADER`, JSON of
-that length, and the bytes of an array.
+the options of the loaders, and the limits of a fork. Each fork lowers its own limits, and has no descriptors but its
+connection. A request is `REQUEST` and a file; a reply is a status, `HEADER`, JSON of that length, and the bytes of an
+array.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import resource
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from services.common.child_rpc.child import Channel, ForkedService, limit_memory, serve, serve_forks
+from services.common.child_rpc.child import ChildLimits, ForkedService, serve_forks
 from services.common.errors import SluiceError
 from services.common.media.spans import MediaKind
 from services.worker.engines.vllm import library
@@ -31,10 +28,6 @@ REQUEST = struct.Struct("<BQQ")
 HEADER = struct.Struct("<I")
 DECODED, FAILED, REFUSED, EXHAUSTED = b"d", b"f", b"r", b"x"
 """Statuses: an array, a file that cannot be read, one over the budget, and one after which the process ends."""
-ALARM_S = 2.0
-NICENESS = 5
-"""Added to that of the worker: the engine goes first while all processors are busy."""
-_FILES = 64
 
 
 def answer(loads: Mapping[MediaKind, Load], request: bytes) -> bytes:
@@ -62,35 +55,26 @@ class ClipService(ForkedService):
     """Reads files.
 
     Args:
-        limit_s: maximum time of a file, seconds.
-        memory_mb: memory that a fork may allocate, MiB; 0 for any.
+        loads: reads a file of each kind.
+        limits: of a fork.
     """
 
-    def __init__(self, loads: Mapping[MediaKind, Load], limit_s: float, memory_mb: int) -> None:
+    def __init__(self, loads: Mapping[MediaKind, Load], limits: ChildLimits) -> None:
+        super().__init__(limits)
         self._loads = loads
-        self._limit_s = limit_s
-        self._memory_mb = memory_mb
 
-    def limit(self) -> None:
-        os.nice(NICENESS)
-        with open(os.devnull, "r+b") as nothing:  # strangers decide what decoders print
-            os.dup2(nothing.fileno(), 1)
-            os.dup2(nothing.fileno(), 2)
-        if self._memory_mb:
-            limit_memory(self._memory_mb)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))
+    def handle(self, request: bytes) -> bytes:
+        return answer(self._loads, request)
 
-    def serve(self, channel: Channel) -> None:
-        serve(channel, partial(answer, self._loads), self._limit_s + ALARM_S, lambda reply: reply.startswith(EXHAUSTED))
+    def is_last(self, reply: bytes) -> bool:
+        return reply.startswith(EXHAUSTED)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Runs the fork server."""
-    control_fd, options, limit_s, memory_mb = arguments
+    control_fd, options, limits = arguments
     chosen: dict[str, Any] = json.loads(options)
     loads = {MediaKind(int(kind)): load_of(MediaKind(int(kind)), given) for kind, given in chosen.items()}
     gc.collect()
     gc.freeze()
-    serve_forks(socket.socket(fileno=int(control_fd)), ClipService(loads, float(limit_s), int(memory_mb)))
+    serve_forks(socket.socket(fileno=int(control_fd)), ClipService(loads, ChildLimits.read(limits)))

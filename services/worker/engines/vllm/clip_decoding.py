@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from services.common.child_rpc.fork_pool import ForkPool
+from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.fork_server import ForkServer
+from services.common.child_rpc.pool import ForkLane, ForkPool
 from services.common.child_rpc.process import background_loop, bare_environment, engine_command
 from services.common.errors import invalid, overloaded
 from services.common.media.spans import MediaKind
@@ -28,6 +29,10 @@ CHILD = "services.worker.engines.vllm.clip_child"
 START_S = 120.0
 LIMIT_S = 60.0
 """Maximum time of a file; of a long video, OpenCV decodes all frames up to the last one that is chosen."""
+ALARM_S = 2.0
+FILES = 64
+NICENESS = 5
+"""Added to that of the worker: the engine goes first while all processors are busy."""
 PROCESSES = max(2, min(8, os.cpu_count() or 1))
 COPIES = 4
 """How many times a file's decoded bytes are held by its process at most."""
@@ -51,7 +56,7 @@ class ClipDecoder:
     """
 
     def __init__(self, options: Mapping[MediaKind, Mapping[str, Any]]) -> None:
-        self._pool = _Processes(options)
+        self._pool = _processes(options)
         self._loop = background_loop()
 
     async def start(self) -> None:
@@ -66,15 +71,25 @@ class ClipDecoder:
 
         Raises:
             Unreadable: vLLM's loader cannot read it.
-            SluiceError: INVALID_ARGUMENT for one over the budget; OVERLOADED; as `ForkPool.add`.
+            SluiceError: INVALID_ARGUMENT for one over the budget; OVERLOADED; INTERNAL if no process starts.
         """
-        decoded = await self._run(self._pool.decode(REQUEST.pack(kind.value, budget.most, budget.left) + data))
+        decoded = await self._run(self._decode(REQUEST.pack(kind.value, budget.most, budget.left) + data))
         if decoded.status == REFUSED:
             raise invalid(str(decoded.facts), param="media")
         if decoded.array is None:
             raise Unreadable(str(decoded.facts))
         budget.take(decoded.array.nbytes)
         return decoded.array, decoded.facts
+
+    async def _decode(self, request: bytes) -> Decoded:
+        future, give_up = self._pool.submit(request)
+        try:
+            async with asyncio.timeout(START_S + 2 * LIMIT_S):
+                return await future
+        except TimeoutError:
+            raise overloaded("Too many audio files and videos are waiting to be decoded; retry shortly.") from None
+        finally:
+            give_up()
 
     async def close(self) -> None:
         """Ends the processes."""
@@ -84,40 +99,20 @@ class ClipDecoder:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
 
-class _Processes(ForkPool["Decoded"]):
-    """The forks, on the loop of their thread."""
-
-    def __init__(self, options: Mapping[MediaKind, Mapping[str, Any]]) -> None:
-        most = DecodedBudget.full().most
-        text = json.dumps({kind.value: given for kind, given in options.items()})
-        memory_mb = 0 if most == sys.maxsize else SPARE_MB + COPIES * (most >> 20)
-        server = ForkServer(
-            lambda control: engine_command("", CHILD, control, text, LIMIT_S, memory_mb),
-            sys.maxsize if most == sys.maxsize else most + (1 << 20),
-            START_S,
-            environment=_environment(),
-        )
-        super().__init__(server, PROCESSES, LIMIT_S, "audio and videos")
-
-    async def decode(self, request: bytes) -> Decoded:
-        """Returns the result of a request; raises SluiceError(OVERLOADED) if it waits too long."""
-        future, give_up = self.add(request)
-        try:
-            async with asyncio.timeout(START_S + 2 * LIMIT_S):
-                return await future
-        except TimeoutError:
-            raise overloaded("Too many audio files and videos are waiting to be decoded; retry shortly.") from None
-        finally:
-            give_up()
-
-    def read(self, reply: bytes) -> Decoded:
-        return read_reply(reply)
-
-    def failed(self, timed_out: bool) -> Decoded:
-        return Decoded(FAILED, "it takes too long to decode" if timed_out else "it ended the process that decoded it")
-
-    def is_last(self, reply: bytes) -> bool:
-        return reply.startswith(EXHAUSTED)
+def _processes(options: Mapping[MediaKind, Mapping[str, Any]]) -> ForkPool[Decoded]:
+    most = DecodedBudget.full().most
+    text = json.dumps({kind.value: given for kind, given in options.items()})
+    memory_mb = 0 if most == sys.maxsize else SPARE_MB + COPIES * (most >> 20)
+    limits = ChildLimits(LIMIT_S, memory_mb, alarm_s=LIMIT_S + ALARM_S, files=FILES, niceness=NICENESS, silent=True)
+    server = ForkServer(
+        lambda control: engine_command("", CHILD, control, text, limits),
+        sys.maxsize if most == sys.maxsize else most + (1 << 20),
+        START_S,
+        environment=_environment(),
+    )
+    pool = ForkPool[Decoded](server, limits, "audio and videos")
+    pool.lanes += [_ClipLane(pool) for _ in range(PROCESSES)]
+    return pool
 
 
 @dataclass(frozen=True)
@@ -131,6 +126,19 @@ class Decoded:
     status: bytes
     facts: Any
     array: Any = None
+
+
+class _ClipLane(ForkLane[Decoded]):
+    """The files of one process."""
+
+    def read(self, reply: bytes) -> Decoded:
+        return read_reply(reply)
+
+    def failed(self, timed_out: bool) -> Decoded:
+        return Decoded(FAILED, "it takes too long to decode" if timed_out else "it ended the process that decoded it")
+
+    def is_last(self, reply: bytes) -> bool:
+        return reply.startswith(EXHAUSTED)
 
 
 def read_reply(reply: bytes) -> Decoded:

@@ -9,10 +9,9 @@ from services.common.errors import invalid
 from services.worker.contract.generation import GenerateRequest, Role, SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess.sampling import (
     ENGINE_OPTIONS,
-    SAME_NAME,
     Facts,
-    given,
     output_limit,
+    same_name,
     set_by,
     stop_ids,
 )
@@ -28,7 +27,7 @@ OPTIONS = set_by(FIELDS, ENGINE_OPTIONS) - {"extra_args"}
 GUIDED_OPTIONS = set_by(GUIDED_FIELDS, ENGINE_OPTIONS)
 """Fields of StructuredOutputsParams allowed in engine_options."""
 
-_SAME_NAME = (*SAME_NAME, "top_k", "seed", "thinking_token_budget")
+_SAME_NAME = same_name(FIELDS)
 _GUIDED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 
 
@@ -65,7 +64,7 @@ def sampling_arguments(request: GenerateRequest, facts: Facts, handoff: Handoff 
 
 def _sampling(sampling: SamplingParams, defaults: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {name: defaults[name] for name in _SAME_NAME if defaults.get(name) is not None}
-    arguments |= given(sampling, _SAME_NAME)
+    arguments |= sampling.given(_SAME_NAME)
     if sampling.logit_bias:
         arguments["logit_bias"] = dict(sampling.logit_bias)
     if sampling.allowed_token_ids:

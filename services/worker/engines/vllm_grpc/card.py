@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common import models
-from services.worker.contract.capabilities import SAMPLING, Capability
+from services.worker.contract.capabilities import USUAL_SAMPLING, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.http.dialect import Description
 from services.worker.engines.inprocess import card
@@ -15,15 +15,7 @@ from services.worker.engines.inprocess.card import VLLM_AND_SGLANG
 from services.worker.engines.inprocess.sampling import Facts
 from services.worker.settings import WorkerSettings
 
-_WITHOUT_FIELD = frozenset(
-    {
-        Capability.ALLOWED_TOKEN_IDS,
-        Capability.BAD_WORDS,
-        Capability.THINKING_TOKEN_BUDGET,
-        Capability.ENGINE_OPTIONS,
-    }
-)
-CAPABILITIES = VLLM_AND_SGLANG | (SAMPLING - _WITHOUT_FIELD) | {Capability.IMAGE}
+CAPABILITIES = VLLM_AND_SGLANG | USUAL_SAMPLING | {Capability.IMAGE}
 
 
 def with_model(settings: WorkerSettings, model: Any) -> WorkerSettings:

@@ -12,9 +12,10 @@ import pytest
 
 from services.common import budgets
 from services.common.budgets import Budget
-from services.common.discovery import tokenizer_delivery, tokenizer_store
+from services.common.discovery import model_discovery, tokenizer_store
 from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
-from services.common.discovery.tokenizer_delivery import TokenizerDelivery
+from services.common.discovery.model_discovery import ModelDiscovery
+from services.common.discovery.tokenizer_fetch import TokenizerFiles
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import ServedModel, WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
@@ -63,13 +64,13 @@ class Loaded:
         self.broken: set[str] = set()
         self.ended: list[str] = []
 
-    async def take(self, model: DiscoveredModel) -> None:
+    async def add(self, model: DiscoveredModel) -> None:
         if model.spec.name in self.broken:
             raise SluiceError(ErrorKind.FAILED_PRECONDITION, "It is broken.")
         self.use(model.spec.name)
         self.most = max(self.most, len(self.models))
 
-    async def end(self, model: DiscoveredModel) -> None:
+    async def remove(self, model: DiscoveredModel) -> None:
         self.ended.append(model.spec.name)
         self.models.pop(model.spec.name, None)
 
@@ -83,36 +84,37 @@ class Loaded:
 
 def delivery_of(
     watch: WorkerWatch, loaded: Loaded, models: int, grace_s: float = 300.0, memory_mb: int = 1_024
-) -> TokenizerDelivery:
+) -> ModelDiscovery:
     store: Any = StoredResponse()
     staying = RetainedModel(models, grace_s, Budget("tokenizer_memory", memory_mb << 20, "--max-discovered-mb"))
-    return TokenizerDelivery("test", watch, store, (), loaded.take, None, loaded.end, staying, loaded.by_use)
+    return ModelDiscovery("test", watch, TokenizerFiles(store), loaded, (), staying)
 
 
 async def test_a_worker_that_changes_its_tokenizer_while_it_is_learned_is_learned_anew() -> None:
     learning, go, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
     taken: list[str] = []
 
-    async def take(model: DiscoveredModel) -> None:
-        learning.set()
-        await go.wait()
-        taken.append(model.fingerprint)
-        if len(taken) == 2:
-            done.set()
+    class Host(Loaded):
+        async def add(self, model: DiscoveredModel) -> None:
+            learning.set()
+            await go.wait()
+            taken.append(model.fingerprint)
+            if len(taken) == 2:
+                done.set()
 
     watch, store = WorkerWatch(None), StoredResponse()
     bare: Any = store
-    delivery = TokenizerDelivery("test", watch, bare, (), take)
+    delivery = ModelDiscovery("test", watch, TokenizerFiles(bare), Host())
     async with asyncio.timeout(20):
         watch._served["w"] = served(OLD)
-        watch.on_change()
+        delivery.refresh()
         await learning.wait()
         watch._served["w"] = served(NEW)
-        watch.on_change()  # the last that is heard of this worker
+        delivery.refresh()  # the last that is heard of this worker
         go.set()
         await done.wait()
         await until(lambda: not store.held[OLD])  # in a thread
-    await delivery._tasks.close()
+    await delivery.close()
     assert taken == [OLD, NEW]
     assert store.held == {OLD: 0, NEW: 1}
 
@@ -123,17 +125,17 @@ async def test_request_for_one_model_too_many_replaces_the_least_recently_used_o
     async with asyncio.timeout(20):
         for model in "abc":
             watch._served[model] = served(OLD, model)
-        watch.on_change()
+        delivery.refresh()
         for model in "ab":  # loaded at once, in any order, and used in this one
             assert await delivery.wait_for(model, 10)
             loaded.use(model)
         assert await delivery.wait_for("c", 10), "it had to wait for no worker to leave"
         assert loaded.ended == ["a"]
-        await until(lambda: not delivery._fetching)  # what is still being loaded cannot be replaced
+        await until(lambda: not any(model.task for model in delivery._models.values()))
         loaded.use("b")
         assert await delivery.wait_for("a", 10)
         assert (loaded.ended, tuple(loaded.models), loaded.most) == (["a", "c"], ("b", "a"), 2)
-    await delivery._tasks.close()
+    await delivery.close()
 
 
 async def test_models_with_one_tokenizer_take_its_memory_once() -> None:
@@ -141,11 +143,11 @@ async def test_models_with_one_tokenizer_take_its_memory_once() -> None:
     delivery = delivery_of(watch, loaded, models=100, memory_mb=TOKENIZER_MB)
     for number in range(50):
         watch._served[str(number)] = served(OLD, f"m{number}")
-    watch.on_change()
+    delivery.refresh()
     async with asyncio.timeout(20):
         await until(lambda: len(loaded.models) == 50)
     assert delivery._memory.used_bytes == TOKENIZER_MB << 20
-    await delivery._tasks.close()
+    await delivery.close()
 
 
 async def test_models_beyond_the_memory_wait_for_requests_which_replace_the_least_recently_used(
@@ -158,35 +160,35 @@ async def test_models_beyond_the_memory_wait_for_requests_which_replace_the_leas
     names = [f"m{number}" for number in range(6)]
     for number, name in enumerate(names):
         watch._served[name] = served(f"{number:064d}", name)
-    watch.on_change()
+    delivery.refresh()
     async with asyncio.timeout(20):
-        await until(lambda: not delivery._fetching)
+        await until(lambda: not any(model.task for model in delivery._models.values()))
         assert (len(loaded.models), refused["tokenizer_memory"]) == (2, 4)
         (oldest, kept), (other, *_) = loaded.models, [name for name in names if name not in loaded.models]
         assert await delivery.wait_for(other, 10)
         assert (loaded.ended, tuple(loaded.models)) == ([oldest], (kept, other))
         assert all(await asyncio.gather(*(delivery.wait_for(name, 15) for name in names)))
     assert loaded.most == 2
-    await delivery._tasks.close()
+    await delivery.close()
 
 
 async def test_model_that_exceeds_the_memory_alone_is_refused_by_name_and_replaces_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer_delivery, "FAILED_S", 0.1)
+    monkeypatch.setattr(model_discovery, "FAILED_S", 0.1)
     watch, loaded = WorkerWatch(None), Loaded()
     delivery = delivery_of(watch, loaded, models=100, memory_mb=TOKENIZER_MB)
     watch._served["a"] = served(OLD, "a")
-    watch.on_change()
+    delivery.refresh()
     async with asyncio.timeout(20):
         assert await delivery.wait_for("a", 10)
         monkeypatch.setattr(delivery._memory, "estimate", lambda path: (TOKENIZER_MB + 1) << 20)
         watch._served["b"] = served(NEW, "b")
-        watch.on_change()
+        delivery.refresh()
         with raises_error(match="--max-discovered-mb", kind=ErrorKind.UNAVAILABLE, code="model_loading"):
             await delivery.wait_for("b", 10)
     assert tuple(loaded.models) == ("a",)
-    await delivery._tasks.close()
+    await delivery.close()
 
 
 async def test_many_requests_for_more_models_than_fit_are_all_answered() -> None:
@@ -195,36 +197,36 @@ async def test_many_requests_for_more_models_than_fit_are_all_answered() -> None
     names = [f"m{number}" for number in range(12)]
     for name in names:
         watch._served[name] = served(OLD, name)
-    watch.on_change()
+    delivery.refresh()
     async with asyncio.timeout(20):
         assert all(await asyncio.gather(*(delivery.wait_for(name, 15) for name in names * 3)))
     assert loaded.most == 3
-    await delivery._tasks.close()
+    await delivery.close()
 
 
 async def test_models_that_fail_to_load_take_no_slot_and_raise_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tokenizer_delivery, "FAILED_S", 0.1)
+    monkeypatch.setattr(model_discovery, "FAILED_S", 0.1)
     watch, loaded = WorkerWatch(None), Loaded()
     delivery = delivery_of(watch, loaded, models=2)
     loaded.broken = {"x", "y", "z"}
     for model in "xyz":
         watch._served[model] = served(OLD, model)
-    watch.on_change()
+    delivery.refresh()
     async with asyncio.timeout(20):
         with raises_error(match="'x' is not loaded: It is broken", kind=ErrorKind.UNAVAILABLE, code="model_loading"):
             await delivery.wait_for("x", 10)
         for model in "ab":
             watch._served[model] = served(OLD, model)
-        watch.on_change()
+        delivery.refresh()
         assert await delivery.wait_for("a", 10)
         assert await delivery.wait_for("b", 10)
         monkeypatch.undo()
         loaded.broken.clear()
         assert await delivery.wait_for("x", 10), "it is tried again"
     assert loaded.most <= 2
-    await delivery._tasks.close()
+    await delivery.close()
 
 
 async def test_worker_that_returns_within_the_grace_keeps_its_model_loaded() -> None:
@@ -232,21 +234,21 @@ async def test_worker_that_returns_within_the_grace_keeps_its_model_loaded() -> 
     delivery = delivery_of(watch, loaded, models=1)
     async with asyncio.timeout(20):
         watch._served["w"] = served(OLD, "a")
-        watch.on_change()
+        delivery.refresh()
         assert await delivery.wait_for("a", 10)
         del watch._served["w"]
-        watch.on_change()
+        delivery.refresh()
         watch._served["w"] = served(OLD, "a")
-        watch.on_change()
+        delivery.refresh()
         watch._served["v"] = served(OLD, "b")
-        watch.on_change()  # there is no room for it, and no model that is leaving
+        delivery.refresh()  # there is no room for it, and no model that is leaving
         await asyncio.sleep(0)
         assert tuple(loaded.models) == ("a",)
         assert not loaded.ended
         del watch._served["w"]
-        watch.on_change()  # now there is
+        delivery.refresh()  # now there is
         await until(lambda: tuple(loaded.models) == ("b",))
-    await delivery._tasks.close()
+    await delivery.close()
 
 
 FILES = {"tokenizer.json": b"{}", "config.json": b'{"a": 1}', "chat_template.jinja": b""}

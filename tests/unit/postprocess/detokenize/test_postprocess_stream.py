@@ -70,7 +70,7 @@ def test_any_split_gives_the_same(name: str, data: st.DataObject) -> None:
 
 def test_text_is_what_was_encoded() -> None:
     tokens = ids(TEXT)
-    text, finish = fed_in(start(), tokens, [], FinishReason.UNSPECIFIED)
+    text, finish = fed_in(start(), tokens, [], FinishReason.LENGTH)
     assert text == TEXT
     assert finish == Finish(FinishReason.LENGTH, len(tokens))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.discovery.discovered_models import DiscoveredModel
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
@@ -143,7 +144,7 @@ def test_ids_have_the_engines_form_and_are_the_same_again() -> None:
 
 
 async def test_unusable_pair_raises_an_error_that_names_it() -> None:
-    host = EngineHost("vllm", "", 1.0, 64)
+    host = EngineHost("vllm", "", ChildLimits(1.0, 64))
     usable, not_usable = ParserPair("/m", "hermes", ""), ParserPair("/m", "openai", "")
     assert host.facts(usable) is None
     host._set_facts(usable, {"keeps_special": True, "keeps_special_always": False})

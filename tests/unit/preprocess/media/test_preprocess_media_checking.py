@@ -17,8 +17,8 @@ from services.common.media.parts import MediaInput, MediaLimits
 from services.common.media.spans import MediaKind, content_hash
 from services.preprocess.media import loading
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
-from services.preprocess.media.checking import MediaChecker
-from services.preprocess.media.child import CLIPS, NICENESS
+from services.preprocess.media.checking import NICENESS, MediaChecker
+from services.preprocess.media.child import CLIPS
 from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
 from services.preprocess.media.images import MAX_SCANS, check_image

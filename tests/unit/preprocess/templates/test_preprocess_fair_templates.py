@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.budgets import Budget
-from services.common.child_rpc.call_queue import Call
+from services.common.child_rpc.lane import Call
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.templates.child import job
 from services.preprocess.templates.fair_calls import FairCalls

@@ -68,13 +68,12 @@ async def test_many_callers_share_one_load() -> None:
 
 async def test_callers_who_wait_until_a_model_is_learned_get_what_was_loaded_then() -> None:
     loader = Loader()
-    registry = ModelRegistry([], loader)
     learned = asyncio.Event()
 
     async def learn(name: str, timeout_s: float) -> bool:
         return await learned.wait()
 
-    registry.learn = learn
+    registry = ModelRegistry([], loader, learn=learn)
     callers = [asyncio.create_task(registry.get("a")) for _ in range(3)]
     await asyncio.sleep(0)
     loader.go.set()

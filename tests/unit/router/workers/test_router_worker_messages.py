@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.common.types import Role
+from services.common.types.generation import Role
 from services.router.rpc.workers import worker_info
 from services.router.state.workers.worker import Worker
 from sluice.v1 import common_pb2, router_pb2

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
 from services.postprocess.detokenize.stream import Finish, Limits, StreamOptions
-from services.postprocess.detokenize.stream import FinishReason as TextReason
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.events import CallArguments, Content, Event, Reasoning, merge
 from services.postprocess.streams.factory import StreamFactory
@@ -152,7 +151,7 @@ async def step() -> None:
 
 async def reference(tokens: Sequence[int], options: StreamOptions, name: str) -> tuple[list[Event], Finish]:
     """What the postprocess service makes of the same tokens at once."""
-    return await StreamFactory(Limits()).parse(tokens, options, vocabulary(), TextReason.LENGTH, name)
+    return await StreamFactory(Limits()).parse(tokens, options, vocabulary(), FinishReason.LENGTH, name)
 
 
 words = st.sampled_from(
@@ -293,7 +292,7 @@ async def test_tool_call_is_parsed_and_ends_with_the_engine(desk: BatchDetokeniz
     await step()
     assert one.terminal.finish_reason is FinishReason.STOP
     assert one.heard.text.finish is not None
-    assert one.heard.text.finish.reason is TextReason.TOOL_CALLS
+    assert one.heard.text.finish.reason is FinishReason.TOOL_CALLS
     arguments = "".join(event.text for event in one.heard.text.events if isinstance(event, CallArguments))
     assert arguments == '{"city": "Paris"}'
     assert not any(isinstance(event, Reasoning) for event in one.heard.text.events)

@@ -1,4 +1,4 @@
-"""Process of the stages that are not built in: `… -m services.router.scheduling.policies.isolated.child MB ALARM_S`.
+"""Process of the stages that are not built in: `… -m services.router.scheduling.policies.isolated.child LIMITS`.
 
 Its first frame has the compositions; every later one is a call. It has neither the router's state nor its environment.
 """
@@ -10,7 +10,7 @@ import sys
 import traceback
 from functools import partial
 
-from services.common.child_rpc.child import Channel, limit_memory, serve
+from services.common.child_rpc.child import Channel, ChildLimits, serve
 from services.router.scheduling.policies.composition import StageFailed, StagePipelines
 from services.router.scheduling.policies.isolated.wire import (
     pack_failure,
@@ -33,7 +33,7 @@ def handle(pipelines: StagePipelines, message: bytes) -> bytes:
         return pack_failure(f"{type(error).__name__}: {error}")
 
 
-def main(memory_mb: str, alarm_s: str) -> None:
+def main(argument: str) -> None:
     """Runs until the router closes the connection."""
     channel = Channel.of_stdio()
     compositions = unpack_compositions(channel.receive() or b"[]")
@@ -42,9 +42,10 @@ def main(memory_mb: str, alarm_s: str) -> None:
     except ValueError as error:
         channel.send(json.dumps({"error": str(error)}).encode())
         return
-    limit_memory(int(memory_mb))
+    limits = ChildLimits.read(argument)
+    limits.apply()
     channel.send(b"{}")
-    serve(channel, partial(handle, pipelines), float(alarm_s))
+    serve(channel, partial(handle, pipelines), limits.alarm_s)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Plain types that several services share; their numbers are those of `sluice.v1`."""
+"""Ends of generations, roles, log-probabilities and embedded prompts; the numbers are those of `sluice.v1`."""
 
 from __future__ import annotations
 
@@ -56,3 +56,16 @@ class PositionLogprobs:
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Input embeddings in place of token ids: little-endian float32, one row of `width` values per position."""
+
+    values: bytes
+    width: int
+
+    @property
+    def length(self) -> int:
+        """Number of positions."""
+        return len(self.values) // (4 * self.width) if self.width else 0
