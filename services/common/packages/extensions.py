@@ -1,18 +1,33 @@
-"""Finds what installed packages add to the suite: entry points of the groups `sluice.*`, one name each."""
+"""Finds the extensions of the suite: entry points of the groups `sluice.*`, one name each.
+
+An extension is a folder of the suite or an installed package. The suite's own are registered in pyproject.toml as those
+of other packages are, so that the kernel imports none of them; an extra in brackets, as in
+`name = "module:attribute [extra]"`, has the packages that the extension needs.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
 from typing import Any
 
+import services
 from services.common.errors import MAX_MESSAGE_LENGTH, sentence
 
+COMMANDS = "sluice.commands"
 ENGINES = "sluice.engines"
 POLICIES = "sluice.policies"
-GROUPS = (ENGINES, POLICIES)
+OBSERVERS = "sluice.observers"
+GROUPS = (COMMANDS, ENGINES, OBSERVERS, POLICIES)
+
+OWN = "sluice-llm"
+"""The distribution of the suite, whose names no other package may take."""
 
 
 class UnusableExtension(ValueError):
@@ -21,11 +36,12 @@ class UnusableExtension(ValueError):
 
 @dataclass(frozen=True)
 class Extension:
-    """What an installed package adds under a name.
+    """What a package adds under a name.
 
     Attributes:
         target: `package.module:attribute`.
         distribution: the package that registers it, as pip names it.
+        extra: the extra of the distribution that has what the extension needs; empty: it needs nothing more.
     """
 
     group: str
@@ -33,6 +49,17 @@ class Extension:
     target: str
     distribution: str
     version: str
+    extra: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is part of the suite itself."""
+        return self.distribution == OWN
+
+    @property
+    def install_command(self) -> str:
+        """The command that installs the extension with all that it needs."""
+        return f'pip install "{self.distribution}[{self.extra}]"' if self.extra else f"pip install {self.distribution}"
 
     def load(self) -> Any:
         """Imports and returns the target; raises UnusableExtension, whatever its code raises."""
@@ -40,21 +67,38 @@ class Extension:
         try:
             return getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
-            reason = f"the module {error.name} is not installed; run: pip install {self.distribution}"
+            reason = f"the module {error.name} is not installed; run: {self.install_command}"
         except (Exception, SystemExit) as error:
             text = sentence(str(error), MAX_MESSAGE_LENGTH).rstrip(".")
             reason = f"importing it raised {type(error).__name__}: {text}"
         raise UnusableExtension(f"Extension {self.name} of {self.distribution} cannot be loaded: {reason}.")
 
+    def missing_packages(self) -> list[str]:
+        """Returns the packages of its extra that are not installed, as pip names them."""
+        return [name for name in _required(self.distribution, self.extra) if not _is_installed(name)]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The extensions of a group.
+
+    Attributes:
+        usable: what each adds, by name.
+        missing: why each of the others cannot be used, by name, as a sentence.
+    """
+
+    usable: Mapping[str, Any] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+
 
 def installed(group: str) -> list[Extension]:
     """Returns every extension of a group, by name; one name may be there several times."""
-    return sorted(map(_extension, entry_points(group=group)), key=lambda extension: (extension.name, extension.target))
+    return sorted(_extensions(group), key=lambda extension: (extension.name, extension.target))
 
 
 def installed_names(group: str) -> set[str]:
     """Returns the names that extensions of a group have."""
-    return {point.name for point in entry_points(group=group)}
+    return {extension.name for extension in _extensions(group)}
 
 
 def find_extension(group: str, name: str) -> Extension | None:
@@ -66,9 +110,29 @@ def find_extension(group: str, name: str) -> Extension | None:
     same = [extension for extension in installed(group) if extension.name == name]
     if not same:
         return None
-    if conflict := conflict_of(same[0], same):
+    first = next((extension for extension in same if extension.is_own), same[0])
+    if conflict := conflict_of(first, same):
         raise UnusableExtension(conflict)
-    return same[0]
+    return first
+
+
+def load_group(group: str, report: Callable[[str], None]) -> Loaded:
+    """Imports the extensions of a group, of which those that cannot be used are missing.
+
+    Args:
+        report: called with a sentence for each of these.
+    """
+    usable: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for name in sorted(installed_names(group)):
+        try:
+            extension = find_extension(group, name)
+            if extension is not None:
+                usable[name] = extension.load()
+        except UnusableExtension as error:
+            missing[name] = str(error)
+            report(str(error))
+    return Loaded(usable, missing)
 
 
 def conflict_of(extension: Extension, same: Sequence[Extension], built_in: Collection[str] = ()) -> str:
@@ -78,7 +142,9 @@ def conflict_of(extension: Extension, same: Sequence[Extension], built_in: Colle
         same: all extensions of that group and name.
         built_in: names that no extension may have.
     """
-    if extension.name in built_in:
+    if extension.is_own:
+        return ""
+    if extension.name in built_in or any(other.is_own for other in same):
         name, owner = extension.name, extension.distribution
         return f"Extension {name} of {owner} is not used: the suite has a built-in {name}."
     if len({other.target for other in same}) > 1:
@@ -87,8 +153,51 @@ def conflict_of(extension: Extension, same: Sequence[Extension], built_in: Colle
     return ""
 
 
-def _extension(point: EntryPoint) -> Extension:
-    owner = point.dist
-    return Extension(
-        point.group, point.name, point.value, owner.name if owner else "unknown", owner.version if owner else ""
-    )
+def _extensions(group: str) -> list[Extension]:
+    """Returns the extensions of a group; the suite's own by the pyproject.toml of a checkout, installed or not."""
+    checkout = _checkout()
+    found = [
+        _extension(point, owner.name if (owner := point.dist) else "unknown", owner.version if owner else "")
+        for point in entry_points(group=group)
+    ]
+    if not checkout:
+        return found
+    own = checkout.get("entry-points", {}).get(group, {})
+    return [extension for extension in found if not extension.is_own] + [
+        _extension(EntryPoint(name, value, group), OWN, checkout["version"]) for name, value in own.items()
+    ]
+
+
+def _extension(point: EntryPoint, distribution: str, release: str) -> Extension:
+    target, _, extra = point.value.partition("[")
+    return Extension(point.group, point.name, target.strip(), distribution, release, extra.strip("] "))
+
+
+@cache
+def _checkout() -> Mapping[str, Any]:
+    """Returns the table `project` of the pyproject.toml beside the running code; empty where it is installed."""
+    file = Path(services.__file__).parents[1] / "pyproject.toml"
+    if not file.is_file():
+        return {}
+    project: Mapping[str, Any] = tomllib.loads(file.read_text("utf-8")).get("project", {})
+    return project if project.get("name") == OWN else {}
+
+
+def _required(distribution: str, extra: str) -> list[str]:
+    """Returns the names of the packages of an extra."""
+    if not extra:
+        return []
+    if distribution == OWN and (checkout := _checkout()):
+        texts = checkout["optional-dependencies"][extra]
+    else:
+        marked = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
+        texts = [text for text in requires(distribution) or () if marked.search(text)]
+    return [name[0] for text in texts if (name := re.match(r"[\w.-]+", text))]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
