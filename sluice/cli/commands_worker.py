@@ -80,7 +80,7 @@ def diff_tokenizers(
     """Show where two tokenizers produce different prompts, side by side; exit code 1 if they do."""
     _import_from_here()
     with needs_extra("diff-tokenizers", "preprocess"):
-        from services.preprocess.tokenizers.engine import EngineOptions
+        from services.preprocess.tokenizers.engine_extensions import EngineOptions
         from sluice.cli import diff
     engines = {"vllm": EngineOptions(python=vllm_python), "sglang": EngineOptions(python=sglang_python)}
     if chats is not None and not chats.is_file():

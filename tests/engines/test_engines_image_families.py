@@ -17,9 +17,9 @@ from services.preprocess.media.expansion import expand
 from services.preprocess.media.rules import media_rules
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers import hf
+from services.preprocess.tokenizers.engine_extensions import ProcessorOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
-from services.preprocess.tokenizers.processor_rule import ProcessorOptions
 from tests.engines.engine_suite import interpreter
 from tests.engines.test_engines_image_rules import BUILDERS, PROMPTS, by_processor, items, numbered, prompt
 from tests.support.data.loaded_tokenizers import limits

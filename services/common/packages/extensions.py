@@ -8,6 +8,7 @@ of other packages are, so that the kernel imports none of them; an extra in brac
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,9 +23,13 @@ from services.common.errors import MAX_MESSAGE_LENGTH, sentence
 
 COMMANDS = "sluice.commands"
 ENGINES = "sluice.engines"
+ENGINE_LISTS = "sluice.engine_lists"
 POLICIES = "sluice.policies"
+PROCESSING = "sluice.processing"
+TOKENIZERS = "sluice.tokenizers"
+MEDIA = "sluice.media"
 OBSERVERS = "sluice.observers"
-GROUPS = (COMMANDS, ENGINES, OBSERVERS, POLICIES)
+GROUPS = (COMMANDS, ENGINES, ENGINE_LISTS, MEDIA, OBSERVERS, POLICIES, PROCESSING, TOKENIZERS)
 
 OWN = "sluice-llm"
 """The distribution of the suite, whose names no other package may take."""
@@ -73,6 +78,16 @@ class Extension:
             reason = f"importing it raised {type(error).__name__}: {text}"
         raise UnusableExtension(f"Extension {self.name} of {self.distribution} cannot be loaded: {reason}.")
 
+    def problem(self) -> str:
+        """Returns why it cannot be used, as far as that shows without importing it; empty if it can."""
+        missing = self.missing_packages()
+        if not missing and not _has_module(self.target.partition(":")[0]):
+            missing = [self.target.partition(":")[0]]
+        if not missing:
+            return ""
+        reason = f"{' and '.join(missing)} not installed; run: {self.install_command}"
+        return f"Extension {self.name} of {self.distribution} cannot be used: {reason}."
+
     def missing_packages(self) -> list[str]:
         """Returns the packages of its extra that are not installed, as pip names them."""
         return [name for name in _required(self.distribution, self.extra) if not _is_installed(name)]
@@ -114,6 +129,15 @@ def find_extension(group: str, name: str) -> Extension | None:
     if conflict := conflict_of(first, same):
         raise UnusableExtension(conflict)
     return first
+
+
+def problem_of(group: str, name: str) -> str:
+    """Returns why the extension of a name cannot be used, as far as that shows without an import; empty if it can."""
+    try:
+        extension = find_extension(group, name)
+    except UnusableExtension as error:
+        return str(error)
+    return f"The extension {name} is not installed." if extension is None else extension.problem()
 
 
 def load_group(group: str, report: Callable[[str], None]) -> Loaded:
@@ -193,6 +217,13 @@ def _required(distribution: str, extra: str) -> list[str]:
         marked = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
         texts = [text for text in requires(distribution) or () if marked.search(text)]
     return [name[0] for text in texts if (name := re.match(r"[\w.-]+", text))]
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _is_installed(name: str) -> bool:

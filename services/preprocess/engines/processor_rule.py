@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import tempfile
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -16,8 +14,9 @@ from typing import Any
 from services.common.child_rpc.process import engine_command
 from services.common.errors import SluiceError, invalid
 from services.preprocess.engines.process import EngineProcess
-from services.preprocess.media.rules import MAX_TOKENS, ModelFiles
+from services.preprocess.media.rules import MAX_TOKENS
 from services.preprocess.protocol import ChatRequest, ImageRule, Message
+from services.preprocess.tokenizers.engine_extensions import NoImages, ProcessorOptions
 
 log = logging.getLogger(__name__)
 
@@ -31,36 +30,6 @@ INSTALL = (
     "The images of this model need its own processor: install transformers beside preprocess, or name an interpreter "
     "that has it with --vllm-python or --sglang-python."
 )
-
-
-@dataclass(frozen=True)
-class ProcessorOptions:
-    """Options of the processes that run models' own processors of images.
-
-    Attributes:
-        pythons: interpreters that may have transformers, beside this one; empty ones do not count.
-        limit_s: maximum run time of one call, seconds.
-        start_s: maximum load time of a process, seconds.
-        memory_mb: memory a process may allocate after loading, MiB.
-        foreign: whether the files came from a worker, so that memory is also limited while loading.
-    """
-
-    pythons: tuple[str, ...] = ()
-    limit_s: float = 10.0
-    start_s: float = 120.0
-    memory_mb: int = 2048
-    foreign: bool = False
-
-    @property
-    def python(self) -> str | None:
-        """The interpreter to use: empty for this one, None for none."""
-        if importlib.util.find_spec("transformers") is not None:
-            return ""
-        return next(filter(None, self.pythons), None)
-
-
-class NoImages(Exception):
-    """The model takes no images; the text says why, as a sentence."""
 
 
 class ProcessorRule(ImageRule):
@@ -149,15 +118,6 @@ class ProcessorRule(ImageRule):
         """Ends the process."""
         self._process.close()
         self._scratch.cleanup()
-
-
-def has_processor(files: ModelFiles) -> bool:
-    """Returns whether a model's files declare a processor of images."""
-    return bool(files.preprocessor or files.processor) and (
-        "image_processor_type" in files.preprocessor
-        or "image_processor" in files.processor
-        or "vision_config" in files.config
-    )
 
 
 def _read(reply: Mapping[str, Any]) -> array[int] | str:
