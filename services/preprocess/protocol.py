@@ -137,6 +137,7 @@ class MediaRule(Protocol):
 
     def close(self) -> None:
         """Releases what it holds; called once."""
+        return
 
 
 class ImageRule(MediaRule):

@@ -135,6 +135,25 @@ EXTENSIONS = (
         kernel=("tests/unit/preprocess/tokenizers", "tests/unit/preprocess/test_preprocess_settings.py"),
     ),
     Extension(
+        "isolated-parsers",
+        ("services/postprocess/parsers/engines", "services/postprocess/parsers/isolated"),
+        ("sluice.parser_hosts custom", "sluice.parser_hosts engine"),
+        tests=(
+            "tests/integration/postprocess/test_postprocess_engine_isolation.py",
+            "tests/integration/postprocess/test_postprocess_engine_versions.py",
+            "tests/integration/postprocess/test_postprocess_own_parsers.py",
+            "tests/integration/postprocess/test_postprocess_parser_starts.py",
+            "tests/integration/worker/test_worker_remote_parsers.py",
+            "tests/unit/postprocess/parsers/test_postprocess_native_parsers.py",
+            "tests/unit/postprocess/parsers/test_postprocess_sendable_text.py",
+        ),
+        kernel=(
+            "tests/unit/postprocess/parsers/test_postprocess_family_forms.py",
+            "tests/unit/postprocess/parsers/test_postprocess_parsers.py",
+            "tests/unit/postprocess/streams",
+        ),
+    ),
+    Extension(
         "clips",
         ("services/preprocess/media/clips",),
         ("sluice.media clips",),

@@ -24,12 +24,23 @@ from services.common.errors import MAX_MESSAGE_LENGTH, sentence
 COMMANDS = "sluice.commands"
 ENGINES = "sluice.engines"
 ENGINE_LISTS = "sluice.engine_lists"
+PARSER_HOSTS = "sluice.parser_hosts"
 POLICIES = "sluice.policies"
 PROCESSING = "sluice.processing"
 TOKENIZERS = "sluice.tokenizers"
 MEDIA = "sluice.media"
 OBSERVERS = "sluice.observers"
-GROUPS = (COMMANDS, ENGINES, ENGINE_LISTS, MEDIA, OBSERVERS, POLICIES, PROCESSING, TOKENIZERS)
+GROUPS = (
+    COMMANDS,
+    ENGINES,
+    ENGINE_LISTS,
+    MEDIA,
+    OBSERVERS,
+    PARSER_HOSTS,
+    POLICIES,
+    PROCESSING,
+    TOKENIZERS,
+)
 
 OWN = "sluice-llm"
 """The distribution of the suite, whose names no other package may take."""
