@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from services.common.http.bounds import Bounds
 from services.common.intake.pace import BodyPace
 from services.common.observability.audit import AuditLog
-from services.common.packages.extensions import OBSERVERS, Loaded, load_group
+from services.common.packages.extensions import OBSERVERS, ExtensionGroup, load_group
 from services.common.rpc.replicas import ReplicaSet
 from services.common.security.tls import channel_credentials, https_context
 from services.common.tasks import Stop, TaskOwner
@@ -161,7 +161,7 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
 
 def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
     """Returns the components of a gateway; nothing is connected yet."""
-    observers = load_group(OBSERVERS, partial(log.warning, "%s")) if settings.ui else Loaded()
+    observers = load_group(OBSERVERS, partial(log.warning, "%s")) if settings.ui else ExtensionGroup()
     observer: GatewayObserver | None = next((make() for make in observers.usable.values()), None)
     metrics = GatewayMetrics()
     preprocess, router = _build_clients(settings, metrics, observer)

@@ -16,7 +16,7 @@ from tests.support.repository import ROOT
 
 DISTRIBUTION = ("services", "sluice", "pyproject.toml", "README.md", "LICENSE")
 """What the distribution is built from."""
-SUITE = ("tests", "examples", "protos", "clients", "benchmarks", "pyproject.toml")
+SUITE = ("tests", "examples", "protos", "clients", "benchmarks", "docs", "scripts", "pyproject.toml")
 """What tests are run with, beside the installed distribution."""
 SITE = "SLUICE_TEST_SITE"
 """Variable with the folder of the installed distribution."""

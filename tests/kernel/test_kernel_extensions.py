@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 CONTRACT = "The kernel imports no extension"
 QUICK = ("engine-openai", "live-view")
 """Deleted by `make test`, without the tests of the kernel, which it runs anyway; `make test-kernel` deletes each."""
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 
 
 def check(extension: Extension, folder: Path, *tests: str) -> None:

@@ -105,7 +105,7 @@ class Extension:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ExtensionGroup:
     """The extensions of a group.
 
     Attributes:
@@ -151,7 +151,7 @@ def problem_of(group: str, name: str) -> str:
     return f"The extension {name} is not installed." if extension is None else extension.problem()
 
 
-def load_group(group: str, report: Callable[[str], None]) -> Loaded:
+def load_group(group: str, report: Callable[[str], None]) -> ExtensionGroup:
     """Imports the extensions of a group, of which those that cannot be used are missing.
 
     Args:
@@ -167,7 +167,7 @@ def load_group(group: str, report: Callable[[str], None]) -> Loaded:
         except UnusableExtension as error:
             missing[name] = str(error)
             report(str(error))
-    return Loaded(usable, missing)
+    return ExtensionGroup(usable, missing)
 
 
 def conflict_of(extension: Extension, same: Sequence[Extension], built_in: Collection[str] = ()) -> str:

@@ -17,7 +17,7 @@ from services.postprocess.parsers.registry import ParserRegistry, build, markers
 from services.postprocess.parsers.remote import RemoteStream, pair_of
 from services.postprocess.parsers.watchdog import WATCH
 from services.postprocess.streams.parsed import ParsedStream
-from services.postprocess.streams.parser_hosts import EngineParsers, Host, custom_host, engine_host
+from services.postprocess.streams.parser_hosts import EngineParsers, RemoteParserHost, custom_host, engine_host
 from services.postprocess.streams.parser_selection import ParserSelection, plan_of
 
 log = logging.getLogger(__name__)
@@ -171,11 +171,11 @@ class StreamFactory:
         markers = host.markers | markers_of(built_in)
         return host.open(Stream(options, vocabulary, self._limits, markers), plan.names, plan.context)
 
-    def host(self, name: str) -> Host | None:
+    def host(self, name: str) -> RemoteParserHost | None:
         """Returns the host of a custom or engine parser; None for a built-in one."""
         return self._hosts.get(name) or self._engines.get(engine_of(name))
 
-    def _host(self, names: ParserNames) -> Host | None:
+    def _host(self, names: ParserNames) -> RemoteParserHost | None:
         return self._hosts.get(names.tool) or self._hosts.get(names.reasoning)
 
     async def parse(

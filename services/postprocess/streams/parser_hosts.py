@@ -19,7 +19,7 @@ CUSTOM, ENGINE = "custom", "engine"
 """The entry points: classes with the parameters of `custom_host` and of `engine_host`."""
 
 
-class Host(Protocol):
+class RemoteParserHost(Protocol):
     """Manages the process of a custom parser.
 
     Attributes:
@@ -63,7 +63,7 @@ class KeptTokens(Protocol):
     def keeps_special_always(self) -> bool: ...
 
 
-class EngineParsers(Host, Protocol):
+class EngineParsers(RemoteParserHost, Protocol):
     """Manages the processes of one engine's parsers."""
 
     def facts(self, pair: ParserPair) -> KeptTokens | None:
@@ -80,7 +80,7 @@ class EngineParsers(Host, Protocol):
         """Unloads the parsers of a removed model once its streams have ended."""
 
 
-def custom_host(name: str, time_s: float, memory_mb: int, on_death: OnDeath | None) -> Host:
+def custom_host(name: str, time_s: float, memory_mb: int, on_death: OnDeath | None) -> RemoteParserHost:
     """Returns the host of a custom parser, not started.
 
     Args:
@@ -91,7 +91,7 @@ def custom_host(name: str, time_s: float, memory_mb: int, on_death: OnDeath | No
     Raises:
         SluiceError: FAILED_PRECONDITION without the extension.
     """
-    host: Host = _class(CUSTOM, f"The custom parser {name}")(name, time_s, memory_mb, on_death)
+    host: RemoteParserHost = _class(CUSTOM, f"The custom parser {name}")(name, time_s, memory_mb, on_death)
     return host
 
 
