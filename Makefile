@@ -5,7 +5,7 @@ export PYTHON
 export PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose bench bench-peers clean
+.PHONY: help setup run test check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,9 @@ protos: setup ## generate sluice/v1 and the Python client's messages from protos
 
 lock: setup ## pin the dependencies again; ARGS=--upgrade takes the newest versions
 	@scripts/lock.sh $(ARGS)
+
+test-kernel: setup ## delete each extension in a copy of the tree; install, start and test what remains; ARGS="-k live-view"
+	@.venv/bin/pytest -m kernel tests/kernel $(ARGS)
 
 test-slow: setup ## the tests that take minutes: outages under load, a million blocks, many random histories
 	@scripts/redis.sh

@@ -25,9 +25,10 @@ pin all.txt --extra all --group build $same
 pin core.txt $same
 for service in gateway preprocess router postprocess worker; do
     rm -f "requirements/$service.txt"
-    # What makes preprocess quick is optional for those who install the package, not for its image.
-    [ "$service" = preprocess ] && fast="--extra fast" || fast=
-    pin "$service.txt" --extra "$service" $fast $same
+    # What makes preprocess quick, and reads audio and videos, is optional for those who install the package, not for
+    # its image.
+    [ "$service" = preprocess ] && more="--extra fast --extra clips" || more=
+    pin "$service.txt" --extra "$service" $more $same
 done
 rm -f requirements/engines.txt
 pin engines.txt --extra worker --extra http --extra vllm-grpc --extra kubernetes --extra cli $same

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import Response
 
-from services.common.errors import SluiceError, internal, invalid, shortened
+from services.common.errors import SluiceError, internal, invalid, not_found, shortened
 from services.common.observability.audit import AuditLog
 from services.gateway import context
 from services.gateway.admission.gate import Gate
@@ -170,13 +170,16 @@ def _either(name: str, own: type[BaseModel], others: Sequence[type[BaseModel]]) 
     return create_model(f"Either{name}", __base__=RootModel[union], __doc__="In the format of the client's API.")
 
 
+OBSERVER_PATH = "/ui"
+"""Where an observer of the gateway, such as the live view, has its page."""
+
 ROOT: Mapping[str, str] = {
     "service": "sluice-gateway",
     "version": __version__,
     "api": "/v1",
     "docs": "/docs",
     "openapi": "/openapi.json",
-    "live_view": "/ui",
+    "live_view": OBSERVER_PATH,
     "ready": "/ready",
 }
 """Response of `GET /`, which needs no key; contains nothing about models."""
@@ -225,6 +228,18 @@ def _add_operations(app: FastAPI, readiness: Readiness) -> None:
     async def metrics() -> Response:
         """Prometheus metrics of this process."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+def add_no_observer(app: FastAPI, is_enabled: bool) -> None:
+    """Adds the error of a gateway without an observer."""
+
+    async def off(request: Request) -> Response:
+        if is_enabled:
+            raise not_found("The live view is not installed in this gateway.", code="ui_off")
+        raise not_found("The live view is disabled; start the gateway with --ui.", code="ui_off")
+
+    for path in (OBSERVER_PATH, OBSERVER_PATH + "/{rest:path}"):
+        app.add_api_route(path, off, include_in_schema=False)
 
 
 def _min_workers(text: str) -> int:

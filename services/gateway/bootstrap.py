@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from services.common.http.bounds import Bounds
 from services.common.intake.pace import BodyPace
 from services.common.observability.audit import AuditLog
-from services.common.packages.extensions import APIS, load_group
+from services.common.packages.extensions import APIS, OBSERVERS, ExtensionGroup, load_group
 from services.common.rpc.replicas import ReplicaSet
 from services.common.security.tls import channel_credentials, https_context
 from services.common.tasks import Stop, TaskOwner
@@ -27,7 +27,7 @@ from services.gateway.apis.openai.operations import OpenAIOperations
 from services.gateway.apis.openai.tokens import TokenOperations
 from services.gateway.apis.parts import ApiParts
 from services.gateway.apis.routes import ApiRoutes
-from services.gateway.app import add_middleware, bare_app, create_app
+from services.gateway.app import add_middleware, add_no_observer, bare_app, create_app
 from services.gateway.clients.link import MAX_CONNECT_S
 from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.clients.router import RouterClient
@@ -38,13 +38,11 @@ from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.middleware.audit import open_audit_log
 from services.gateway.http.server import GIVE_UP_S, HttpServer
 from services.gateway.http.write_scheduler import WriteScheduler
-from services.gateway.live_view.endpoints import add_live_view
-from services.gateway.live_view.observers import ObservedPreprocess, ObservedRouter
-from services.gateway.live_view.view import LiveView, LiveViewRecords
 from services.gateway.metrics import SILENT, GatewayMetrics
 from services.gateway.operations.block_runner import BlockAnswerRunner
 from services.gateway.operations.registry import Operations
 from services.gateway.pipeline.models import Pipelines
+from services.gateway.pipeline.observation import GatewayObserver
 from services.gateway.pipeline.stages import Components
 from services.gateway.placement.routers import ServiceRouter
 from services.gateway.readiness import Readiness
@@ -79,7 +77,8 @@ class Gateway:
         pieces: the bytes of single tokens, for log-probabilities.
         parity: compares the tokenizers of preprocess and of the workers.
         gate: admits requests.
-        live_view: None when it is switched off.
+        apis: those that are installed beside the kernel's.
+        observer: None if it is disabled or not installed.
         fleet: runs control actions on workers.
         fleet_store: what gateways share about the workers that they operate.
         pace: schedules large bodies.
@@ -92,7 +91,8 @@ class Gateway:
     parity: TokenizerParity
     readiness: Readiness
     gate: Gate
-    live_view: LiveView | None
+    apis: ExtensionGroup
+    observer: GatewayObserver | None
     fleet: FleetControl
     fleet_store: FleetStore
     pace: BodyPace
@@ -128,8 +128,8 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
 
     await stop.wait()
     gateway.readiness.drain()
-    if gateway.live_view is not None:
-        gateway.live_view.close()
+    if gateway.observer is not None:
+        gateway.observer.close()
     server.stop()
     await _drain(gateway.components, gateway.router, http_task, settings.drain_s)
     await tasks.close()
@@ -145,15 +145,16 @@ async def serve(settings: GatewaySettings, stop: Stop) -> None:
 
 def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
     """Returns the components of a gateway; nothing is connected yet."""
-    records = LiveViewRecords() if settings.ui else None
+    observers = load_group(OBSERVERS, partial(log.warning, "%s")) if settings.ui else ExtensionGroup()
+    apis = load_group(APIS, partial(log.warning, "%s"))
+    observer: GatewayObserver | None = next((make() for make in observers.usable.values()), None)
     metrics = GatewayMetrics()
-    preprocess, router = _build_clients(settings, metrics, records)
-    components = _build_components(settings, tasks, metrics, preprocess, router, records)
+    preprocess, router = _build_clients(settings, metrics, observer)
+    components = _build_components(settings, tasks, metrics, preprocess, router, observer)
     registry, connections = components.registry, components.connections
     pieces = TokenPieces(connections.postprocess)
-    live_view = None
-    if records is not None:
-        live_view = LiveView(records, preprocess, router, components.stream_manager, registry, connections)
+    if observer is not None:
+        observer.connect(components, router)
     fleet_store = _build_fleet_store(settings)
     return Gateway(
         components,
@@ -163,9 +164,12 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         TokenizerParity(
             preprocess.tokenizers, registry.of_model, lambda: list(registry.models), registry.compare_media
         ),
-        Readiness(preprocess, router, registry, connections, settings.pipeline.services),
+        Readiness(
+            preprocess, router, registry, connections, settings.pipeline.services, {**apis.missing, **observers.missing}
+        ),
         build_gate(settings, settings.listen, tasks),
-        live_view,
+        apis,
+        observer,
         FleetControl(registry, channel_credentials(settings), fleet_store),
         fleet_store,
         BodyPace(settings.large_body_share),
@@ -182,13 +186,12 @@ def _build_fleet_store(settings: GatewaySettings) -> FleetStore:
 
 
 def _build_clients(
-    settings: GatewaySettings, metrics: GatewayMetrics, records: LiveViewRecords | None
+    settings: GatewaySettings, metrics: GatewayMetrics, observer: GatewayObserver | None
 ) -> tuple[PreprocessClient, RouterClient]:
     make_preprocess: Callable[..., PreprocessClient] = PreprocessClient
     make_router: Callable[..., RouterClient] = RouterClient
-    if records is not None:
-        make_preprocess = partial(ObservedPreprocess, records.request_history)
-        make_router = partial(ObservedRouter, records.request_history, records.explanations)
+    if observer is not None:
+        make_preprocess, make_router = observer.preprocess_client(), observer.router_client()
     credentials = channel_credentials(settings)
     preprocess = make_preprocess(
         settings.preprocess,
@@ -215,11 +218,11 @@ def _build_components(
     metrics: GatewayMetrics,
     preprocess: PreprocessClient,
     router: RouterClient,
-    records: LiveViewRecords | None,
+    observer: GatewayObserver | None,
 ) -> Components:
     observers: list[StreamObserver] = [AuditObserver()] if settings.audit_log else []
-    if records is not None:
-        observers.append(records.request_history)
+    if observer is not None:
+        observers.append(observer.streams)
     stream_manager = StreamManager(MAX_STREAMS, router, metrics, observers=observers)
     metrics.watch(lambda: stream_manager.live)
     connections = ConnectionManager(
@@ -270,7 +273,7 @@ def build_app(settings: GatewaySettings, gateway: Gateway, tasks: TaskOwner, aud
         gateway.pace,
         tasks,
     )
-    for add_api in load_group(APIS).usable.values():
+    for add_api in gateway.apis.usable.values():
         add_api(parts, routes)
     create_app(
         routes,
@@ -280,7 +283,10 @@ def build_app(settings: GatewaySettings, gateway: Gateway, tasks: TaskOwner, aud
         gateway.readiness,
         components.metrics.rejected,
     )
-    add_live_view(routes.app, gateway.live_view)
+    if gateway.observer is None:
+        add_no_observer(routes.app, settings.ui)
+    else:
+        gateway.observer.add_routes(routes.app)
     add_middleware(routes, settings, gateway.gate, components.metrics, audit_log)
     return App(routes.app, parts)
 
@@ -302,8 +308,8 @@ async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) 
     tasks.spawn(watchdog.run(), "worker-watchdog")
     tasks.spawn(removed.run(), "removed-workers")
     tasks.spawn(_sweep_stalled(components.stream_manager), "stalled")
-    if gateway.live_view is not None:
-        tasks.spawn(gateway.live_view.run(), "live-view")
+    if gateway.observer is not None:
+        tasks.spawn(gateway.observer.run(), "observer")
     await gateway.readiness.first(STARTUP_WAIT_S)
 
 

@@ -19,8 +19,8 @@ from services.gateway.workers.registry import WorkerRegistry
 
 ALL = ("preprocess", "router", "postprocess")
 
-PUBLIC = ("ready", "workers", "pid")
-"""Fields of the state shown to requests without a key: numbers only, no names."""
+PUBLIC = ("ready", "workers", "pid", "missing_extensions")
+"""Fields of the state shown to requests without a key: no names of models or workers."""
 
 POLL_INTERVAL_S = 0.05
 
@@ -30,6 +30,7 @@ class Readiness:
 
     Args:
         needed: services without which the gateway is not ready.
+        missing_extensions: names of the gateway's extensions that cannot be used.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Readiness:
         registry: WorkerRegistry,
         connections: ConnectionManager,
         needed: Collection[str] = ALL,
+        missing_extensions: Collection[str] = (),
     ) -> None:
         self._preprocess = preprocess
         self._router = router
         self._registry = registry
         self._connections = connections
         self._needed = needed
+        self._missing_extensions = sorted(missing_extensions)
         self._draining = False
 
     def drain(self) -> None:
@@ -103,7 +106,7 @@ class Readiness:
 
     def state(self) -> dict[str, Any]:
         """Returns `ready`, serving replicas by service, connected workers, the process id, the served models, and how
-        many registered workers receive no requests, by model and reason.
+        many registered workers receive no requests, by model and reason, and the missing extensions.
         """
         services = {
             "preprocess": len(self._preprocess.replicas.serving),
@@ -115,6 +118,7 @@ class Readiness:
             "services": services,
             "workers": self._connections.connected_workers,
             "pid": os.getpid(),  # several gateways may share a port
+            "missing_extensions": self._missing_extensions,
             "models": list(self._registry.models),
             "set_aside": [
                 {"model": model, "reason": reason, "workers": count}

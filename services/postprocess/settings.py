@@ -13,7 +13,7 @@ from services.common.errors import SluiceError
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.postprocess.detokenize.vocabulary import ParserNames
-from services.postprocess.parsers.engines import ENGINES, engine_of
+from services.postprocess.parsers.engine_names import ENGINES, engine_of
 from services.postprocess.parsers.registry import ParserRegistry
 
 

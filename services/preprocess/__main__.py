@@ -19,7 +19,7 @@ from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.templates.processes import TemplateProcesses
 from services.preprocess.thread_pool import ComputePool
-from services.preprocess.tokenizers.engine import MAX_ENGINE_START_S
+from services.preprocess.tokenizers.engine_extensions import MAX_ENGINE_START_S
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc

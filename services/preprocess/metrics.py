@@ -134,7 +134,7 @@ class Instruments:
 def watch_media(loader: MediaLoader) -> None:
     """Creates the instruments of media files; call it after telemetry is configured."""
     fetches = loader.fetcher.counts
-    checks = (loader.checker.counts, loader.clip_checker.counts)
+    checks = [checker.counts for checker in (loader.checker, loader.clip_checker) if checker is not None]
 
     def checked() -> Observed:
         yield sum(each.known for each in checks), {"result": "hit"}

@@ -135,6 +135,10 @@ class MediaRule(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Releases what it holds; called once."""
+        return
+
 
 class ImageRule(MediaRule):
     """Which tokens stand for an image of a model, by its size."""

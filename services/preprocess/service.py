@@ -32,7 +32,7 @@ from services.preprocess.protocol import (
 from services.preprocess.templates.fair_calls import origin as template_origin
 from services.preprocess.templates.open_thought import ends_in_thought
 from services.preprocess.thread_pool import ComputePool
-from services.preprocess.tokenizers.engine import EngineTokenizer
+from services.preprocess.tokenizers.engine_extensions import MediaTokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from services.preprocess.validation import parse_chat, too_large
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
@@ -256,7 +256,7 @@ def _tokenize(
     if kind == "tokens":
         packed = request.tokens.token_ids
         _check_ids(packed, tokenizer)
-    elif kind == "chat" and media.items and isinstance(tokenizer, EngineTokenizer):
+    elif kind == "chat" and media.items and isinstance(tokenizer, MediaTokenizer):
         packed, spans = tokenizer.pack_media(_chat(request.chat), media.items, media.files)
     elif kind == "chat":
         chat = _chat(request.chat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -10,6 +11,7 @@ from pydantic import Field, model_validator
 from services.common.discovery.processing_settings import ProcessingSettings
 from services.common.media.parts import MediaLimits
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE
+from services.common.packages.extensions import MEDIA, problem_of
 from services.common.settings import CommaList, GrpcServiceSettings, settings_config
 from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
@@ -19,7 +21,9 @@ from services.preprocess.media.fetching import FetchLimits, MediaFetcher
 from services.preprocess.media.https_get import HttpsGet
 from services.preprocess.media.limits import CheckLimits
 from services.preprocess.media.loading import MediaLoader
-from services.preprocess.tokenizers.engine import EngineOptions
+from services.preprocess.tokenizers.engine_extensions import EngineOptions
+
+log = logging.getLogger(__name__)
 
 READ_SHARE = 5 / 8
 """Share of the time for a media file that connecting to its host, or a pause between two of its pieces, may take."""
@@ -95,12 +99,15 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
         get = HttpsGet(PublicAddresses(), most, READ_SHARE * self.media_fetch_s)
         fetch_limits = FetchLimits(most, self.media_fetch_s)
         check_limits = CheckLimits()
+        if no_clips := problem_of(MEDIA, CLIPS):
+            log.warning("audio and videos are refused: %s", no_clips)
         return MediaLoader(
             MediaFetcher(AllowedHosts(self.media_hosts), get, fetch_limits),
             MediaChecker(check_limits),
-            MediaChecker(check_limits, CLIPS),
+            None if no_clips else MediaChecker(check_limits, CLIPS),
             MediaLimits(item_bytes=most),
             self.media_fetch_s + check_limits.limit_s,
+            no_clips,
         )
 
     def template_file(self, model: str) -> Path | None:

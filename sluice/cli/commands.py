@@ -1,4 +1,5 @@
-"""Collects all commands of `sluice` from the modules `commands_*`."""
+"""Collects all commands of `sluice` from the modules `commands_*`, and from extensions: entry points of the group
+`sluice.commands`, each a function that registers commands with the application."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Protocol, cast
 
 import typer
 
+from services.common.packages.extensions import COMMANDS, load_group
 from sluice import __version__
 from sluice.cli import commands_live, commands_security, commands_up, commands_worker
 from sluice.cli.errors import BadFlag
@@ -35,6 +37,15 @@ def version() -> None:
 
 for _commands in (commands_up, commands_live, commands_worker, commands_security):
     _commands.add_to(app)
+
+
+def _add_extensions() -> None:
+    """Adds the commands of extensions; one that cannot be used is a sentence on standard error."""
+    for add in load_group(COMMANDS, lambda reason: print(f"sluice: {reason}", file=sys.stderr)).usable.values():
+        add(app)
+
+
+_add_extensions()
 
 
 def invoke(arguments: list[str]) -> int:

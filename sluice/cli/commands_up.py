@@ -1,4 +1,4 @@
-"""The commands `up`, which starts a suite, and `follow`, which adds running servers to one."""
+"""The command `up`, which starts a suite."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from rich.console import Console
 
 from services.common.net.ports import free_port
 from services.gateway.pipeline.config import Disaggregation, PresetName, Routing, StageLocation
-from sluice.cli.up import follow, supervisor
-from sluice.cli.up.engines.entries import EngineEntry
-from sluice.cli.up.engines.file import EngineFile
-from sluice.cli.up.engines.workers import EngineWorkers
-from sluice.cli.up.follow import FollowOptions
+from sluice.cli.up import supervisor
+from sluice.cli.up.engine_list import engine_list
 from sluice.cli.up.pipeline import PipelineFlags
-from sluice.cli.up.plan import Options, Process, check, engine_process, plan, secured
+from sluice.cli.up.plan import ListedEngine, Options, Process, check, engine_process, plan, secured
 from sluice.cli.up.processing import ProcessingFlags
 from sluice.cli.up.progress import View
 
@@ -27,9 +24,8 @@ SWITCHES = ("migration", "migration-enabled", "native-parsers")
 
 
 def add_to(app: typer.Typer) -> None:
-    """Registers the commands."""
+    """Registers the command."""
     app.command("up")(up_suite)
-    app.command("follow")(follow_engines)
 
 
 def up_suite(
@@ -195,61 +191,22 @@ def up_suite(
         ),
     )
     name = check(options).name
+    listed = None if engines is None else engine_list(engines)
+    if listed is not None:
+        listed.check()
     processes = plan(options, free_port)
     if tls is not None:
         processes = secured(processes, tls)
     view = View(processes, Console(stderr=True, highlight=False))
     if note := options.processing.note(engine):
         view.report(note, "bold yellow")
-    if engines is None:
+    if listed is None:
         raise typer.Exit(supervisor.run(processes, view, name, restart))
-    engine_workers = EngineWorkers(EngineFile(engines), partial(_worker_of, options, processes), view)
+    engine_workers = listed.workers(partial(_worker_of, options, processes), view)
     raise typer.Exit(supervisor.run(processes, view, "", restart, engine_workers))
 
 
-def follow_engines(
-    engines: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE", help="YAML list of running vLLM and SGLang servers, or where Kubernetes lists them"
-        ),
-    ],
-    routers: Annotated[
-        str,
-        typer.Option(
-            envvar="SLUICE_WORKER_ROUTERS", help="host:port of the routers, separated by commas; names resolve to all"
-        ),
-    ],
-    host: Annotated[
-        str, typer.Option(help="address on which the workers listen; in a container 0.0.0.0")
-    ] = FollowOptions.host,
-    base_port: Annotated[
-        int, typer.Option(help="port of the first worker, the next has the next one; 0: any free ports")
-    ] = FollowOptions.base_port,
-    health_listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="serve gRPC health here: ready once the list was read")
-    ] = FollowOptions.health_listen,
-    drain_s: Annotated[
-        float, typer.Option(help="seconds that the requests of a removed engine have to finish")
-    ] = FollowOptions.drain_s,
-    tls: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="folder of `sluice certs`: the workers use its worker certificate"),
-    ] = None,
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"] | None, typer.Option(help="log level of the workers")
-    ] = None,
-) -> None:
-    """Run a worker for each server of a list, beside routers that run elsewhere; Ctrl-C stops the workers.
-
-    The list is followed while it changes, as by `sluice up --engines`. Set other settings of the workers through
-    environment variables, such as SLUICE_WORKER_LOG_FORMAT=json.
-    """
-    options = FollowOptions(engines, routers, host, base_port, health_listen, drain_s, tls, log_level)
-    raise typer.Exit(follow.run(options, View((), Console(stderr=True, highlight=False))))
-
-
-def _worker_of(options: Options, processes: Sequence[Process], entry: EngineEntry, port: int) -> Process:
+def _worker_of(options: Options, processes: Sequence[Process], entry: ListedEngine, port: int) -> Process:
     routers = ",".join(process.address for process in processes if process.kind == "router")
     process = engine_process(options, entry, routers, port)
     return process if options.tls is None else secured([process], options.tls)[0]

@@ -1,5 +1,5 @@
-"""The commands for workers, engines, models and tokenizers: `worker`, `engines`, `extensions`, `conformance`,
-`tiny-model` and `diff-tokenizers`."""
+"""The commands for workers, engines, models and tokenizers: `worker`, `engines`, `extensions`, `tiny-model` and
+`diff-tokenizers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import typer
 
 from sluice.cli.commands_live import AsJson, console
 from sluice.cli.errors import BadFlag, needs_extra
-from sluice.cli.trust import Tls, TlsCa, TlsCert, TlsKey, Trust
 
 
 def add_to(app: typer.Typer) -> None:
@@ -22,7 +21,6 @@ def add_to(app: typer.Typer) -> None:
     app.command("engines")(engines)
     app.command("extensions")(extensions)
     app.command("diff-tokenizers")(diff_tokenizers)
-    app.command("conformance")(conformance)
     app.command("tiny-model")(tiny_model)
 
 
@@ -64,7 +62,7 @@ def engines(
 
 
 def extensions(as_json: AsJson = False) -> None:
-    """List what installed packages add: engines and policies; exit code 1 if one cannot be used."""
+    """List the suite's own extensions and those of installed packages; exit code 1 if one is broken."""
     with needs_extra("extensions", "worker"):
         from sluice.cli import extensions as command
     raise typer.Exit(command.run(as_json, console()))
@@ -82,7 +80,7 @@ def diff_tokenizers(
     """Show where two tokenizers produce different prompts, side by side; exit code 1 if they do."""
     _import_from_here()
     with needs_extra("diff-tokenizers", "preprocess"):
-        from services.preprocess.tokenizers.engine import EngineOptions
+        from services.preprocess.tokenizers.engine_extensions import EngineOptions
         from sluice.cli import diff
     engines = {"vllm": EngineOptions(python=vllm_python), "sglang": EngineOptions(python=sglang_python)}
     if chats is not None and not chats.is_file():
@@ -100,53 +98,3 @@ def tiny_model(
         from sluice.cli import tiny_model as command
 
         typer.echo(command.run(folder))
-
-
-def conformance(
-    address: Annotated[str, typer.Argument(help="host:port of the worker's gRPC server")] = "",
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the results as JUnit XML")] = None,
-    rule: Annotated[list[str] | None, typer.Option(metavar="NAME", help="test only this rule; may be repeated")] = None,
-    list_rules: Annotated[bool, typer.Option("--list", help="print every rule and what it proves")] = False,
-    patience: Annotated[float, typer.Option(help="factor for every deadline, for slow engines")] = 1.0,
-    router_listen: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="address on which the kit acts as the worker's router; start the worker with it as --routers",
-        ),
-    ] = "",
-    prefill_peer: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="prefill worker of the same model, to test a decode worker")
-    ] = "",
-    stop_command: Annotated[
-        str,
-        typer.Option(
-            metavar="COMMAND", help="command that stops the worker, such as 'kill PID', to test its drain at the end"
-        ),
-    ] = "",
-    tls: Tls = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Test a running worker against every rule of the worker contract; exit code 1 if one is violated."""
-    with needs_extra("conformance", "worker"):
-        from sluice.cli import conformance as command
-    if list_rules:
-        command.list_rules(console(), as_json)
-        return
-    if not address:
-        raise BadFlag("conformance needs the ADDRESS of a worker, such as 127.0.0.1:50061")
-    options = command.Options(
-        address=address,
-        junit=junit,
-        rules=tuple(rule or ()),
-        patience=patience,
-        router_listen=router_listen,
-        prefill_peer=prefill_peer,
-        stop_command=stop_command,
-        trust=Trust(tls, tls_ca, tls_cert, tls_key),
-        as_json=as_json,
-    )
-    raise typer.Exit(command.run(options, console()))

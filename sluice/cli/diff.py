@@ -18,7 +18,7 @@ from services.common.errors import SluiceError
 from services.common.models import ModelSpec
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
-from services.preprocess.tokenizers.engine import EngineOptions
+from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import PROBES
 from services.preprocess.validation import parse_chat

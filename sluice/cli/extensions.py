@@ -1,4 +1,4 @@
-"""`sluice extensions`: what installed packages add to the suite, and whether it can be used."""
+"""`sluice extensions`: what the suite's own folders and installed packages add to it, and whether it can be used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
@@ -13,7 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from services.common.errors import SluiceError
-from services.common.packages.extensions import ENGINES, GROUPS, Extension, conflict_of, installed
+from services.common.packages.extensions import (
+    ENGINES,
+    GROUPS,
+    POLICIES,
+    Extension,
+    conflict_of,
+    find_extension,
+    installed,
+)
 from services.router.scheduling.policies.stages import BUILT_IN_STAGES, KINDS, find_stage
 from services.worker.engines import BUILT_IN, find_engine
 
@@ -21,20 +31,29 @@ IMPORT_TIMEOUT_S = 60.0
 """Seconds for importing one extension in a process of its own; one that takes longer cannot be used."""
 
 
+PROCESSES = 4
+"""Extensions that are imported at the same time."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """An extension, and why it cannot be used; empty if it can."""
+    """An extension, and why it cannot be used; empty if it can.
+
+    Attributes:
+        optional: whether only packages of its extra are missing, which are installed where they are wanted.
+    """
 
     extension: Extension
     reason: str
+    optional: bool = False
 
 
 def run(as_json: bool, console: Console) -> int:
-    """Prints every extension; returns exit code 1 if one cannot be used.
+    """Prints every extension; returns exit code 1 if one is broken.
 
     Each is imported in a process of its own: the code of packages cannot end or change the command.
     """
-    rows = [row for group in GROUPS for row in rows_of(group)]
+    rows = all_rows()
     if as_json:
         print(json.dumps([{**asdict(row.extension), "usable": not row.reason, "reason": row.reason} for row in rows]))
     elif not rows:
@@ -45,23 +64,36 @@ def run(as_json: bool, console: Console) -> int:
             owner = f"{row.extension.distribution} {row.extension.version}".rstrip()
             table.add_row(row.extension.group, row.extension.name, owner, row.reason or "usable")
         console.print(table, markup=False)
-    return int(any(row.reason for row in rows))
+    return int(any(row.reason and not row.optional for row in rows))
 
 
-def rows_of(group: str) -> list[Row]:
-    """Returns the extensions of a group with what is wrong with each."""
-    rows: list[Row] = []
-    for _, same in groupby(installed(group), key=lambda extension: extension.name):
-        extensions = list(same)
-        for extension in extensions:
-            conflict = conflict_of(extension, extensions, built_in_names(group))
-            rows.append(Row(extension, conflict or _imported(extension)))
-    return rows
+def all_rows() -> list[Row]:
+    """Returns the extensions of all groups with what is wrong with each."""
+    pairs = [
+        (extension, extensions)
+        for group in GROUPS
+        for _, same in groupby(installed(group), key=lambda extension: extension.name)
+        for extensions in [list(same)]
+        for extension in extensions
+    ]
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        return list(threads.map(lambda pair: _row(*pair), pairs))
+
+
+def _row(extension: Extension, same: Sequence[Extension]) -> Row:
+    if conflict := conflict_of(extension, same, built_in_names(extension.group)):
+        return Row(extension, conflict)
+    if missing := extension.missing_packages():
+        names = " and ".join(missing)
+        return Row(extension, f"{names} not installed; run: {extension.install_command}", optional=True)
+    return Row(extension, _imported(extension))
 
 
 def built_in_names(group: str) -> set[str]:
     """Returns the names of a group that the suite itself has."""
-    return set(BUILT_IN) if group == ENGINES else {name for names in BUILT_IN_STAGES.values() for name in names}
+    if group == ENGINES:
+        return set(BUILT_IN)
+    return {name for names in BUILT_IN_STAGES.values() for name in names} if group == POLICIES else set()
 
 
 def _imported(extension: Extension) -> str:
@@ -85,8 +117,10 @@ def check(group: str, name: str) -> str:
     try:
         if group == ENGINES:
             find_engine(name)
-        else:
+        elif group == POLICIES:
             find_stage(name, *KINDS)
+        elif extension := find_extension(group, name):
+            extension.load()
     except SluiceError as error:
         return error.message
     except ValueError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.common.media.facts import MEDIA_TYPES
 from services.common.media.spans import MediaKind, content_hash
-from services.preprocess.media.clips import check_clip
+from services.preprocess.media.clips.files import check_clip
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.limits import ClipLimits
 from services.preprocess.protocol import ChatRequest

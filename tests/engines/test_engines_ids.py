@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from services.common.errors import SluiceError
 from services.common.models import ModelSpec, resolve
+from services.preprocess.engines.engine_tokenizer import EngineTokenizer
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
-from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
+from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
 from tests.engines.servers import SERVERS, Reference, python
 from tests.support.data.chat_matrix import chats, plain_chats

@@ -17,7 +17,7 @@ from services.preprocess.media.expansion import expand
 from services.preprocess.media.rules import media_rules
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers import hf
-from services.preprocess.tokenizers.engine import EngineOptions
+from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
 from tests.engines.engine_suite import interpreter

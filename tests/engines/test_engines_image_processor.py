@@ -15,9 +15,10 @@ from services.common.discovery.tokenizer_agreement import agreement
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.facts import ImageFacts
 from services.common.media.spans import SAMPLES, MediaKind, content_hash
+from services.preprocess.engines.engine_tokenizer import EngineTokenizer
 from services.preprocess.media.expansion import CountedItem, expand
 from services.preprocess.protocol import ChatRequest, Message
-from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
+from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.probes import media_fingerprint
 from tests.engines.engine_suite import interpreter

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from services.common.media.spans import MediaKind
 from services.common.packing import unpack_u32
-from services.preprocess.media.clips import check_clip
+from services.preprocess.media.clips.files import check_clip
 from services.preprocess.media.expansion import expand
 from services.preprocess.media.limits import ClipLimits
 from services.preprocess.tokenizers.hf import HfTokenizer

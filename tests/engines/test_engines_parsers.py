@@ -20,9 +20,9 @@ from services.common.errors import SluiceError
 from services.common.models import DEFAULT_SOURCE, ModelSpec
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import Vocabulary
-from services.postprocess.parsers.engines import ENGINES
+from services.postprocess.parsers.engine_names import ENGINES
 from services.postprocess.parsers.isolated.engine_host import EngineHost
-from services.postprocess.parsers.isolated.remote import RemoteStream
+from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.streams.factory import MAX_PARSER_MEMORY_MB, CustomParsers, StreamFactory
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, load
 from tests.engines.servers import ROOT, python

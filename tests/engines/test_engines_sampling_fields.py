@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from services.worker.engines.sglang import fields as sglang_fields
+from services.worker.engines.shared import sglang_fields
 from services.worker.engines.vllm import fields as vllm_fields
 from tests.engines.engine_suite import interpreter
 

@@ -14,8 +14,9 @@ from services.common.models import ENGINE_PROCESSORS, ModelSpec
 from services.common.packing import unpack_u32
 from services.gateway.clients.preprocess import TokenizerIdentity
 from services.gateway.workers.tokenizer_parity import PROVEN, compare
+from services.preprocess.engines.engine_tokenizer import EngineTokenizer
 from services.preprocess.protocol import ChatRequest, TokenizerProtocol
-from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
+from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint
 from sluice.v1 import common_pb2, postprocess_pb2, worker_pb2

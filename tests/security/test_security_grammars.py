@@ -25,8 +25,8 @@ from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import FinishReason, StructuredOutput
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.guided import guided_text
-from services.worker.engines.sglang.request_state import RequestState as SglangFlight
 from services.worker.engines.shared.grammar_compiler import GrammarCompiler, naming_constraint
+from services.worker.engines.shared.sglang_request_state import RequestState as SglangFlight
 from services.worker.engines.transformers.guidance import Constraint, GrammarLimits, Grammars
 from services.worker.engines.vllm import library
 from services.worker.engines.vllm.engine import VllmEngine

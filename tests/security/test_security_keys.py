@@ -273,7 +273,7 @@ def test_without_a_key_ready_has_no_names_and_metrics_are_closed(suite: Suite) -
     for key in (None, "sluice-wrong"):
         public = get(suite, key, "/ready")
         assert public.status_code == 200
-        assert public.json().keys() == {"ready", "workers", "pid"}
+        assert public.json().keys() == {"ready", "workers", "pid", "missing_extensions"}
         assert "tiny" not in public.text
     assert get(suite, ALICE, "/ready").json()["models"] == ["tiny"]
     assert get(suite, NARROW, "/ready").json()["models"] == []

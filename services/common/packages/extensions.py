@@ -8,11 +8,11 @@ of other packages are, so that the kernel imports none of them; an extra in brac
 from __future__ import annotations
 
 import importlib
-import logging
+import importlib.util
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
@@ -21,12 +21,30 @@ from typing import Any
 import services
 from services.common.errors import MAX_MESSAGE_LENGTH, sentence
 
-log = logging.getLogger(__name__)
-
-ENGINES = "sluice.engines"
-POLICIES = "sluice.policies"
 APIS = "sluice.apis"
-GROUPS = (APIS, ENGINES, POLICIES)
+COMMANDS = "sluice.commands"
+ENGINES = "sluice.engines"
+ENGINE_LISTS = "sluice.engine_lists"
+PARSER_HOSTS = "sluice.parser_hosts"
+POLICIES = "sluice.policies"
+PROCESSING = "sluice.processing"
+ROUTER_SERVERS = "sluice.router_servers"
+TOKENIZERS = "sluice.tokenizers"
+MEDIA = "sluice.media"
+OBSERVERS = "sluice.observers"
+GROUPS = (
+    APIS,
+    COMMANDS,
+    ENGINES,
+    ENGINE_LISTS,
+    MEDIA,
+    OBSERVERS,
+    PARSER_HOSTS,
+    POLICIES,
+    PROCESSING,
+    ROUTER_SERVERS,
+    TOKENIZERS,
+)
 
 OWN = "sluice-llm"
 """The distribution of the suite, whose names no other package may take."""
@@ -75,13 +93,23 @@ class Extension:
             reason = f"importing it raised {type(error).__name__}: {text}"
         raise UnusableExtension(f"Extension {self.name} of {self.distribution} cannot be loaded: {reason}.")
 
+    def problem(self) -> str:
+        """Returns why it cannot be used, as far as that shows without importing it; empty if it can."""
+        missing = self.missing_packages()
+        if not missing and not _has_module(self.target.partition(":")[0]):
+            missing = [self.target.partition(":")[0]]
+        if not missing:
+            return ""
+        reason = f"{' and '.join(missing)} not installed; run: {self.install_command}"
+        return f"Extension {self.name} of {self.distribution} cannot be used: {reason}."
+
     def missing_packages(self) -> list[str]:
         """Returns the packages of its extra that are not installed, as pip names them."""
         return [name for name in _required(self.distribution, self.extra) if not _is_installed(name)]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ExtensionGroup:
     """The extensions of a group.
 
     Attributes:
@@ -89,8 +117,8 @@ class Loaded:
         missing: why each of the others cannot be used, by name, as a sentence.
     """
 
-    usable: Mapping[str, Any]
-    missing: Mapping[str, str]
+    usable: Mapping[str, Any] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 def installed(group: str) -> list[Extension]:
@@ -118,8 +146,21 @@ def find_extension(group: str, name: str) -> Extension | None:
     return first
 
 
-def load_group(group: str) -> Loaded:
-    """Imports the extensions of a group; each that cannot be used is a warning in the log, and missing."""
+def problem_of(group: str, name: str) -> str:
+    """Returns why the extension of a name cannot be used, as far as that shows without an import; empty if it can."""
+    try:
+        extension = find_extension(group, name)
+    except UnusableExtension as error:
+        return str(error)
+    return f"The extension {name} is not installed." if extension is None else extension.problem()
+
+
+def load_group(group: str, report: Callable[[str], None]) -> ExtensionGroup:
+    """Imports the extensions of a group, of which those that cannot be used are missing.
+
+    Args:
+        report: called with a sentence for each of these.
+    """
     usable: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for name in sorted(installed_names(group)):
@@ -129,8 +170,8 @@ def load_group(group: str) -> Loaded:
                 usable[name] = extension.load()
         except UnusableExtension as error:
             missing[name] = str(error)
-            log.warning("%s", error)
-    return Loaded(usable, missing)
+            report(str(error))
+    return ExtensionGroup(usable, missing)
 
 
 def conflict_of(extension: Extension, same: Sequence[Extension], built_in: Collection[str] = ()) -> str:
@@ -191,6 +232,13 @@ def _required(distribution: str, extra: str) -> list[str]:
         marked = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
         texts = [text for text in requires(distribution) or () if marked.search(text)]
     return [name[0] for text in texts if (name := re.match(r"[\w.-]+", text))]
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _is_installed(name: str) -> bool:

@@ -21,21 +21,10 @@ _HEADERS = page_headers()
 _DATA_HEADERS = {**_HEADERS, "cache-control": "no-store"}
 
 
-def add_live_view(app: FastAPI, view: LiveView | None) -> None:
-    """Adds the routes of the live view; without a view they return an error."""
-    if view is None:
-        _add_disabled(app)
-    else:
-        _add_page(app)
-        _add_data(app, view)
-
-
-def _add_disabled(app: FastAPI) -> None:
-    async def off(request: Request) -> Response:
-        raise not_found("The live view is disabled; start the gateway with --ui.", code="ui_off")
-
-    for path in (PAGE, PAGE + "/{rest:path}"):
-        app.add_api_route(path, off, include_in_schema=False)
+def add_live_view(app: FastAPI, view: LiveView) -> None:
+    """Adds the routes of the live view."""
+    _add_page(app)
+    _add_data(app, view)
 
 
 def _add_page(app: FastAPI) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.common.models import read_json
 from services.postprocess.detokenize.vocabulary import ParserNames
-from services.postprocess.parsers.engines import ENGINES
+from services.postprocess.parsers.engine_names import ENGINES
 from services.postprocess.parsers.families import FAMILIES
 from services.postprocess.parsers.families.family import EngineNames
 

@@ -10,7 +10,7 @@ from services.common.packages.engines import TESTED_VERSIONS
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import Chain, Parser, ParserContext
 from services.postprocess.parsers.calls.parser import CallParser
-from services.postprocess.parsers.engines import ENGINES, bare, engine_of, nearest
+from services.postprocess.parsers.engine_names import ENGINES, bare, engine_of, nearest
 from services.postprocess.parsers.families import FAMILIES
 from services.postprocess.parsers.families.harmony import HarmonyParser
 from services.postprocess.parsers.reasoning.think import ThinkParser

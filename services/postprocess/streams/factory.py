@@ -12,14 +12,13 @@ from services.common.errors import ErrorKind, SluiceError
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.engines import engine_of
+from services.postprocess.parsers.engine_names import engine_of
 from services.postprocess.parsers.events import Content, Degraded, Event, merge
-from services.postprocess.parsers.isolated.engine_host import EngineHost, pair_of
-from services.postprocess.parsers.isolated.host import ParserHost
-from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.parsers.registry import ParserRegistry, build, markers_of
+from services.postprocess.parsers.remote import RemoteStream, pair_of
 from services.postprocess.parsers.watchdog import WATCH
 from services.postprocess.streams.parsed import ParsedStream
+from services.postprocess.streams.parser_hosts import EngineParsers, RemoteParserHost, custom_host, engine_host
 from services.postprocess.streams.parser_selection import ParserSelection, plan_of
 
 log = logging.getLogger(__name__)
@@ -77,9 +76,11 @@ class StreamFactory:
         self._time_s = own.limits.call_s
         engines = {**own.engines, **own.later}
         self._registry = ParserRegistry(own.names, engines)
-        self._engines = {engine: EngineHost(engine, python, own.limits, on_death) for engine, python in engines.items()}
+        self._engines = {
+            engine: engine_host(engine, python, own.limits, on_death) for engine, python in engines.items()
+        }
         self._not_started = {engine: asyncio.Lock() for engine in own.later}
-        self._hosts = {name: ParserHost(name, own.limits, on_death) for name in own.names}
+        self._hosts = {name: custom_host(name, own.limits, on_death) for name in own.names}
 
     async def start(self) -> None:
         """Starts the processes, except of later engines; raises SluiceError if a custom parser cannot be imported."""
@@ -131,7 +132,7 @@ class StreamFactory:
         for host in self._engines.values():
             host.release(source)
 
-    async def _start_later(self, engine: EngineHost) -> None:
+    async def _start_later(self, engine: EngineParsers) -> None:
         """Starts the process of an engine that was not started with the service."""
         if (lock := self._not_started.get(engine.name)) is None:
             return
@@ -140,7 +141,7 @@ class StreamFactory:
                 await engine.start()
                 del self._not_started[engine.name]
 
-    def _engine(self, names: ParserNames) -> EngineHost | None:
+    def _engine(self, names: ParserNames) -> EngineParsers | None:
         return self._engines.get(engine_of(names.tool) or engine_of(names.reasoning))
 
     def begin(self, options: StreamOptions, vocabulary: Vocabulary, plan: ParserSelection) -> AnyStream:
@@ -169,11 +170,11 @@ class StreamFactory:
         markers = host.markers | markers_of(built_in)
         return host.open(Stream(options, vocabulary, self._limits, markers), plan.names, plan.context)
 
-    def host(self, name: str) -> ParserHost | None:
+    def host(self, name: str) -> RemoteParserHost | None:
         """Returns the host of a custom or engine parser; None for a built-in one."""
         return self._hosts.get(name) or self._engines.get(engine_of(name))
 
-    def _host(self, names: ParserNames) -> ParserHost | None:
+    def _host(self, names: ParserNames) -> RemoteParserHost | None:
         return self._hosts.get(names.tool) or self._hosts.get(names.reasoning)
 
     async def parse(

@@ -12,7 +12,7 @@ from services.postprocess.detokenize.stream import Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.calls.call_names import NOT_CHOSEN
-from services.postprocess.parsers.engines import engine_of
+from services.postprocess.parsers.engine_names import engine_of
 from services.postprocess.parsers.registry import AUTO, NONE, ParserRegistry
 
 NO_PARSER = "tool_parser_unknown"

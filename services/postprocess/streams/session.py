@@ -15,7 +15,7 @@ from services.common.rows.shared_steps import shared_step
 from services.postprocess.detokenize.stream import Finish, FinishReason, Limits, Stream, StreamOptions
 from services.postprocess.metrics import Metrics
 from services.postprocess.parsers.events import Content, Degraded, Event
-from services.postprocess.parsers.isolated.remote import RemoteStream
+from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.streams.factory import AnyParsed, AnyStream, StreamFactory, parsing
 from services.postprocess.streams.output_batch import Batch, OutputBatch
 from services.postprocess.streams.parsed import ParsedStream

@@ -14,7 +14,7 @@ from services.common.models import PROCESSORS, ModelSpec, detect_processor, reso
 from services.postprocess.detokenize import hf, mistral
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
 from services.postprocess.parsers.detect import names_of, native_names, template_of, writes_tools
-from services.postprocess.parsers.engines import engine_of
+from services.postprocess.parsers.engine_names import engine_of
 from services.postprocess.parsers.registry import NONE
 
 log = logging.getLogger(__name__)

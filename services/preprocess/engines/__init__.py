@@ -1,4 +1,5 @@
 """The engines' tokenizers. Each runs in its own processes, possibly with another interpreter.
 
-Modules imported here may only need the standard library: the other interpreter may lack our dependencies.
+What the processes import may only need the standard library: the other interpreter may lack our dependencies. Only
+`engine_tokenizer` and `processor_rule` run in preprocess: they call the processes.
 """

@@ -20,6 +20,8 @@ import orjson
 
 from services.common.child_rpc.child import ChildLimits, ForkedService, serve_forks
 from services.common.media.facts import BadMedia, MediaFacts, facts_form
+from services.common.packages.extensions import MEDIA, find_extension
+from services.preprocess.media.limits import ClipLimits
 
 Check = Callable[[bytes], MediaFacts]
 """Returns the facts of a file; raises BadMedia."""
@@ -74,8 +76,9 @@ def load_check(group: str, numbers: tuple[int, ...]) -> Check:
     if group == IMAGES:
         images = import_module("services.preprocess.media.images")
         return partial(images.check_image, limits=images.ImageLimits(*numbers))
-    clips = import_module("services.preprocess.media.clips")
-    return partial(clips.check_clip, limits=clips.ClipLimits(*numbers))
+    extension = find_extension(MEDIA, CLIPS)
+    assert extension is not None, "the service starts this process only with the extension"
+    return partial(extension.load(), limits=ClipLimits(*numbers))
 
 
 if __name__ == "__main__":

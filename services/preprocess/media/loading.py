@@ -73,24 +73,27 @@ class MediaLoader:
 
     Args:
         checker: checks images.
-        clip_checker: checks audio and videos.
+        clip_checker: checks audio and videos; None: these are refused.
         limits: bounds on one request.
         limit_s: maximum seconds of one request, with its wait for others.
+        no_clips: why audio and videos are refused, as a sentence.
     """
 
     def __init__(
         self,
         fetcher: MediaFetcher,
         checker: MediaChecker,
-        clip_checker: MediaChecker,
+        clip_checker: MediaChecker | None,
         limits: MediaLimits,
         limit_s: float = 13.0,
+        no_clips: str = "",
     ) -> None:
         self.fetcher = fetcher
         self.checker = checker
         self.clip_checker = clip_checker
         self._limits = limits
         self._limit_s = limit_s
+        self._no_clips = no_clips
         self._fetched_bytes = 0
 
     async def load(self, inputs: Sequence[MediaInput]) -> LoadedMedia:
@@ -128,6 +131,14 @@ class MediaLoader:
         return LoadedMedia(tuple(items), tuple(files), tuple(fetched.values()))
 
     async def _load(self, given: MediaInput, total: _Total) -> tuple[CountedItem, bytes]:
+        checker = self.checker if given.kind is MediaKind.IMAGE else self.clip_checker
+        if checker is None:
+            kind = given.kind.capability
+            raise invalid(
+                f"{given.part} is of the kind {kind}, which this preprocess cannot read. {self._no_clips}",
+                param=given.part,
+                code="media_not_supported",
+            )
         total.add(len(given.data), given.part)
         data = await self.fetcher.fetch(given.url, given.part) if given.url else given.data
         if not data:
@@ -138,7 +149,6 @@ class MediaLoader:
         if given.url:
             self._hold(len(data), digest, total)
             total.add(len(data), given.part, digest)
-        checker = self.checker if given.kind is MediaKind.IMAGE else self.clip_checker
         facts = await checker.check(data, given.part, digest, given.kind)
         declared = given.media_type.lower()
         if declared and _ALIASES.get(declared, declared) != facts.media_type:
@@ -163,7 +173,8 @@ class MediaLoader:
         """Ends fetches and processes."""
         await self.fetcher.close()
         await self.checker.close()
-        await self.clip_checker.close()
+        if self.clip_checker is not None:
+            await self.clip_checker.close()
 
 
 def check_kinds(inputs: Sequence[MediaInput], tokenizer: TokenizerProtocol) -> None:

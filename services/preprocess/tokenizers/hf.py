@@ -34,9 +34,8 @@ from services.preprocess.protocol import (
 )
 from services.preprocess.templates.learned import learned
 from services.preprocess.templates.runner import InThisProcess, TemplateRunner
-from services.preprocess.tokenizers.engine import EngineOptions
+from services.preprocess.tokenizers.engine_extensions import EngineOptions, NoImages, has_processor, processor_rule
 from services.preprocess.tokenizers.placeholders import Placeholders
-from services.preprocess.tokenizers.processor_rule import NoImages, ProcessorRule, has_processor
 from services.preprocess.validation import MEDIA_PARTS
 
 log = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ class HfTokenizer(ChatTokenizer):
         if rules or not processors or not self._templates or not has_processor(files):
             return rules
         try:
-            return {MediaKind.IMAGE: ProcessorRule(path, self.render, self._tokenizer.token_to_id, processors)}
+            return {MediaKind.IMAGE: processor_rule(path, self.render, self._tokenizer.token_to_id, processors)}
         except (NoImages, SluiceError) as error:
             self.no_images = str(error)
             log.warning("this model takes no images", extra={"reason": self.no_images})
@@ -170,8 +169,7 @@ class HfTokenizer(ChatTokenizer):
 
     def _close_rules(self) -> None:
         for rule in self.media_rules.values():
-            if isinstance(rule, ProcessorRule):
-                rule.close()
+            rule.close()
 
     def _eos_ids(self, generation: dict[str, Any], model: dict[str, Any]) -> tuple[int, ...]:
         own = self._tokenizer.token_to_id(self._special.get("eos_token", ""))

@@ -13,7 +13,7 @@ from services.preprocess.encoders.backend import EncoderOptions
 from services.preprocess.limits import Limits
 from services.preprocess.protocol import TokenizerProtocol
 from services.preprocess.tokenizers.custom import load_custom
-from services.preprocess.tokenizers.engine import EngineOptions, EngineTokenizer
+from services.preprocess.tokenizers.engine_extensions import EngineOptions, engine_tokenizer
 
 NO_OPTIONS: Mapping[str, EngineOptions] = MappingProxyType({})
 DEFAULT_ENCODER_OPTIONS = EncoderOptions()
@@ -72,7 +72,7 @@ def _load(
 ) -> TokenizerProtocol:
     if processor in ENGINE_PROCESSORS:
         options = replace(engines.get(processor) or EngineOptions(), foreign=spec.learned)
-        return EngineTokenizer(processor, path, options, template)
+        return engine_tokenizer(processor, path, options, template)
     # Imported here so that a replica only loads what it serves.
     if processor == "hf":
         from services.preprocess.tokenizers.hf import HfTokenizer

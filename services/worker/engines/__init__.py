@@ -1,4 +1,4 @@
-"""Finds engines by name: built-in ones, entry points of the group `sluice.engines`, or `package.module:Class`."""
+"""Finds engines by name: the kernel's, entry points of the group `sluice.engines`, or `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import importlib
 from typing import Any
 
 from services.common.errors import SluiceError, invalid
-from services.common.packages.extensions import ENGINES, UnusableExtension, find_extension, installed_names
+from services.common.packages.extensions import ENGINES, UnusableExtension, find_extension, installed
 from services.worker.contract.engine import LLMEngine
 
 BUILT_IN = {
     "mock": "services.worker.engines.mock:MockEngine",
     "vllm": "services.worker.engines.vllm:VllmEngine",
-    "vllm-grpc": "services.worker.engines.vllm_grpc:VllmGrpcEngine",
     "http": "services.worker.engines.http:HttpEngine",
-    "openai": "services.worker.engines.openai:OpenAiEngine",
-    "sglang": "services.worker.engines.sglang:SglangEngine",
-    "transformers-classifier": "services.worker.engines.transformers.classifier:ClassifierEngine",
-    "transformers": "services.worker.engines.transformers.engine:TransformersEngine",
 }
 
 
 def engine_names() -> list[str]:
     """Returns every name `find_engine` accepts, sorted; excludes `package.module:Class`."""
-    return sorted({*BUILT_IN, *installed_names(ENGINES)})
+    return sorted({*BUILT_IN, *(extension.name for extension in installed(ENGINES))})
+
+
+def own_names() -> list[str]:
+    """Returns the names of the suite's own engines: the kernel's, then those of extensions."""
+    return [*BUILT_IN, *(extension.name for extension in installed(ENGINES) if extension.is_own)]
 
 
 def find_engine(name: str) -> type[LLMEngine]:

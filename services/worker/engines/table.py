@@ -8,9 +8,9 @@ from pathlib import Path
 from services.common.errors import SluiceError
 from services.worker.contract.capabilities import GUIDED, SAMPLING, Capability
 from services.worker.contract.engine import LLMEngine
-from services.worker.engines import BUILT_IN, find_engine
+from services.worker.engines import find_engine, own_names
 from services.worker.engines.inprocess.sampling import fields_table
-from services.worker.engines.sglang import fields as sglang_fields
+from services.worker.engines.shared import sglang_fields
 from services.worker.engines.vllm import fields as vllm_fields
 
 BEGIN = "<!-- made by `sluice engines --write`; do not edit -->"
@@ -34,9 +34,9 @@ _GROUPS = {
 
 
 def built_in_engines() -> dict[str, type[LLMEngine]]:
-    """Returns the built-in engines that can be imported, by name; importing them does not import vLLM, SGLang, …"""
+    """Returns the suite's engines that can be imported, by name; importing them does not import vLLM, SGLang, …"""
     engines = {}
-    for name in BUILT_IN:
+    for name in own_names():
         try:
             engines[name] = find_engine(name)
         except SluiceError:

@@ -12,7 +12,7 @@ from services.common.errors import SluiceError
 from services.common.models import ENGINE_PROCESSORS, ModelSpec
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.metrics import Metrics
-from services.postprocess.parsers.engines import engine_of
+from services.postprocess.parsers.engine_names import engine_of
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.session import PostSession, SessionLimits
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry

@@ -32,13 +32,10 @@ WAITING_THREADS = 16
 
 
 class Processing:
-    """Tokenizes prompts and produces output text for one worker.
+    """See `LocalProcessing`; loads tokenizers and detokenizers in the process of the worker.
 
     Args:
         on_death: called when a background task has failed.
-
-    Attributes:
-        preparing: requests whose prompts are being tokenized.
     """
 
     def __init__(self, options: ProcessingOptions, on_death: Callable[[str, BaseException], None]) -> None:
@@ -52,7 +49,7 @@ class Processing:
         self._stream_factory: StreamFactory | None = None
         self._config: EngineConfig | None = None
         self._local_capabilities: frozenset[str] = frozenset()
-        self.preparing = PromptPreparation(self.prepare, self._tasks)
+        self._preparing = PromptPreparation(self.prepare, self._tasks)
 
     async def start(self, config: EngineConfig) -> EngineConfig:
         """Loads the tokenizer and detokenizer.
@@ -115,7 +112,7 @@ class Processing:
         return frozenset(provided)
 
     def makes_prompt_of(self, request: GenerateRequest) -> bool:
-        """Whether the request has a text or chat prompt that is tokenized here instead of in the engine."""
+        """See LocalProcessing."""
         kind = Capability.TEXT if request.text is not None else Capability.MESSAGES
         return (request.text is not None or request.messages_json is not None) and kind in self._local_capabilities
 
@@ -125,30 +122,35 @@ class Processing:
         assert self._config is not None
         return await self._prompts.prepare(request, self._config)
 
+    def begin(
+        self,
+        request: GenerateRequest,
+        on_prepared: Callable[[GenerateRequest], None],
+        fail: Callable[[SluiceError], None],
+    ) -> None:
+        """See LocalProcessing; runs `prepare`."""
+        self._preparing.start(request, on_prepared, fail)
+
+    def give_up(self, request_id: str) -> bool:
+        """See LocalProcessing."""
+        return self._preparing.give_up(request_id)
+
     def sink(
         self, request: GenerateRequest, target: ResponseSink, params: SinkParams, stop: Callable[[], None]
     ) -> Sink:
-        """Returns the sink for the engine: `target` itself, or a detokenizing sink in front of it.
-
-        Args:
-            params: limits that the engine is held to.
-            stop: aborts the request in the engine.
-
-        Raises:
-            SluiceError: INVALID_ARGUMENT with the invalid text option.
-        """
+        """See LocalProcessing; the sink in front of `target` detokenizes."""
         if request.text_out is None or self._detokenizer is None or Capability.TEXT_OUT not in self._local_capabilities:
             return target
         return self._detokenizer.open(request, target, params, stop)
 
     def forget(self, request_id: str) -> None:
-        """Drops all state of a request; unknown ids are ignored."""
-        self.preparing.give_up(request_id)
+        """See LocalProcessing."""
+        self.give_up(request_id)
         if self._detokenizer is not None:
             self._detokenizer.forget(request_id)
 
     async def close(self) -> None:
-        """Cancels all tasks and releases everything loaded; idempotent."""
+        """See LocalProcessing."""
         await self._tasks.close()
         await self._unload()
 

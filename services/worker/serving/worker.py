@@ -24,11 +24,11 @@ from services.worker.generation.validation import (
     validate_grammar_size,
     without_unknown_eos,
 )
-from services.worker.local_processing.processing import Processing
 from services.worker.media.store import MediaStore
 from services.worker.metrics import WorkerMetrics
 from services.worker.processing_options import ProcessingOptions
 from services.worker.serving.admission_gate import AdmissionGate
+from services.worker.serving.processing import local_processing
 from services.worker.serving.status import WorkerStatus
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Worker:
         max_media_bytes: int = 32 << 20,
     ) -> None:
         self.engine = engine
-        self.processing = Processing(processing or ProcessingOptions("none"), self._task_failed)
+        self.processing = local_processing(processing or ProcessingOptions("none"), self._task_failed)
         self.worker_id = worker_id
         self.epoch = time.time_ns() // 1000
         self.loaded_unix_s = 0
@@ -208,7 +208,7 @@ class Worker:
             sink.prepared_prompt = prepared.token_ids
             self._submit_to_engine(without_unknown_eos(prepared, self.config), sink, trace)
 
-        self.processing.preparing.start(request, submit_prepared, sink.fail)
+        self.processing.begin(request, submit_prepared, sink.fail)
 
     def _submit_to_engine(self, request: GenerateRequest, sink: ResponseSink, trace: Mapping[str, str]) -> None:
         request, prefill_traceparent = opened(_with_bootstrap(request, self.config))
@@ -239,7 +239,7 @@ class Worker:
         """Aborts a request; the engine stops within a step and `sink` receives CANCELLED."""
         if sink.ended:
             return
-        if self.processing.preparing.give_up(sink.context.request_id):
+        if self.processing.give_up(sink.context.request_id):
             sink.withdraw()
         else:
             self._abort(sink)

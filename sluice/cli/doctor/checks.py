@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.packages.extensions import GROUPS
 from services.common.packing import pack_u32
 from services.gateway.workers.overview import WorkerState
 from sluice.cli.doctor import certificates
@@ -15,7 +14,7 @@ from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor import servers as server_checks
 from sluice.cli.doctor.finding import Finding, FindingState, clock, fail, ok, skipped, warn
 from sluice.cli.doctor.servers import Server, version
-from sluice.cli.extensions import rows_of
+from sluice.cli.extensions import all_rows
 from sluice.cli.live.client import NotReached, Running
 from sluice.v1 import router_pb2
 
@@ -68,6 +67,8 @@ async def _gateway(running: Running) -> list[Finding]:
         found.append(warn("gateway ready", f"{ready['workers']} workers connected", "Pass --api-key for the rest."))
     else:
         found.append(ok("gateway ready", f"{ready['workers']} workers connected, models {', '.join(ready['models'])}"))
+    advice = "The gateway serves without it; its log has the reason, `sluice extensions` on its machine too."
+    found += [warn(f"gateway extension {name}", "is missing", advice) for name in ready.get("missing_extensions", ())]
     return found
 
 
@@ -130,16 +131,19 @@ async def _routing(running: Running, workers: Sequence[WorkerState]) -> list[Fin
 
 
 def extensions() -> list[Finding]:
-    """Checks the extensions installed on this machine, each imported in a process of its own.
+    """Checks the extensions of this machine, each imported in a process of its own.
 
-    Each that cannot be used is a finding; those that can are one together, if there is one.
+    Each that is broken is a finding; the others are one together, if there is one.
     """
-    rows = [row for group in GROUPS for row in rows_of(group)]
+    rows = all_rows()
     usable = [row.extension.name for row in rows if not row.reason]
+    broken = [row for row in rows if row.reason and not row.optional]
+    optional = [f"{row.extension.name} ({row.reason})" for row in rows if row.optional]
+    found = [f"{state}: {', '.join(names)}" for state, names in (("usable", usable), ("missing", optional)) if names]
     advice = "The services of this machine do without it; `sluice extensions` lists all."
     return [
-        *([ok("extensions", f"usable: {', '.join(usable)}")] if usable else []),
-        *(warn(f"extension {row.extension.name}", row.reason, advice) for row in rows if row.reason),
+        *([ok("extensions", "; ".join(found))] if found else []),
+        *(warn(f"extension {row.extension.name}", row.reason, advice) for row in broken),
     ]
 
 

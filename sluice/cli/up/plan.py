@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from services.common import models
 from services.common.errors import SluiceError
@@ -17,8 +17,6 @@ from services.common.redis import target
 from services.worker.engines import engine_names
 from sluice.cli.errors import BadFlag
 from sluice.cli.up import tls as tls_flags
-from sluice.cli.up.engines.entries import BadRegistry, EngineEntry
-from sluice.cli.up.engines.file import EngineFile
 from sluice.cli.up.pipeline import PipelineFlags, worker_arguments
 from sluice.cli.up.processing import ProcessingFlags
 
@@ -106,6 +104,17 @@ class Process:
         return self.module.rpartition(".")[2]
 
 
+class ListedEngine(Protocol):
+    """One running server."""
+
+    @property
+    def name(self) -> str:
+        """The id of its worker."""
+
+    def worker_arguments(self) -> tuple[str, ...]:
+        """Returns the flags of its worker."""
+
+
 def check(options: Options) -> models.ModelSpec:
     """Validates the flags and returns the model.
 
@@ -141,7 +150,7 @@ def check(options: Options) -> models.ModelSpec:
             f"--port {options.port} is one of the ports that --base-grpc-port assigns to the services; choose another."
         )
     if options.engines is not None:
-        _check_engines(options, options.engines)
+        _check_no_own_workers(options)
     if ":" not in options.engine and options.engine not in engine_names():
         raise BadFlag(f"--engine must be one of {', '.join(engine_names())}, or package.module:Class.")
     if options.speedup is not None and not (math.isfinite(options.speedup) and options.speedup > 0):
@@ -153,18 +162,14 @@ def check(options: Options) -> models.ModelSpec:
     return _model(options)
 
 
-def _check_engines(options: Options, file: Path) -> None:
-    """Raises BadFlag when the file of --engines is invalid, or for flags of workers that would have no effect."""
+def _check_no_own_workers(options: Options) -> None:
+    """Raises BadFlag for flags of own workers, which would have no effect."""
     for name in _OF_OWN_WORKERS:
         if getattr(options, name) != getattr(Options, name):
             raise BadFlag(f"--engines replaces the suite's own workers; remove --{name.replace('_', '-')}.")
-    try:
-        EngineFile(file).entries()
-    except BadRegistry as error:
-        raise BadFlag(str(error)) from error
 
 
-def engine_process(options: Options, entry: EngineEntry, routers: str, port: int) -> Process:
+def engine_process(options: Options, entry: ListedEngine, routers: str, port: int) -> Process:
     """Returns the worker of a running server.
 
     Args:

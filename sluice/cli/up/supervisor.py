@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from services.common.net import ports
 from services.common.net.addresses import join
-from sluice.cli.up.engines.workers import EngineWorkers
+from sluice.cli.up.engine_list import FollowedEngines
 from sluice.cli.up.plan import Process
 from sluice.cli.up.process import Child, exit_words
 from sluice.cli.up.progress import View
@@ -100,7 +100,7 @@ async def supervise(
     view: View,
     on_ready: Callable[[], None],
     restarts: Restarts | None = None,
-    engines: EngineWorkers | None = None,
+    engines: FollowedEngines | None = None,
 ) -> int:
     """Runs the processes until a signal arrives or one of them ends for good.
 
@@ -224,7 +224,7 @@ def run(
     view: View,
     model: str,
     restart: bool = False,
-    engines: EngineWorkers | None = None,
+    engines: FollowedEngines | None = None,
 ) -> int:
     """Checks the ports, then supervises the processes; returns the exit code. Arguments as of `supervise`."""
     if problem := taken(processes):

@@ -11,7 +11,7 @@ import pytest
 
 from services.common.child_rpc.child import ChildLimits
 from services.postprocess.detokenize.stream import FinishReason, Limits, StreamOptions
-from services.postprocess.parsers.isolated.remote import RemoteStream
+from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from tests.support.data.vocabularies import tekken
 from tests.support.oracles.parsing import TOOLS, ParsedDelta, said

@@ -15,7 +15,7 @@ from services.postprocess.detokenize.stream import FinishReason, Limits, StreamO
 from services.postprocess.parsers.events import Degraded
 from services.postprocess.parsers.isolated import host
 from services.postprocess.parsers.isolated.host import ParserHost
-from services.postprocess.parsers.isolated.remote import RemoteStream
+from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.streams.factory import AnyParsed, CustomParsers, StreamFactory
 from tests.support.data.vocabularies import tekken
 from tests.support.oracles.parsing import ParsedDelta, said

@@ -19,6 +19,7 @@ from services.common.packing import pack_u64, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.media import read_spans
 from services.common.rpc.server import GrpcServer
+from services.preprocess.engines.processor_rule import ProcessorRule
 from services.preprocess.media.addresses import AllowedHosts, PublicAddresses
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.child import CLIPS
@@ -28,9 +29,8 @@ from services.preprocess.media.loading import MediaLoader
 from services.preprocess.service import PreprocessService
 from services.preprocess.settings import PreprocessSettings
 from services.preprocess.thread_pool import ComputePool
-from services.preprocess.tokenizers.engine import EngineOptions
+from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.processor_rule import ProcessorRule
 from services.preprocess.tokenizers.registry import ModelRegistry
 from sluice.v1 import preprocess_pb2 as pb
 from sluice.v1 import preprocess_pb2_grpc

@@ -338,6 +338,12 @@ async def test_what_is_wrong_is_named_and_the_next_request_works(
         assert host.worker.live_requests == 0
 
 
+def processing_of(host: WorkerServer) -> Processing:
+    """Returns the processing of a worker by the extension."""
+    assert isinstance(host.worker.processing, Processing)
+    return host.worker.processing
+
+
 class AdmissionGate:
     """Holds tokenizing up."""
 
@@ -346,7 +352,7 @@ class AdmissionGate:
         self.entered = 0
 
     def hold(self, host: WorkerServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        tokenizer = host.worker.processing._tokenizer
+        tokenizer = processing_of(host)._tokenizer
         pack = tokenizer.pack_text  # type: ignore[union-attr]
 
         def held(text: str, add_special_tokens: bool | None = None) -> bytes:
@@ -394,7 +400,7 @@ async def test_a_caller_who_leaves_meanwhile_leaves_nothing_behind(host: WorkerS
         await caller.close()
         call.cancel()
         await until(lambda: host.worker.live_requests == 0)
-        assert len(host.worker.processing.preparing) == 0
+        assert len(processing_of(host)._preparing) == 0
         gate.open.set()
         answer = await generate(stub, held("r2"))
         assert answer.end.finish_reason == STOP
@@ -431,7 +437,7 @@ async def test_what_waits_counts_for_the_limit_of_requests(monkeypatch: pytest.M
 
 
 async def test_prompts_that_wait_are_bounded_in_memory(host: WorkerServer, gate: AdmissionGate) -> None:
-    processing = host.worker.processing
+    processing = processing_of(host)
     assert processing._tokenizer is not None
     processing._prompts = PromptMaker(processing._tokenizer, PromptBounds(max_held_bytes=64_000))
     async with stub_of(host) as stub:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from services.common.errors import SluiceError
-from sluice.cli import conformance
+from sluice.cli.conformance import report as conformance
 from sluice.conformance import Report, Result, Rule, Verdict, junit, select
 from tests.support.repository import ROOT
 from tests.unit.cli.conftest import Sluice

@@ -14,6 +14,7 @@ from sluice.cli.errors import BadFlag
 from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry
 from sluice.cli.up.engines.file import EngineFile
 from sluice.cli.up.engines.nodes import MAX_FILE_BYTES
+from sluice.cli.up.engines.workers import EngineListReader
 from sluice.cli.up.plan import Options, check, engine_process, plan
 
 ONE = "- name: a\n  url: http://10.0.0.1:8000\n"
@@ -150,4 +151,4 @@ def test_plan_with_engines_and_flags_of_own_workers_is_rejected(tmp_path: Path, 
 
 def test_plan_with_an_invalid_engine_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BadFlag, match=r"engines\.yaml:1: name is missing"):
-        check(Options(engines=written(tmp_path, "- url: http://h:1\n")))
+        EngineListReader(written(tmp_path, "- url: http://h:1\n")).check()

@@ -16,8 +16,8 @@ from services.worker.settings import WorkerSettings
 from sluice.cli.commands import app
 from sluice.cli.up.engines.entries import MAX_ENGINES, EngineEntry
 from sluice.cli.up.engines.file import EngineFile
+from sluice.cli.up.engines.follow import KILL_AFTER_DRAIN_S, FollowOptions
 from sluice.cli.up.engines.slice_query import SliceQuery
-from sluice.cli.up.follow import KILL_AFTER_DRAIN_S, FollowOptions
 from tests.support.oracles.kustomized import container_of, name_of, ports_of, with_components
 from tests.support.repository import ROOT
 

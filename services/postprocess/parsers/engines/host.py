@@ -18,7 +18,7 @@ from services.common.errors import first_line
 from services.common.packages.engines import NOT_NEEDED, import_failure, stand_in_for_absent
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.engines import bare
+from services.postprocess.parsers.engine_names import bare
 from services.postprocess.parsers.engines.adapter import Engine, EngineParser
 from services.postprocess.parsers.isolated.child import Streams
 from services.postprocess.parsers.isolated.wire import Progress, decode, encode

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from services.common.child_rpc.child import ChildLimits
@@ -15,29 +14,14 @@ from services.common.child_rpc.fork_server import ForkServer
 from services.common.child_rpc.process import engine_command
 from services.common.errors import ErrorKind, SluiceError, quoted, unavailable
 from services.common.packages.engines import TESTED_VERSIONS, is_tested
-from services.postprocess.detokenize.vocabulary import ParserNames
-from services.postprocess.parsers.engines import ENGINES, bare, nearest
+from services.postprocess.parsers.engine_names import ENGINES, nearest
 from services.postprocess.parsers.engines.adapter import Facts
 from services.postprocess.parsers.isolated.host import DIED, MAX_FRAME_BYTES, START_TIMEOUT_S, TOO_SLOW, ParserHost
-from services.postprocess.parsers.isolated.remote import RemoteStream
+from services.postprocess.parsers.remote import ParserPair, RemoteStream
 
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class ParserPair:
-    """Parsers of one model: location of its files, and names without the engine prefix, empty for none."""
-
-    source: str
-    tool: str
-    reasoning: str
-
-
-def pair_of(source: str, names: ParserNames) -> ParserPair:
-    """Returns the pair that a stream needs."""
-    return ParserPair(source, bare(names.tool), bare(names.reasoning))
 
 
 class EngineHost(ParserHost):

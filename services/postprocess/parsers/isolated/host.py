@@ -20,8 +20,8 @@ from services.common.tasks import TaskOwner
 from services.postprocess.detokenize.stream import Stream
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
-from services.postprocess.parsers.isolated.remote import RemoteStream
 from services.postprocess.parsers.isolated.wire import Progress, decode, encode, pack_context, unpack_events
+from services.postprocess.parsers.remote import RemoteStream
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from services.worker.engines.http.dialect import (
     incomplete,
 )
 from services.worker.engines.http.metrics import whole
-from services.worker.engines.sglang.card import CAPABILITIES as IN_PROCESS
-from services.worker.engines.sglang.request_state import RequestState
-from services.worker.engines.sglang.sampling import Facts, engine_request
+from services.worker.engines.shared.sglang_request_state import RequestState
+from services.worker.engines.shared.sglang_sampling import CAPABILITIES as IN_PROCESS
+from services.worker.engines.shared.sglang_sampling import Facts, engine_request
 
 CAPABILITIES = IN_PROCESS - {
     Capability.EMBEDDINGS,

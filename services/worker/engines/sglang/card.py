@@ -10,14 +10,10 @@ from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.capabilities import GUIDED, Capability
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.inprocess import card
-from services.worker.engines.inprocess.card import HOSTED
-from services.worker.engines.inprocess.sampling import sampling_of
-from services.worker.engines.sglang.fields import FIELDS
-from services.worker.engines.sglang.sampling import Facts
 from services.worker.engines.shared.media_prompts import placeholder_of
+from services.worker.engines.shared.sglang_sampling import CAPABILITIES, Facts
 from services.worker.settings import WorkerSettings
 
-CAPABILITIES = HOSTED | sampling_of(FIELDS) | {Capability.THINKING_TOKEN_BUDGET, Capability.IMAGE}
 _EMBEDDING_ONLY = frozenset(
     {
         Capability.TOKEN_IDS,

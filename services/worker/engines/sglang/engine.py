@@ -20,9 +20,9 @@ from services.worker.engines.sglang import card
 from services.worker.engines.sglang.controls import Controls
 from services.worker.engines.sglang.handoff import BootstrapInfo, bootstrap_for
 from services.worker.engines.sglang.metrics import SchedulerMetrics
-from services.worker.engines.sglang.request_state import Chunk, RequestState, first_line
 from services.worker.engines.sglang.runtime import SglangRuntime
-from services.worker.engines.sglang.sampling import Facts, engine_request
+from services.worker.engines.shared.sglang_request_state import Chunk, RequestState, first_line
+from services.worker.engines.shared.sglang_sampling import Facts, engine_request
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)

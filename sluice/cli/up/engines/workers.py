@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from services.common.net.ports import free_port
+from sluice.cli.errors import BadFlag
 from sluice.cli.up.engines.entries import BadRegistry, EngineEntry, EngineRegistry, NothingListed
-from sluice.cli.up.plan import Process
+from sluice.cli.up.engines.file import EngineFile
+from sluice.cli.up.plan import ListedEngine, Process
 from sluice.cli.up.process import Child, exit_words
 from sluice.cli.up.progress import View
 
@@ -169,3 +172,25 @@ async def _stop(running: _Running, kill_after_s: float) -> None:
     if not running.task.done():
         running.child.kill()
         await asyncio.wait({running.task}, timeout=KILL_AFTER_S)
+
+
+class EngineListReader:
+    """The list of `sluice up --engines`; see `EngineList`.
+
+    Args:
+        file: what it reads, again whenever it changes.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = EngineFile(file)
+
+    def check(self) -> None:
+        """See EngineList."""
+        try:
+            self._file.entries()
+        except BadRegistry as error:
+            raise BadFlag(str(error)) from error
+
+    def workers(self, process_of: Callable[[ListedEngine, int], Process], view: View) -> EngineWorkers:
+        """See EngineList."""
+        return EngineWorkers(self._file, process_of, view)

@@ -37,6 +37,12 @@ async def test_a_viewer_gets_everything_once_and_then_what_changes() -> None:
     assert await anext(events) == b"12"
 
 
+async def test_viewer_beyond_the_bound_is_overloaded() -> None:
+    with pytest.raises(SluiceError) as refused:
+        Feed(0, lambda: WHOLE).join()
+    assert (refused.value.http_status, error_response(refused.value).headers["retry-after"]) == (503, "10")
+
+
 async def test_a_viewer_that_does_not_read_starts_afresh_and_holds_nothing() -> None:
     feed = Feed(1, lambda: WHOLE)
     events = feed.join()
@@ -108,7 +114,7 @@ def test_the_chosen_worker_is_among_the_scores_however_many_there_are() -> None:
     assert (shown[0], shown[-1]) == ("w-0", "w-40")
 
 
-def app(view: LiveView | None) -> httpx.AsyncClient:
+def app(view: LiveView) -> httpx.AsyncClient:
     made = FastAPI()
     add_live_view(made, view)
 
@@ -135,13 +141,6 @@ async def test_the_page_and_every_file_it_names_are_served_under_a_strict_policy
         assert (await client.get("/ui/../settings.py")).status_code == 404
         assert (await client.get("/ui/view.py")).status_code == 404
         assert (await client.post("/ui/")).status_code == 405
-
-
-async def test_live_view_switched_off_returns_404() -> None:
-    async with app(None) as client:
-        for path in ("/ui", "/ui/", "/ui/main.js", DATA + "/state", DATA + "/stream"):
-            answer = await client.get(path)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ui_off")
 
 
 def test_no_file_names_another_host_and_modules_import_what_is_there() -> None:

@@ -16,11 +16,12 @@ from services.postprocess.detokenize.stream import Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
 from services.postprocess.parsers.detect import native_names
-from services.postprocess.parsers.engines import ENGINES, bare, engine_of
+from services.postprocess.parsers.engine_names import ENGINES, bare, engine_of
 from services.postprocess.parsers.engines.adapter import EngineParser, Facts
 from services.postprocess.parsers.events import CallArguments, CallStart, Event
-from services.postprocess.parsers.isolated.engine_host import EngineHost, ParserPair
+from services.postprocess.parsers.isolated.engine_host import EngineHost
 from services.postprocess.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, ParserRegistry
+from services.postprocess.parsers.remote import ParserPair
 from services.postprocess.settings import PostprocessSettings
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from services.postprocess.streams.vocabulary_registry import VocabularyRegistry, chosen, load

@@ -221,6 +221,19 @@ async def test_loader_file_that_waits_for_others_too_long_is_overload() -> None:
         await loader.close()
 
 
+async def test_loader_without_the_extension_for_clips_refuses_them_with_the_reason() -> None:
+    fetcher = MediaFetcher(AllowedHosts([]), HttpsGet(PublicAddresses(), 1000, 5.0), FetchLimits())
+    loader = MediaLoader(fetcher, MediaChecker(), None, MediaLimits(), no_clips="The extension is not installed.")
+    try:
+        with pytest.raises(SluiceError) as caught:
+            await loader.load([MediaInput(PART, MediaKind.AUDIO, b"RIFF")])
+        assert (caught.value.kind, caught.value.code) == (ErrorKind.INVALID_ARGUMENT, "media_not_supported")
+        assert caught.value.message.endswith("preprocess cannot read. The extension is not installed.")
+        assert len((await loader.load([MediaInput(PART, MediaKind.IMAGE, image_file(8, 8))])).items) == 1
+    finally:
+        await loader.close()
+
+
 async def test_loader_of_many_fetched_bytes_refuses_more_until_others_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

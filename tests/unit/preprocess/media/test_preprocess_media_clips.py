@@ -15,10 +15,10 @@ import soundfile
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.facts import AudioFacts, BadMedia, ImageFacts, VideoFacts, facts_form, read_facts
 from services.common.media.spans import MediaKind, content_hash
-from services.preprocess.media import clips
 from services.preprocess.media.checking import MediaChecker
 from services.preprocess.media.child import CLIPS
-from services.preprocess.media.clips import check_clip
+from services.preprocess.media.clips import files as clips
+from services.preprocess.media.clips.files import check_clip
 from services.preprocess.media.limits import CheckLimits, ClipLimits
 from services.preprocess.media.samples import sample_avi, sample_wav
 from tests.support.data.clips import audio_file, timed_video, video_file

@@ -13,8 +13,8 @@ import av
 import pytest
 
 from services.common.media.facts import BadMedia, VideoFacts
-from services.preprocess.media.clips import check_video
-from services.preprocess.media.containers import ends_early
+from services.preprocess.media.clips.containers import ends_early
+from services.preprocess.media.clips.files import check_video
 from services.preprocess.media.limits import ClipLimits
 from services.preprocess.media.rules import sampled_frames
 from tests.support.data.clips import sideways, timed_video, trimmed

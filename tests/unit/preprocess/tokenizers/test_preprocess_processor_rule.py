@@ -7,11 +7,11 @@ import pytest
 
 from services.common.media.spans import MediaKind
 from services.common.models import ModelSpec
+from services.preprocess.engines.processor_rule import INSTALL
 from services.preprocess.protocol import ImageRule
-from services.preprocess.tokenizers.engine import EngineOptions
+from services.preprocess.tokenizers.engine_extensions import EngineOptions
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.preprocess.tokenizers.loading import load_tokenizer
-from services.preprocess.tokenizers.processor_rule import INSTALL
 from tests.support.data.loaded_tokenizers import limits
 from tests.support.data.unknown_family import build_unknown_family
 from tests.support.fakes.fake_interpreters import write_image_processor

@@ -10,8 +10,8 @@ import pytest
 from services.common.errors import ErrorKind
 from services.worker.contract.generation import SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, NOT_OURS, Facts
-from services.worker.engines.sglang import fields as sglang_fields
-from services.worker.engines.sglang import sampling as sglang
+from services.worker.engines.shared import sglang_fields
+from services.worker.engines.shared import sglang_sampling as sglang
 from services.worker.engines.vllm import fields as vllm_fields
 from services.worker.engines.vllm import sampling as vllm
 from tests.support.fakes.engines import request

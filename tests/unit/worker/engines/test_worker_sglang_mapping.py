@@ -31,7 +31,7 @@ from services.worker.engines.sglang.card import CAPABILITIES
 from services.worker.engines.sglang.handoff import FAKE_BOOTSTRAP_HOST, BootstrapInfo, bootstrap_for, unpack
 from services.worker.engines.sglang.metrics import SchedulerMetrics
 from services.worker.engines.sglang.options import Flags, command_line
-from services.worker.engines.sglang.sampling import Facts, choice_grammar, engine_request
+from services.worker.engines.shared.sglang_sampling import Facts, choice_grammar, engine_request
 from services.worker.engines.vllm import card as vllm
 from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import request

@@ -14,8 +14,8 @@ from services.common.media.spans import MediaFile, MediaKind, MediaSpan
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import GenerateRequest, MediaItem
 from services.worker.engines.sglang import card
-from services.worker.engines.sglang.request_state import RequestState
-from services.worker.engines.sglang.sampling import Facts, engine_request
+from services.worker.engines.shared.sglang_request_state import RequestState
+from services.worker.engines.shared.sglang_sampling import Facts, engine_request
 from tests.support.fakes.engines import RecordingSink
 from tests.support.oracles.errors import raises_error
 

@@ -16,7 +16,7 @@ from services.worker.contract.generation import FinishReason
 from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
-from services.worker.engines.sglang.request_state import RequestState, abort_error, positions
+from services.worker.engines.shared.sglang_request_state import RequestState, abort_error, positions
 from tests.support.fakes.engines import RecordingSink, request, until
 
 STOPPED = {"type": "stop", "matched": 9}

@@ -6,12 +6,11 @@ import hashlib
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from services.common.child_rpc.child import ChildLimits
 from services.common.child_rpc.process import engine_command
 from services.common.errors import ErrorKind, SluiceError, invalid, unavailable
 from services.common.media.spans import MediaKind, MediaSpan
@@ -22,50 +21,17 @@ from services.preprocess.engines.tokenizer import chat_argument
 from services.preprocess.generation_defaults import eos_ids, generation_defaults
 from services.preprocess.media.engine_media import read_prompt, with_blanks, with_files
 from services.preprocess.media.expansion import CountedItem
-from services.preprocess.protocol import ChatRequest, ChatTokenizer, TokenizerFacts
+from services.preprocess.protocol import ChatRequest, TokenizerFacts
 from services.preprocess.templates.processes import MODEL_FAULT
+from services.preprocess.tokenizers.engine_extensions import EngineOptions, MediaTokenizer
 
 log = logging.getLogger(__name__)
 
-MAX_ENGINE_START_S = 120.0
-"""Seconds that an engine's process takes to start with its tokenizer; then it is ended."""
 _HANG_FACTOR = 2.0
 _UNSET = 1 << 31  # larger values in files mean "unset"
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options of one engine's processes.
-
-    Attributes:
-        python: an interpreter that has the engine's package; empty for this one.
-        processes: number of processes per model.
-        limit_s: maximum run time of one request, seconds.
-        template_s: maximum run time of a request with its own chat template, seconds.
-        start_s: maximum load time of a process, seconds.
-        memory_mb: memory a process may allocate after loading, MiB.
-        foreign: whether the files came from a worker, so that memory is also limited while loading.
-    """
-
-    python: str = ""
-    processes: int = 1
-    limit_s: float = 10.0
-    template_s: float = 2.0
-    start_s: float = MAX_ENGINE_START_S
-    memory_mb: int = 2048
-    foreign: bool = False
-
-    def arguments(self, folder: str) -> list[object]:
-        """Returns what the command of a process ends with.
-
-        Args:
-            folder: for its temporary files.
-        """
-        limits = ChildLimits(self.limit_s, self.memory_mb, alarm_s=self.limit_s * _HANG_FACTOR)
-        return [limits, folder, *(["foreign"] if self.foreign else [])]
-
-
-class EngineTokenizer(ChatTokenizer):
+class EngineTokenizer(MediaTokenizer):
     """A tokenizer implemented by an engine.
 
     Attributes:
@@ -122,15 +88,7 @@ class EngineTokenizer(ChatTokenizer):
     def pack_media(
         self, chat: ChatRequest, items: Sequence[CountedItem], files: Sequence[bytes]
     ) -> tuple[bytes, tuple[MediaSpan, ...]]:
-        """Returns packed ids of a chat with media items, and their spans.
-
-        Args:
-            items: the checked items that the messages refer to.
-            files: the encoded file of each item.
-
-        Raises:
-            SluiceError: as `encode_chat`, `with_files` and `read_prompt`.
-        """
+        """See MediaTokenizer; raises SluiceError as `encode_chat`, `with_files` and `read_prompt`."""
         argument = self._argument(replace(chat, messages=with_files(chat.messages, items, files)))
         return read_prompt(self._process_for(chat).call("encode_media", argument), items)
 

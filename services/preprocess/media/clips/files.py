@@ -13,8 +13,8 @@ import av
 import soundfile
 
 from services.common.media.facts import UNKNOWN_FORMAT, AudioFacts, BadMedia, MediaFacts, VideoFacts
-from services.preprocess.media.containers import ends_early
-from services.preprocess.media.frame_counts import count_frames, declared_frames
+from services.preprocess.media.clips.containers import ends_early
+from services.preprocess.media.clips.frame_counts import count_frames, declared_frames
 from services.preprocess.media.limits import ClipLimits
 
 READ_SAMPLES = 1 << 16

@@ -15,9 +15,9 @@ from typing import Any
 from services.common.child_rpc.process import engine_command
 from services.common.errors import SluiceError, invalid
 from services.preprocess.engines.process import EngineProcess
-from services.preprocess.media.rules import MAX_TOKENS, ModelFiles
+from services.preprocess.media.rules import MAX_TOKENS
 from services.preprocess.protocol import ChatRequest, ImageRule, Message
-from services.preprocess.tokenizers.engine import EngineOptions
+from services.preprocess.tokenizers.engine_extensions import EngineOptions, NoImages
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,6 @@ INSTALL = (
     "The images of this model need its own processor: install transformers beside preprocess, or name an interpreter "
     "that has it with --vllm-python or --sglang-python."
 )
-
-
-class NoImages(Exception):
-    """The model takes no images; the text says why, as a sentence."""
 
 
 class ProcessorRule(ImageRule):
@@ -130,15 +126,6 @@ def _python(engines: Sequence[EngineOptions]) -> str:
     if python is None:
         raise NoImages(INSTALL)
     return python
-
-
-def has_processor(files: ModelFiles) -> bool:
-    """Returns whether a model's files declare a processor of images."""
-    return bool(files.preprocessor or files.processor) and (
-        "image_processor_type" in files.preprocessor
-        or "image_processor" in files.processor
-        or "vision_config" in files.config
-    )
 
 
 def _read(reply: Mapping[str, Any]) -> array[int] | str:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.postprocess.detokenize.stream import Finish, FinishReason, Stream
 from services.postprocess.detokenize.token_texts import TokenRecorder
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
+from services.postprocess.parsers.engine_names import bare
 from services.postprocess.parsers.events import CallStart, Content, Degraded, Event
 
 REPLAYED_PIECES = 262_144
 """Pieces kept to replay a stream after its process died; a longer stream then becomes plain text."""
 
 NOT_REPLAYED = "parser_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class ParserPair:
+    """Parsers of one model: location of its files, and names without the engine prefix, empty for none."""
+
+    source: str
+    tool: str
+    reasoning: str
+
+
+def pair_of(source: str, names: ParserNames) -> ParserPair:
+    """Returns the pair that a stream needs."""
+    return ParserPair(source, bare(names.tool), bare(names.reasoning))
 
 
 class StreamHost(Protocol):

@@ -8,11 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import invalid
+from services.worker.contract.capabilities import Capability
 from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams, StructuredOutput
 from services.worker.engines.inprocess import sampling as inprocess
-from services.worker.engines.inprocess.sampling import ENGINE_OPTIONS, output_limit, same_name, set_by, stop_ids
-from services.worker.engines.sglang.fields import FIELDS
+from services.worker.engines.inprocess.card import HOSTED
+from services.worker.engines.inprocess.sampling import (
+    ENGINE_OPTIONS,
+    output_limit,
+    same_name,
+    sampling_of,
+    set_by,
+    stop_ids,
+)
 from services.worker.engines.shared.media_prompts import data_url, with_single_placeholders
+from services.worker.engines.shared.sglang_fields import FIELDS
+
+CAPABILITIES = HOSTED | sampling_of(FIELDS) | {Capability.THINKING_TOKEN_BUDGET, Capability.IMAGE}
+"""What SGLang supports, whatever its configuration."""
 
 SAMPLING_OPTIONS = set_by(FIELDS, ENGINE_OPTIONS)
 """Fields of SGLang's SamplingParams allowed in engine_options."""

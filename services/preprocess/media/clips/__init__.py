@@ -1,0 +1,1 @@
+"""Checks files of audio and videos; an extension, with the packages of the extra `clips`."""

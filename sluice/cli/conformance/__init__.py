@@ -1,0 +1,1 @@
+"""The command `conformance` and its report; an extension of the command line."""
