@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from services.common.errors import MAX_MESSAGE_LENGTH, sentence
 from services.common.http.bounds import Bounds
 from services.common.intake.pace import BodyPace
 from services.common.observability.audit import AuditLog
@@ -273,8 +274,13 @@ def build_app(settings: GatewaySettings, gateway: Gateway, tasks: TaskOwner, aud
         gateway.pace,
         tasks,
     )
-    for add_api in gateway.apis.usable.values():
-        add_api(parts, routes)
+    for name, add_api in gateway.apis.usable.items():
+        try:
+            add_api(parts, routes)
+        except Exception as error:  # of a package: the others serve without it
+            reason = sentence(str(error), MAX_MESSAGE_LENGTH)
+            log.warning("API %s is left out: adding it raised %s: %s", name, type(error).__name__, reason)
+            gateway.readiness.miss(name)
     create_app(
         routes,
         parts.openai,

@@ -47,8 +47,12 @@ class Readiness:
         self._registry = registry
         self._connections = connections
         self._needed = needed
-        self._missing_extensions = sorted(missing_extensions)
+        self._missing_extensions = set(missing_extensions)
         self._draining = False
+
+    def miss(self, extension: str) -> None:
+        """Adds an extension that cannot be used."""
+        self._missing_extensions.add(extension)
 
     def drain(self) -> None:
         """Reports not ready from now on; requests in progress continue."""
@@ -118,7 +122,7 @@ class Readiness:
             "services": services,
             "workers": self._connections.connected_workers,
             "pid": os.getpid(),  # several gateways may share a port
-            "missing_extensions": self._missing_extensions,
+            "missing_extensions": sorted(self._missing_extensions),
             "models": list(self._registry.models),
             "set_aside": [
                 {"model": model, "reason": reason, "workers": count}

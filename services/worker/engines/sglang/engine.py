@@ -22,7 +22,7 @@ from services.worker.engines.sglang.handoff import BootstrapInfo, bootstrap_for
 from services.worker.engines.sglang.metrics import SchedulerMetrics
 from services.worker.engines.sglang.runtime import SglangRuntime
 from services.worker.engines.shared.sglang_request_state import Chunk, RequestState, first_line
-from services.worker.engines.shared.sglang_sampling import Facts, engine_request
+from services.worker.engines.shared.sglang_sampling import CAPABILITIES, Facts, engine_request
 from services.worker.settings import WorkerSettings
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class SglangEngine(InProcessEngine):
     """Hosts SGLang; its receiver passes chunks directly to sinks, so a token costs no task switch."""
 
-    CAPABILITIES: ClassVar[frozenset[Capability]] = card.CAPABILITIES
+    CAPABILITIES: ClassVar[frozenset[Capability]] = CAPABILITIES
     ACCEPTED: ClassVar[frozenset[Capability]] = frozenset({Capability.SEED})
 
     def __init__(self, settings: WorkerSettings) -> None:
