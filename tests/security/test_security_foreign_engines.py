@@ -291,9 +291,10 @@ def test_description_with_any_value_of_any_type_is_a_typed_error_or_within_bound
         asyncio.run(described(dialect, paths))
 
 
-@pytest.mark.parametrize("source", ["/m@os:system", "/m@package.module:Class", "hub/id@vllm"])
-async def test_source_named_by_a_server_names_no_code(source: str) -> None:
-    async with served(FakeVllm(source, events=False)) as url:
+@pytest.mark.parametrize("code", ["os:system", "package.module:Class", "vllm"])
+async def test_source_named_by_a_server_names_no_code(code: str, folder: Path) -> None:
+    """The files before the `@` exist, so that only the code behind it is a reason to refuse the source."""
+    async with served(FakeVllm(f"{folder}@{code}", events=False)) as url:
         engine = HttpEngine.from_args(WorkerSettings.load(["--engine", "http", "--engine-args", f"url={url}"]))
         with pytest.raises(SluiceError) as caught:
             await engine.start("w")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from services.common import budgets
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind
+from services.common.rpc.errors import from_rpc_error
 from services.router.registration import stream as stream_module
 from services.router.registration.joining import NAME_PINNED, TOKENIZER_DIFFERS, UNPROVEN_NAME, reason_to_set_aside
 from services.router.registration.limits import RegistrationLimits
@@ -34,6 +35,7 @@ from services.router.state.workers.worker import Worker
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.support.fakes.hostile_worker import HostileWorker, card
 from tests.support.oracles.errors import raises_error
+from tests.support.servers.router_cluster import FakeWorker, RouterProcess, routers
 from tests.support.servers.suite import Suite
 
 REQUESTS = 24
@@ -225,3 +227,22 @@ def test_registrations_of_a_worker_in_a_loop_are_refused_and_a_whole_fleet_is_no
         for number in range(5_000):
             limits.check(named("m", worker_id=f"v{number}"), ())
     limits.check(named("m", caller="other"), ())
+
+
+async def refusal(router: RouterProcess, worker_id: str, model: str) -> str:
+    """Registers a worker, which leaves at once; returns the code of the refusal, empty if it is registered."""
+    worker = FakeWorker(worker_id, model=model)
+    try:
+        await worker.attach(router)
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, "router").code
+    await worker.detach()
+    return ""
+
+
+async def test_router_refuses_names_that_a_caller_invents_and_registrations_in_a_loop() -> None:
+    async with routers() as (router,):
+        await router.ready()
+        names = [await refusal(router, f"w{number}", f"invented-{number}") for number in range(130)]
+        assert names == [""] * 128 + ["budget_exceeded"] * 2
+        assert "flood" in [await refusal(router, "w0", "invented-0") for _ in range(100)]

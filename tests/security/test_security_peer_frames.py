@@ -25,7 +25,7 @@ from services.common.rpc import frame_guard, session
 from services.common.rpc.channels import READ_AHEAD_BYTES, open_channel
 from services.common.rpc.frame_guard import FREE_BYTES, SLICE_BYTES, PacedFrames, check_frame, frame_slices, guarded
 from services.common.rpc.server import STREAM_WINDOW, GrpcServer
-from services.common.rpc.session import FRAMES, FramePace
+from services.common.rpc.session import FRAMES, ClientSession
 from services.common.settings import GrpcServiceSettings
 from services.router.metrics import Metrics
 from services.router.picker.server import PickerLimits, PickerService
@@ -216,20 +216,48 @@ async def test_stream_that_is_not_read_holds_a_bounded_amount_of_what_a_peer_sen
     assert (sent - read) * len(chunk) <= 3 * READ_AHEAD_BYTES  # the kernel's buffers of the connection hold some too
 
 
-def test_session_that_sends_more_than_any_session_writes_is_read_at_a_bounded_rate(
-    monkeypatch: pytest.MonkeyPatch,
+class EndlessCall:
+    """A call to a peer that sends one message without end; `pace_s` passes before each.
+
+    Attributes:
+        clock: seconds that have passed, pauses included.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, reads: int, pace_s: float) -> None:
+        self.clock = 100.0
+        self._left, self._pace_s, sleep = reads, pace_s, asyncio.sleep
+
+        async def pause(seconds: float) -> None:
+            self.clock += seconds
+            await sleep(0)
+
+        patch.setattr(session, "perf_counter", lambda: self.clock)
+        patch.setattr(asyncio, "sleep", pause)
+
+    async def read(self) -> Any:
+        """Returns the next message, and the end of the stream after the last one."""
+        self.clock += self._pace_s
+        self._left -= 1
+        return worker_pb2.TokenBatch() if self._left >= 0 else grpc.aio.EOF
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.OK
+
+    def cancel(self) -> None:
+        """Has nothing to end."""
+
+
+@pytest.mark.parametrize(("pace_s", "pauses"), [(0.0, True), (0.001, False)], ids=["flood", "load"])
+async def test_session_that_sends_more_than_any_session_writes_is_read_at_a_bounded_rate(
+    pace_s: float, pauses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr(session, "perf_counter", lambda: now[0])
-    pace, total = FramePace(), 10 * FRAMES
-    for _ in range(total):
-        now[0] += pace.pause_s()
-    assert now[0] - 100.0 > 0.7
-    now[0], paused = 200.0, 0.0
-    for _ in range(total):  # one in a millisecond, as a session writes under load
-        now[0] += 0.001
-        paused += pace.pause_s()
-    assert not paused
+    """One message in a millisecond is what a session writes under load."""
+    total, received = 10 * FRAMES, list[object]()
+    call = EndlessCall(monkeypatch, total, pace_s)
+    await ClientSession("worker", lambda: cast(Any, call), lambda: None, received.append).run()
+    paused_s = call.clock - 100.0 - (total + 1) * pace_s
+    assert len(received) == total
+    assert paused_s > 0.7 if pauses else paused_s < 0.001
 
 
 class Endless:

@@ -10,6 +10,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -26,6 +27,7 @@ from sluice.v1 import common_pb2, router_pb2
 from tests.support.clients.callers import query
 from tests.support.clients.ext_proc import Exchange
 from tests.support.oracles.errors import raises_error
+from tests.support.servers.picker import CHAT, picker
 from tests.support.servers.preprocess_server import preprocess
 from tests.support.servers.router_child import RouterChild, router_children
 from tests.support.servers.router_cluster import MODEL, FakeWorker, routers, until
@@ -45,6 +47,7 @@ HOSTILE = {
     "no end": (b'"\\"', b""),
 }
 AT_ONCE = 8
+SALT = "sluice-tenant-0123456789abcdef0123456789abcdef"
 MAX_GROWTH_MIB = 150
 
 
@@ -219,3 +222,30 @@ async def test_eight_large_bodies_at_once_stay_within_memory_and_no_lease_lapses
             statuses |= set(await asyncio.gather(*(router.status(entrance, body) for _ in range(AT_ONCE))))
         assert statuses <= ({0, 400, 429, 503} if kind == "image" else {400, 413, 429, 503})
         assert router.memory_mib("VmHWM") < before + MAX_GROWTH_MIB
+
+
+@pytest.mark.parametrize("gateways", [[], ["127.0.0.1:9"]], ids=["workers", "gateways"])
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/chat/completions", {"cache_salt": SALT}, "cache_salt"),
+        ("/v1/completions", {"prompt": "x", "extra_key": SALT}, "extra_key"),
+        ("/v1/chat/completions", {"vllm_xargs": {"cache_salt": SALT}}, "vllm_xargs.cache_salt"),
+        ("/v1/chat/completions", {"custom_params": {"extra_key": SALT}}, "custom_params.extra_key"),
+        ("/v1/chat/completions", {"nvext": {"cache_salt": SALT}}, "nvext.cache_salt"),
+        ("/v1/responses", {"input": "x", "cache_salt": SALT}, "cache_salt"),
+        ("/v1/messages", {"cache_salt": SALT}, None),
+        ("/v1/embeddings", {"input": "x", "cache_salt": SALT}, "cache_salt"),
+        ("/v1/other", {"cache_salt": SALT}, "cache_salt"),
+    ],
+)
+async def test_salt_of_a_tenant_is_refused_as_at_the_gateway(
+    path: str, fields: dict[str, Any], param: str | None, gateways: list[str]
+) -> None:
+    async with picker(picker_gateways=gateways) as found:
+        answered = await found.pick({**CHAT, **fields}, path=path)
+        assert answered.status == 400
+        error = json.loads(answered.error)["error"]
+        assert error.get("param") == param
+        assert "must not start with 'sluice-tenant-', which is reserved for the salts of tenants." in error["message"]
+        assert (await found.pick({**CHAT, "cache_salt": "my-own"})).endpoints

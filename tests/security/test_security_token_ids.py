@@ -1,7 +1,9 @@
-"""Token ids outside the vocabulary are refused before any engine sees them, over every API (finding F2)."""
+"""Token ids outside the vocabulary, and words of too many tokens, are refused before any engine sees them, over every
+API. (Findings F2 and A6.)"""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -37,4 +39,18 @@ async def test_token_id_outside_the_vocabulary_is_a_400_that_names_its_field(att
         )
         assert answer.status_code == 400
         assert field in answer.json()["error"]["param"]
+    honest.check()
+
+
+async def test_bad_words_that_would_be_held_in_megabytes_are_a_400_that_names_them(attacked: Suite) -> None:
+    """Their tokens are held beside the budget of bodies while the request runs, so 64 of 60 KB took 16 MB of memory."""
+    words = {"bad_words": [f"{number} {'bad ' * 15_000}" for number in range(64)]}
+    gateway = attacked.processes("gateway")[0]
+    async with HonestClients(attacked.url, 10) as honest, httpx.AsyncClient(base_url=attacked.url, timeout=60) as http:
+        before = gateway.memory_info().rss
+        for name, (path, body) in APIS.items():
+            answers = await asyncio.gather(*(http.post(path, json={**body, **words}) for _ in range(4)))
+            assert {answer.status_code for answer in answers} == {400}, name
+            assert {answer.json()["error"]["param"] for answer in answers} == {"bad_words"}, name
+        assert gateway.memory_info().rss - before < 150 << 20
     honest.check()

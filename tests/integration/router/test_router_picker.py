@@ -30,7 +30,6 @@ from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, route
 
 DROPPED = "x-llm-d-request-dropped-reason"
 CALL = "c12345678"
-SALT = "sluice-tenant-0123456789abcdef0123456789abcdef"
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 
 
@@ -536,30 +535,3 @@ async def test_pickers_without_a_shared_store_overbook() -> None:
         assert {placed.count(http(number)) for number in (1, 2, 3)} == {2 * most}
         for exchange in exchanges:
             exchange.cut()
-
-
-@pytest.mark.parametrize("gateways", [[], ["127.0.0.1:9"]], ids=["workers", "gateways"])
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("/v1/chat/completions", {"cache_salt": SALT}, "cache_salt"),
-        ("/v1/completions", {"prompt": "x", "extra_key": SALT}, "extra_key"),
-        ("/v1/chat/completions", {"vllm_xargs": {"cache_salt": SALT}}, "vllm_xargs.cache_salt"),
-        ("/v1/chat/completions", {"custom_params": {"extra_key": SALT}}, "custom_params.extra_key"),
-        ("/v1/chat/completions", {"nvext": {"cache_salt": SALT}}, "nvext.cache_salt"),
-        ("/v1/responses", {"input": "x", "cache_salt": SALT}, "cache_salt"),
-        ("/v1/messages", {"cache_salt": SALT}, None),
-        ("/v1/embeddings", {"input": "x", "cache_salt": SALT}, "cache_salt"),
-        ("/v1/other", {"cache_salt": SALT}, "cache_salt"),
-    ],
-)
-async def test_salt_of_a_tenant_is_refused_as_at_the_gateway(
-    path: str, fields: dict[str, Any], param: str | None, gateways: list[str]
-) -> None:
-    async with picker(picker_gateways=gateways) as found:
-        answered = await found.pick({**CHAT, **fields}, path=path)
-        assert answered.status == 400
-        error = json.loads(answered.error)["error"]
-        assert error.get("param") == param
-        assert "must not start with 'sluice-tenant-', which is reserved for the salts of tenants." in error["message"]
-        assert (await found.pick({**CHAT, "cache_salt": "my-own"})).endpoints
