@@ -16,6 +16,7 @@ from tests.support.clients.chat_answers import Answer, streamed, whole
 from tests.support.clients.image_parts import Color, described, image_url, user_message
 from tests.support.data.tiny_vlm import build_qwen2_vl
 from tests.support.servers.loose_suite import LooseSuite
+from tests.support.waiting import until
 
 WAIT_S = 120
 STREAMS = 6
@@ -60,9 +61,7 @@ async def killed_at(suite: LooseSuite, client: httpx.AsyncClient, victim: str, t
     running = [
         asyncio.create_task(streamed(client, body(token, number), partial(count, number))) for number in range(STREAMS)
     ]
-    async with asyncio.timeout(WAIT_S):
-        while sum(each >= token for each in events.values()) < STREAMS:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await until(lambda: sum(each >= token for each in events.values()) >= STREAMS, WAIT_S)
     suite.end(victim, signal.SIGKILL)
     return await asyncio.gather(*running)
 

@@ -17,6 +17,7 @@ from sluice.v1 import router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.clients.chat_answers import Answer, streamed, whole
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.loose_suite import LooseSuite
+from tests.support.waiting import until
 
 WAIT_S = 120
 STREAMS = 200
@@ -54,9 +55,7 @@ async def disturbed(
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S, limits=limits) as client:
         asked = [asyncio.create_task(streamed(client, body(number), partial(begun.add, number))) for number in numbers]
-        async with asyncio.timeout(WAIT_S):
-            while len(begun) < len(numbers) // 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: len(begun) >= len(numbers) // 2, WAIT_S)
         suite.end(victim, how)
         try:
             return await asyncio.gather(*asked)

@@ -16,8 +16,8 @@ from services.common.errors import SluiceError
 from sluice.v1 import common_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.support.data.tiny_models import ServableFolders, build_servable
-from tests.support.fakes.engines import until
 from tests.support.servers.router_child import RouterChild
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
 

@@ -29,6 +29,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings
 from tests.support.clients.raw_http import WAIT_S, answer
 from tests.support.servers.lone_gateway import LoneGateway
+from tests.support.waiting import until
 
 MAX_MIB = 300
 PROMPT_S = 5.0
@@ -78,9 +79,7 @@ async def served(app: Any, keep_alive_s: int = 5, **bounds: Any) -> AsyncIterato
     serving = asyncio.create_task(server.serve())
     host, _, port = server.address.rpartition(":")
     try:
-        async with asyncio.timeout(WAIT_S):
-            while not server._server.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server._server.started, WAIT_S)
         yield host, int(port)
     finally:
         server.stop()
@@ -121,9 +120,7 @@ async def innocent(gateway: LoneGateway) -> AsyncIterator[Innocent]:
     try:
         yield client
         answered = len(client.waits_s)
-        async with asyncio.timeout(PROMPT_S):
-            while len(client.waits_s) < answered + 2 and not asking.done():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: len(client.waits_s) >= answered + 2 or asking.done(), PROMPT_S)
     finally:
         asking.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -28,7 +28,8 @@ from tests.support.clients.ext_proc import Exchange
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.preprocess_server import preprocess
 from tests.support.servers.router_child import RouterChild, router_children
-from tests.support.servers.router_cluster import MODEL, FakeWorker, routers, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker, routers
+from tests.support.waiting import until
 
 MIB = 1 << 20
 LEASE_MS = 20_000

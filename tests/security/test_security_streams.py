@@ -21,7 +21,8 @@ from tests.support.data.tiny_models import build_tiny_model
 from tests.support.data.wrong_values import Document
 from tests.support.fakes.hostile_worker import HostileWorker, extra, rows
 from tests.support.servers.suite import Suite
-from tests.support.servers.survival import Client, asking, staged, until
+from tests.support.servers.survival import Client, asking, staged
+from tests.support.waiting import until
 
 FALSY: tuple[Any, ...] = (0, 0.0, "", [], {}, False)
 USER = [{"role": "user", "content": "hi"}]
@@ -210,9 +211,7 @@ async def test_hostile_worker_that_guesses_slots_reaches_no_stream_of_others(att
             worker.send(ATTACKS[attack])
             await worker.drained()
             await asyncio.sleep(0.01)
-        async with asyncio.timeout(120):
-            while honest.answers < before + 12:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: honest.answers >= before + 12, 120)
         await attached.close()
     honest.check()
     assert worker.sent >= 20

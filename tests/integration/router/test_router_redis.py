@@ -16,7 +16,8 @@ from services.common.hashing import block_hashes
 from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 PROMPT = list(range(2_000))
 OTHER = list(range(9_000, 11_000))

@@ -20,7 +20,8 @@ from tests.support.clients.callers import RESERVE, prompt, query, refused
 from tests.support.data.loaded_tokenizers import tekken
 from tests.support.servers.preprocess_server import preprocess
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 
 async def attached(router: RouterProcess, *names: str, role: int = 0, **card: Any) -> list[FakeWorker]:

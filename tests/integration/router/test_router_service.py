@@ -14,7 +14,8 @@ from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u64
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.clients.callers import RESERVE, prompt, query, refused
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 
 @pytest.fixture

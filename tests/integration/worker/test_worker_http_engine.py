@@ -26,9 +26,9 @@ from services.worker.engines.inprocess import event_proof
 from services.worker.kv_events import zmq_feed
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
-from tests.support.fakes.engines import until
 from tests.support.fakes.fake_http_engines import BLOCK, CONTEXT, FakeServer, FakeSglang, FakeVllm, served
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 PROMPT = list(range(10, 10 + 2 * BLOCK + 3))
 Make = Callable[..., FakeServer]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from services.worker.contract.cache_events import CacheTier
 from services.worker.kv_events import zmq_feed
 from services.worker.kv_events.source import EngineCacheSource
 from services.worker.kv_events.zmq_feed import END_OF_REPLAY, ZmqFeed, endpoint_of_rank
+from tests.support.waiting import until
 
 DEADLINE_S = 30
 
@@ -68,12 +69,6 @@ async def following(feed: ZmqFeed) -> AsyncGenerator[asyncio.Task[None], None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def source() -> EngineCacheSource:

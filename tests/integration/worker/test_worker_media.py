@@ -18,8 +18,8 @@ from services.common.rpc.media import span_messages
 from services.worker.media.uploads import PART_BYTES
 from services.worker.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.fakes.engines import until
 from tests.support.servers.workers import Caller, hosted, stub_of
+from tests.support.waiting import until
 
 PROMPT = range(20, 60)
 ERROR = common_pb2.FINISH_REASON_ERROR

@@ -30,9 +30,9 @@ from services.worker.server import WorkerServer
 from services.worker.serving.canary import Canary
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
-from tests.support.fakes.engines import until
 from tests.support.servers.router_cluster import routers
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
+from tests.support.waiting import until
 
 Action = worker_pb2.ControlRequest
 

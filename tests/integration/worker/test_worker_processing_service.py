@@ -54,8 +54,8 @@ from sluice.v1 import (
 from tests.support.data.chat_matrix import chats, texts
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import CHATML
-from tests.support.fakes.engines import until
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
+from tests.support.waiting import until
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 CANCELLED, ERROR = common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_ERROR

@@ -18,8 +18,8 @@ from services.common.rpc.errors import from_rpc_error
 from services.worker.server import WorkerServer
 from services.worker.serving import outbox
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.fakes.engines import until
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
+from tests.support.waiting import until
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 STOP = common_pb2.FINISH_REASON_STOP

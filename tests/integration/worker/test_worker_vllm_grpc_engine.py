@@ -22,9 +22,9 @@ from services.worker.engines.vllm_grpc import VllmGrpcEngine
 from services.worker.engines.vllm_grpc import engine as engine_module
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
-from tests.support.fakes.engines import until
 from tests.support.fakes.fake_vllm import BLOCK, FakeVllm, fake_vllm
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 PROMPT = list(range(10, 20))
 

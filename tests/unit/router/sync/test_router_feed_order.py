@@ -17,7 +17,7 @@ from services.router.store.memory import MemoryStore
 from services.router.sync.model_state import ModelState
 from services.router.workers.registry import Registry
 from services.router.workers.worker import Role, Worker
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 MODEL = "m"
 

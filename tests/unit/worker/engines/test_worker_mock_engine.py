@@ -22,8 +22,9 @@ from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.timing import MAX_LAG_S, StepPacer
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import CONTEXT_LENGTH
-from tests.support.fakes.engines import RecordingSink, replay, request, until
+from tests.support.fakes.engines import RecordingSink, replay, request
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from services.worker.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.faults import CRASH_CODE, Faults
 from services.worker.settings import WorkerSettings
-from tests.support.fakes.engines import RecordingSink, request, until
+from tests.support.fakes.engines import RecordingSink, request
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 
 @asynccontextmanager

@@ -31,9 +31,10 @@ from services.worker.engines.mock import engine as mock_engine
 from services.worker.engines.mock.transfer import Transfer
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
-from tests.support.fakes.engines import request, until
+from tests.support.fakes.engines import request
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.mock_workers import generate, mock_worker
+from tests.support.waiting import until
 
 PROMPT = range(3, 60)
 

@@ -22,8 +22,8 @@ from services.worker.local_processing.preparing import PromptPreparation
 from services.worker.local_processing.prompts import PromptMaker
 from services.worker.processing_options import PromptBounds
 from tests.support.data.loaded_tokenizers import tiny_hf
-from tests.support.fakes.engines import until
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 MESSAGES = [{"role": "user", "content": "What is the weather?"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
