@@ -14,6 +14,7 @@ from hypothesis import settings
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.repository import ROOT
 from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.suite import Suite
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: its trace.py is not that of the standard library
 
@@ -69,3 +70,10 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model, one for each module."""
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def suite() -> Iterator[Suite]:
+    """A running suite for tests that leave it as it was: two mock workers, the default model, memory store."""
+    with Suite("--speedup", "20") as running:
+        yield running

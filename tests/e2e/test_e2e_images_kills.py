@@ -66,10 +66,13 @@ async def killed_at(suite: LooseSuite, client: httpx.AsyncClient, victim: str, t
     return await asyncio.gather(*running)
 
 
-async def test_worker_killed_at_every_tenth_token_of_chats_with_images_changes_no_answer(suite: LooseSuite) -> None:
+@pytest.mark.parametrize("tokens", [(1, 20), pytest.param((10, 30, 40), marks=pytest.mark.slow)])
+async def test_worker_killed_at_every_tenth_token_of_chats_with_images_changes_no_answer(
+    suite: LooseSuite, tokens: tuple[int, ...]
+) -> None:
     moved = 0
     async with httpx.AsyncClient(base_url=suite.url, timeout=WAIT_S) as client:
-        for round_number, token in enumerate((1, 10, 20, 30, 40)):
+        for round_number, token in enumerate(tokens):
             victim = f"worker-{round_number % 2}"
             before = await files_sent(client)
             answers = await killed_at(suite, client, victim, token)
