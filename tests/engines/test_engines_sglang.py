@@ -56,14 +56,6 @@ async def test_greedy_equals_sglang(engine: suite.EngineUnderTest, worker: suite
     await suite.greedy_equals_offline(engine, worker)
 
 
-async def test_stop_ids(worker: suite.RunningWorker) -> None:
-    await suite.stop_ids_end_a_request(worker)
-
-
-async def test_the_prefix_cache(worker: suite.RunningWorker) -> None:
-    await suite.second_request_reports_cached_tokens(worker)
-
-
 async def test_salts_separate_caches(worker: suite.RunningWorker) -> None:
     prompt = suite.prompts(1, 80, 80, seed=77)[0]
     first = await suite.generate(worker, suite.request("salt-1", prompt, 2, cache_salt="a"))
@@ -104,7 +96,6 @@ async def test_constraints(worker: suite.RunningWorker, folders: ServableFolders
         text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    await suite.guided_json_follows_its_schema(worker, decode)
     await suite.bad_grammars_are_refused_and_serving_goes_on(worker)
     for name, guided, allowed in (
         (
@@ -168,15 +159,6 @@ async def test_nothing_listens_beyond_this_machine(worker: suite.RunningWorker) 
     }
     assert hosts
     assert all(host in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for host in hosts)
-
-
-async def test_aborts(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
-    await suite.abort_frees_blocks(engine, worker)
-    await suite.callers_that_vanish_leak_nothing(engine, worker)
-
-
-async def test_bad_input(worker: suite.RunningWorker) -> None:
-    await suite.bad_input_is_refused_and_serving_goes_on(worker)
 
 
 async def test_cancellation_of_500_requests_frees_their_blocks(
