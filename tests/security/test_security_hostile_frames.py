@@ -257,9 +257,3 @@ def test_honest_streams_beside_random_frames_of_a_hostile_worker_are_undisturbed
     assert arena.answers & {500, 502, 504}
     unhandled = [at for at, line in enumerate(attacked.output) if "Traceback" in line]
     assert not unhandled, "".join(attacked.output[unhandled[0] - 1 : unhandled[0] + 60])
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_frames_of_one_seed_are_the_same(seed: int) -> None:
-    first, second = (Frames(seed, [1, 2]) for _ in range(2))
-    assert [first.next() for _ in range(200)] == [second.next() for _ in range(200)]

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -99,33 +98,6 @@ async def test_a_chat_becomes_ids_with_all_that_belongs_to_them(model: str, inli
     assert tuple(unpack_u32(reply.stop_token_ids)) == ()
     assert reply.context_length == tokenizer.facts.context_length
     assert reply.fingerprint == tokenizer.facts.fingerprint
-
-
-async def test_every_part_of_a_chat_reaches_the_template(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    template = (
-        "{{ messages[0].content }}|{{ tools[0].function.name }}|{{ documents[0].title }}|{{ mood }}|"
-        "{{ add_generation_prompt }}"
-    )
-    request = chat(
-        tools_json=[TOOL], documents_json=[{"title": "Grüße"}], template_kwargs_json={"mood": "good"},
-        tool_choice_json="auto", chat_template=template, add_generation_prompt=False,
-    )  # fmt: skip
-    expected = "What is the weather in Paris today?|get_weather|Grüße|good|False"
-    assert (await stub.Render(pb.RenderRequest(model="tiny", chat=request))).text == expected
-    reply = await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=request))
-    assert tiny_hf().decode(unpack_u32(reply.token_ids)) == expected
-    without = await stub.Render(
-        pb.RenderRequest(
-            model="tiny", chat=chat(tools_json=[TOOL], tool_choice_json="none", chat_template="{{ tools }}")
-        )
-    )
-    assert without.text == "None"
-
-
-async def test_the_last_message_can_be_left_open(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    request = chat(USER, {"role": "assistant", "content": "It is"}, continue_final_message=True)
-    for model, ending in (("tiny", "<|im_start|>assistant\nIt is"), ("tekken", "[/INST]It is")):
-        assert (await stub.Render(pb.RenderRequest(model=model, chat=request))).text.endswith(ending)
 
 
 @pytest.mark.parametrize("length", [1, 200])
@@ -265,15 +237,6 @@ async def test_a_bad_request_is_a_typed_error(
     assert "Traceback" not in error.message
 
 
-@pytest.mark.parametrize("megabytes", [10, 20])
-async def test_a_huge_message_is_refused_and_the_next_request_works(
-    stub: preprocess_pb2_grpc.PreprocessAsyncStub, megabytes: int
-) -> None:
-    huge = pb.TokenizeRequest(model="tiny", chat=chat({"role": "user", "content": "x" * megabytes * 1_000_000}))
-    assert (await refused(stub.Tokenize(huge))).kind is ErrorKind.TOO_LARGE
-    assert (await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat()))).token_ids
-
-
 async def test_a_defect_is_answered_without_its_text() -> None:
     class Broken(type(tiny_hf())):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -287,29 +250,6 @@ async def test_a_defect_is_answered_without_its_text() -> None:
         error = await refused(stub.Tokenize(pb.TokenizeRequest(model="tiny", text=pb.TextInput(text="x"))))
     assert error.kind is ErrorKind.INTERNAL
     assert "secret" not in error.message
-
-
-async def test_a_large_prompt_does_not_hold_up_small_ones(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    hostile = pb.TokenizeRequest(
-        model="tiny",
-        chat=chat(chat_template="{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-    )
-    slow = asyncio.ensure_future(stub.Tokenize(hostile))
-    for _ in range(3):
-        await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat()))
-    assert not slow.done()
-    assert "did not finish" in (await refused(slow)).message
-
-
-async def test_many_requests_at_once_all_get_their_own_ids(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    async def one(index: int) -> None:
-        model, tokenizer = (("tiny", tiny_hf()), ("tekken", tekken()))[index % 2]
-        messages = [{"role": "user", "content": f"number {index} " * (index * 10 + 1)}]
-        reply = await stub.Tokenize(pb.TokenizeRequest(model=model, chat=chat(*messages)))
-        assert unpack_u32(reply.token_ids) == array("I", tokenizer.encode_chat(ChatRequest(messages)))
-
-    for start in range(0, 100, 10):  # the largest ones go to the pool, whose queue is bounded
-        await asyncio.gather(*(one(index) for index in range(start, start + 10)))
 
 
 async def start_process(*arguments: str) -> asyncio.subprocess.Process:
