@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,12 @@ for each in ("connect", "read", "write", "pool"):  # of clients that are told no
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what they put into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or every process the tests start would ignore it, too
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measures the branches of this process only: some processes that tests start have too little memory for it."""
+    if hasattr(config, "workerinput"):
+        os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
 
 UNIT_SHARE = 0.1

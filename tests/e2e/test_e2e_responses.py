@@ -61,30 +61,6 @@ def test_a_response_at_once(client: openai.OpenAI) -> None:
     assert usage.input_tokens_details.cached_tokens >= 0
 
 
-def test_events_exact_to_the_event(client: openai.OpenAI) -> None:
-    events: Any = list(client.responses.create(model="tekken", input=asking("Hello there."), stream=True))
-    kinds = [event.type for event in events]
-    assert [kind for index, kind in enumerate(kinds) if kind not in kinds[:index]] == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        "response.output_text.delta",
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Hello there."
-    final = events[-1].response
-    assert (events[0].response.id, events[0].response.status) == (final.id, "in_progress")
-    assert final.output_text == "Hello there."
-    (item,) = {event.item_id for event in events if hasattr(event, "item_id")}
-    assert item == final.output[0].id
-    assert client.responses.retrieve(final.id).to_dict() == final.to_dict()
-
-
 def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
     arguments: Any = {"model": "tekken", "input": "Tell me a lot.", "max_output_tokens": 6}
     whole: Any = client.responses.create(**arguments)
