@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from hashlib import sha256
-from time import monotonic, sleep
 from typing import Any
 
 import httpx
@@ -82,21 +81,6 @@ def test_models_list_the_kinds_that_engine_and_tokenizer_take(audio_url: str, vi
     assert httpx.get(f"{vision_url}/v1/models/{MODEL}").json()["modalities"] == ["text", "image", "video"]
 
 
-def test_model_whose_tokenizer_takes_no_audio_does_not_list_it_though_the_engine_does() -> None:
-    with Suite("--workers", "1", env={"SLUICE_WORKER_MEDIA": "image,audio"}) as suite:
-        modalities: list[str] = []
-        deadline = monotonic() + 20  # the gateway asks preprocess again while it loads
-        while modalities != ["text", "image"] and monotonic() < deadline:
-            sleep(0.2)
-            modalities = httpx.get(f"{suite.url}/v1/models/{DEFAULT}").json()["modalities"]
-        assert modalities == ["text", "image"]
-        body = {"model": DEFAULT, "messages": [{"role": "user", "content": [input_audio(HIGH)]}]}
-        refused = httpx.post(f"{suite.url}/v1/chat/completions", json=body, timeout=60)
-    assert refused.status_code == 400
-    error = refused.json()["error"]
-    assert (error["param"], error["code"]) == ("messages[0].content[0]", "media_not_supported")
-
-
 def test_openai_client_sends_audio_and_the_order_is_kept(audio_url: str) -> None:
     client = openai.OpenAI(base_url=f"{audio_url}/v1", api_key="unused")
     forms = {form: audio_file(0.5, form) for form in ("WAV", "MP3", "FLAC", "OGG")}
@@ -146,16 +130,6 @@ def test_repeated_clip_is_cached_and_another_or_swapped_ones_share_only_the_text
     fresh = audio_file(2.0, pitch=300.0) if kind == "audio" else video_file(112, 112, 20, color=(9, 99, 9))
     changed = cached_tokens(chat(url, words, part(fresh), part(other)))
     assert changed <= only_text + BLOCK
-
-
-def test_streamed_answer_to_audio_equals_the_whole_one(audio_url: str) -> None:
-    client = openai.OpenAI(base_url=f"{audio_url}/v1", api_key="unused")
-    messages: Any = [{"role": "user", "content": [input_audio(LOW), text("Hello")]}]
-    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=80, seed=5)
-    stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=80, seed=5, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == (
-        whole.choices[0].message.content
-    )
 
 
 @pytest.mark.parametrize(

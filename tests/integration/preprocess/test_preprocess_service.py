@@ -8,9 +8,8 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -36,10 +35,6 @@ from tests.support.data.tiny_models import build_tiny_model
 USER = {"role": "user", "content": "What is the weather in Paris today?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
 MAX_PROMPT = 100_000
-Hog: TypeAlias = (
-    "grpc.aio.UnaryUnaryCall[pb.RenderRequest, pb.RenderResponse]"
-    " | grpc.aio.UnaryUnaryCall[pb.TokenizeRequest, pb.TokenizeResponse]"
-)
 
 
 @asynccontextmanager
@@ -127,15 +122,6 @@ async def test_thought_that_the_continued_message_leaves_open_is_reported(
     assert reply.thinking == thinking
 
 
-async def test_text_becomes_ids(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    for special in (None, True, False):
-        reply = await stub.Tokenize(
-            pb.TokenizeRequest(model="tekken", text=pb.TextInput(text="hello ü", add_special_tokens=special))
-        )
-        assert unpack_u32(reply.token_ids).tolist() == tekken().encode_text("hello ü", special)
-        assert reply.block_hashes == b""
-
-
 async def test_ids_are_checked_hashed_and_passed_on(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     packed = pack_u32(range(100))
     reply = await stub.Tokenize(pb.TokenizeRequest(model="tiny", tokens=pb.TokenInput(token_ids=packed), block_size=16))
@@ -148,20 +134,6 @@ async def test_ids_are_checked_hashed_and_passed_on(stub: preprocess_pb2_grpc.Pr
     assert "outside the model's vocabulary" in error.message
     error = await refused(stub.Tokenize(pb.TokenizeRequest(model="tiny", tokens=pb.TokenInput(token_ids=b"\0\0\0"))))
     assert "not a multiple of 4" in error.message
-
-
-async def test_ids_become_text_again(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    text = "Grüße 😀 你好"
-    for model in ("tiny", "tekken"):
-        ids = await stub.Tokenize(pb.TokenizeRequest(model=model, text=pb.TextInput(text=text)))
-        request = pb.DetokenizeRequest(model=model, token_ids=ids.token_ids, skip_special_tokens=True)
-        assert (await stub.Detokenize(request)).text == text
-    half = pack_u32(tekken().encode_text("😀", add_special_tokens=False)[:1])
-    assert (await stub.Detokenize(pb.DetokenizeRequest(model="tekken", token_ids=half))).text == "\ufffd"
-    kept = await stub.Detokenize(pb.DetokenizeRequest(model="tekken", token_ids=pack_u32([1])))
-    assert kept.text == "<s>"
-    error = await refused(stub.Detokenize(pb.DetokenizeRequest(model="tiny", token_ids=pack_u32([2**32 - 1]))))
-    assert error.param == "token_ids"
 
 
 async def test_models_are_listed_and_load_on_first_use() -> None:
@@ -299,22 +271,6 @@ async def test_the_process_says_why_it_cannot_start(arguments: list[str], code: 
     assert process.returncode == code
     assert sentence in printed.decode()
     assert "Traceback" not in printed.decode()
-
-
-async def test_templates_of_different_origins_take_turns(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    slow = "{% for i in range(1000) %}{% for j in range(600) %}{% endfor %}{% endfor %}"
-    request = chat(USER, chat_template=slow, origin="hog")
-    quick = pb.RenderRequest(model="tiny", chat=chat(USER, chat_template="{{ 1 + 1 }}", origin="other"))
-    await stub.Render(quick)  # the processes have started
-    hogs: list[Hog] = [
-        *(stub.Render(pb.RenderRequest(model="tiny", chat=request)) for _ in range(20)),
-        *(stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=request)) for _ in range(20)),
-    ]
-    await asyncio.wait([asyncio.ensure_future(hogs[0])])
-    assert (await stub.Render(quick)).text == "2"
-    assert sum(hog.done() for hog in hogs) < len(hogs) // 2
-    for hog in hogs:
-        hog.cancel()
 
 
 async def test_origin_of_a_template_is_bounded(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:

@@ -100,19 +100,6 @@ async def test_replicas_do_not_herd(pair: list[RouterProcess]) -> None:
     assert await requests_booked(pair[1]) == {"w1": 10, "w2": 10, "w3": 10, "w4": 10}
 
 
-async def test_an_idempotent_retry_at_another_replica(pair: list[RouterProcess]) -> None:
-    for name in ("w1", "w2"):
-        await FakeWorker(name).attach(pair[0])
-    await knows(pair[1], "w1", "w2")
-    one = await pair[0].stub.RouteQuery(query(prompt(*PROMPT), "r"))
-    two = await pair[1].stub.RouteQuery(query(prompt(*PROMPT), "r"))
-    assert (one.decode, one.reservation_id, one.expires_unix_ms) == (
-        two.decode,
-        two.reservation_id,
-        two.expires_unix_ms,
-    )
-
-
 async def test_watchers_at_one_replica_hear_of_workers_at_the_other(pair: list[RouterProcess]) -> None:
     watch = pair[1].stub.WatchWorkers(router_pb2.WatchWorkersRequest())
     worker = FakeWorker("w1")
