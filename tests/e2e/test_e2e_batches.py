@@ -207,7 +207,7 @@ def test_tenants_neither_see_nor_run_each_others_batches(tmp_path_factory: pytes
     three, three_record = create("three", models=("other",))
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     write(keys, [one_record, two_record, three_record])
-    with Suite("--speedup", "20", env={"SLUICE_GATEWAY_API_KEYS_FILE": str(keys)}) as running:
+    with Suite("--workers", "1", "--speedup", "20", env={"SLUICE_GATEWAY_API_KEYS_FILE": str(keys)}) as running:
         first, second = (
             openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60) for key in (one, two)
         )

@@ -21,7 +21,7 @@ from tests.support.servers.suite import Suite
 
 MODEL, DEFAULT = "clips", "tekken"
 BLOCK = 16
-PROCESSES = 6  # gateway, preprocess, router, postprocess and two workers
+PROCESSES = 5  # gateway, preprocess, router, postprocess and a worker
 HIGH, LOW = (audio_file(2.0, pitch=pitch) for pitch in (880.0, 220.0))
 RED, BLUE = (video_file(112, 112, 20, color=color) for color in ((255, 0, 0), (0, 0, 255)))
 COLOR = (200, 30, 60)
@@ -47,7 +47,7 @@ def named(kind: str, data: bytes) -> str:
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     folder = build_qwen2_audio(tmp_path_factory.mktemp("audio"))
-    with Suite("--model", str(folder), "--model-name", MODEL, env=METRICS_EVERYWHERE) as suite:
+    with Suite("--workers", "1", "--model", str(folder), "--model-name", MODEL, env=METRICS_EVERYWHERE) as suite:
         yield suite
 
 
@@ -59,7 +59,7 @@ def audio_url(suite: Suite) -> str:
 @pytest.fixture(scope="module")
 def vision_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = build_qwen2_vl(tmp_path_factory.mktemp("vision"))
-    with Suite("--model", str(folder), "--model-name", MODEL) as suite:
+    with Suite("--workers", "1", "--model", str(folder), "--model-name", MODEL) as suite:
         yield suite.url
 
 

@@ -35,7 +35,7 @@ def awaited(what: str, reached: Callable[[], bool], within_s: float = 40) -> Non
 def test_requests_go_on_without_a_collector_and_without_a_port() -> None:
     with listening() as (_, collector), listening() as (taken, address):
         env = {**env_of(f"http://{collector}"), "SLUICE_ROUTER_METRICS_LISTEN": address}
-        with Suite("--speedup", "20", env=env) as suite:
+        with Suite("--workers", "1", "--speedup", "20", env=env) as suite:
 
             def said(text: str, service: str) -> bool:
                 return any(text in line for line in list(suite.output) if line.startswith(service))

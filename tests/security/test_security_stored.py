@@ -123,7 +123,7 @@ def test_results_beyond_what_a_tenant_may_store_fail_the_batch_and_are_given_bac
     path, limit = "/v1/embeddings", 2 * MIB
     data = lines(path, [{"model": "tekken", "input": [f"{at} {index}" for index in range(200)]} for at in range(40)])
     with (
-        Suite("--speedup", "20", env={"SLUICE_GATEWAY_FILES_KEPT_MB": "3"}) as suite,
+        Suite("--workers", "1", "--speedup", "20", env={"SLUICE_GATEWAY_FILES_KEPT_MB": "3"}) as suite,
         httpx.Client(base_url=suite.url, timeout=60) as client,
     ):
         gateway = suite.processes("gateway")[0]
