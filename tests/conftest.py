@@ -19,7 +19,7 @@ from tests.support.servers.suite import Suite
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: its trace.py is not that of the standard library
 
-settings.register_profile("sluice", deadline=None)
+settings.register_profile("sluice", deadline=None, max_examples=50)  # each run draws others
 settings.load_profile("sluice")
 
 for each in ("connect", "read", "write", "pool"):  # of clients that are told no timeout; 5 s, where a machine is busy
@@ -30,13 +30,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what th
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measures the branches of this process only: some processes that tests start have too little memory for it."""
-    if hasattr(config, "workerinput"):
-        os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+    if os.environ.get("SLUICE_TEST_COVERAGE"):
+        from tests.support.branch_coverage import BranchCoverage
+
+        config.pluginmanager.register(BranchCoverage(config))
 
 
 UNIT_SHARE = 0.1
 """Part of a run, at its end, for short files alone, so that no process is left with a long one."""
+LONG = ("test_walk", "test_security_streams", "test_e2e_schemathesis", "test_conformance_rules", "test_e2e_survive")
+"""The files that take longest, which start first for the same reason."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for kind, files in kinds.items():
         share = 1.0 if kind == "unit" else 1.0 - UNIT_SHARE
         places.update({file: (number + 0.5) / len(files) * share for number, file in enumerate(files)})
-    items.sort(key=lambda item: places[item.path])
+    items.sort(key=lambda item: (item.path.stem not in LONG, places[item.path]))
 
 
 def _kind(file: Path) -> str:
