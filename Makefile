@@ -4,8 +4,10 @@ export PYTHON
 # Tests start hundreds of processes: each would compile every module again.
 export PYTHONDONTWRITEBYTECODE=
 
+PYTEST = PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20
+
 .DEFAULT_GOAL := help
-.PHONY: help setup run test check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose bench bench-peers clean
+.PHONY: help setup run test coverage check format protos lock test-kernel test-slow test-parsers test-bfcl certificate test-browser test-agents test-envoy test-compose bench bench-peers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -17,9 +19,14 @@ run: ## start the suite on this machine; ARGS="--workers 4 --port 8080" passes f
 	@scripts/setup.sh all
 	@.venv/bin/sluice up $(ARGS)
 
-test: check ## check, then the tests that need no target of their own (below); ARGS="-k router" passes flags to pytest
+test: check ## check, then the tests that need no target of their own (below), the unit tests with their branch coverage; ARGS="-k router" passes flags to pytest, without coverage
 	@scripts/redis.sh
-	@PATH="$(CURDIR)/.venv/bin:$(CURDIR)/.venv/opt/redis/bin:$$PATH" pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder --durations=20 $(ARGS)
+	@$(if $(ARGS),,SLUICE_TEST_COVERAGE=1) $(PYTEST) $(ARGS)
+
+coverage: setup ## the unit tests with their branch coverage, file by file
+	@scripts/redis.sh
+	@SLUICE_TEST_COVERAGE=1 $(PYTEST) tests/unit
+	@.venv/bin/coverage report --data-file=build/coverage/data
 
 check: setup ## lint, formatting, layers and types
 	@.venv/bin/ruff check --quiet .

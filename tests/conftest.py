@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from hypothesis import settings
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.repository import ROOT
 from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.suite import Suite
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: its trace.py is not that of the standard library
 
-settings.register_profile("sluice", deadline=None)
+settings.register_profile("sluice", deadline=None, max_examples=50)  # each run draws others
 settings.load_profile("sluice")
 
 for each in ("connect", "read", "write", "pool"):  # of clients that are told no timeout; 5 s, where a machine is busy
@@ -27,8 +29,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what th
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or every process the tests start would ignore it, too
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("SLUICE_TEST_COVERAGE"):
+        from tests.support.branch_coverage import BranchCoverage
+
+        config.pluginmanager.register(BranchCoverage(config))
+
+
 UNIT_SHARE = 0.1
 """Part of a run, at its end, for short files alone, so that no process is left with a long one."""
+LONG = ("test_walk", "test_security_streams", "test_e2e_schemathesis", "test_conformance_rules", "test_e2e_survive")
+"""The files that take longest, which start first for the same reason."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for kind, files in kinds.items():
         share = 1.0 if kind == "unit" else 1.0 - UNIT_SHARE
         places.update({file: (number + 0.5) / len(files) * share for number, file in enumerate(files)})
-    items.sort(key=lambda item: places[item.path])
+    items.sort(key=lambda item: (item.path.stem not in LONG, places[item.path]))
 
 
 def _kind(file: Path) -> str:
@@ -69,3 +80,10 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model, one for each module."""
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def suite() -> Iterator[Suite]:
+    """A running suite for tests that leave it as it was: two mock workers, the default model, memory store."""
+    with Suite("--speedup", "20") as running:
+        yield running

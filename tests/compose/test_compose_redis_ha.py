@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.support.clients.chat_load import ChatLoad
 from tests.support.servers.compose_suite import Suite
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.compose
 
@@ -39,13 +38,6 @@ def _role(suite: Suite, container: str) -> str:
     return suite.execute(container, *CLI, "role").split()[0]
 
 
-def _until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-
-
 async def test_killed_redis_master_fails_no_request(suite: Suite) -> None:
     servers = suite.containers("redis") + suite.containers("redis-replica")
     sentinel = suite.containers("sentinel")[0]
@@ -55,19 +47,19 @@ async def test_killed_redis_master_fails_no_request(suite: Suite) -> None:
     async with ChatLoad(suite.url) as load:
         await load.more(32)
         await asyncio.to_thread(_docker, "kill", old)
-        await asyncio.to_thread(_until, lambda: _master(suite, sentinel) != old_address)
+        await asyncio.to_thread(wait_until, lambda: _master(suite, sentinel) != old_address)
         await load.more(64)
         new_address = await asyncio.to_thread(_master, suite, sentinel)
         (new,) = [server for server in servers if server != old and _address(server) == new_address]
-        await asyncio.to_thread(_until, lambda: _role(suite, new) == "master")
+        await asyncio.to_thread(wait_until, lambda: _role(suite, new) == "master")
         before = await asyncio.to_thread(_written, suite, new)
         await load.more(32)
-        await asyncio.to_thread(_until, lambda: _written(suite, new) > before)
+        await asyncio.to_thread(wait_until, lambda: _written(suite, new) > before)
     assert load.failures == []
     assert "{sluice}:models" in suite.execute(new, *CLI, "keys", "{sluice}:*")
 
     await asyncio.to_thread(_docker, "start", old)
-    await asyncio.to_thread(_until, lambda: _role(suite, old) == "slave")
+    await asyncio.to_thread(wait_until, lambda: _role(suite, old) == "slave")
     assert _role(suite, new) == "master"
 
 
@@ -75,5 +67,5 @@ def test_replaced_sentinel_learns_the_master_from_its_peers(suite: Suite) -> Non
     first, *_, last = suite.containers("sentinel")
     master = _master(suite, first)
     _docker("restart", "--time", "5", last)
-    _until(lambda: _docker("inspect", "--format", "{{.State.Health.Status}}", last) == "healthy")
+    wait_until(lambda: _docker("inspect", "--format", "{{.State.Health.Status}}", last) == "healthy")
     assert _master(suite, last) == master

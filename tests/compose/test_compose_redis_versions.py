@@ -7,7 +7,6 @@ stand-in made of Debian's package, with the same major version.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from random import Random
@@ -20,6 +19,7 @@ from testcontainers.core.container import DockerContainer
 from services.router.state.store.base import Store
 from services.router.state.store.redis import RedisStore
 from tests.support.servers import compose_suite
+from tests.support.waiting import wait_until
 from tests.unit.router.store import test_router_store as contract
 
 pytestmark = pytest.mark.compose
@@ -45,10 +45,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
 
 
 def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + 60
-    while not _answers(port):
-        assert time.monotonic() < deadline, f"nothing answers on port {port}"
-        time.sleep(0.1)
+    wait_until(lambda: _answers(port), 60)
 
 
 def _answers(port: int) -> bool:

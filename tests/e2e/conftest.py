@@ -11,13 +11,6 @@ from tests.support.servers.suite import Suite
 
 
 @pytest.fixture(scope="session")
-def suite() -> Iterator[Suite]:
-    """Two mock workers, the default model, memory store."""
-    with Suite("--speedup", "20") as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
 def classifying_suite() -> Iterator[Suite]:
     """One mock worker whose default model classifies texts."""
     with Suite("--workers", "1", env={"SLUICE_WORKER_LABELS": "good,bad,neither"}) as running:

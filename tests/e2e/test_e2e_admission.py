@@ -29,7 +29,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     file = tmp_path_factory.mktemp("keys") / "keys.json"
     write(file, [FREE_RECORD, TIGHT_RECORD, OTHER_RECORD, OPERATOR_RECORD])
     env = {"SLUICE_GATEWAY_API_KEYS_FILE": str(Path(file))}
-    with Suite("--speedup", "20", env=env) as running:
+    with Suite("--workers", "1", "--speedup", "20", env=env) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""A model that thinks, through the official clients of Anthropic's messages and of OpenAI's responses."""
+"""A model that thinks, through the official clients of Anthropic's messages and of OpenAI's responses and chats."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import anthropic
 import openai
 import pytest
 
+from tests.support.clients.chat_answers import ObservedStream
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.suite import Suite
 
 CITY = '{"city": "Zürich 🌧️", "days": [1, 2.50]}'
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 NAMES = ("get_weather", "get_time")
+FUNCTIONS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
 TOOLS: Any = [{"name": name, "description": "Asks.", "input_schema": SCHEMA} for name in NAMES]
 HERMES = (
     f'<think>\nLet me see.\n</think>\n\nI look.\n<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n'
@@ -167,3 +169,34 @@ def test_reasoning_items_and_calls_of_a_response(responding: openai.OpenAI, summ
     sent = [item.to_dict() for item in final.output]
     answer = responding.responses.create(**{**arguments, "input": [*question, *sent, *results]})
     assert answer.status in ("completed", "incomplete")
+
+
+def test_reasoning_and_calls_of_a_thinking_model(responding: openai.OpenAI) -> None:
+    arguments: Any = {"model": "tiny", "messages": asking(HERMES), "tools": FUNCTIONS, "max_tokens": 600}
+    answer: Any = responding.chat.completions.create(**arguments)
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.reasoning) == ("Let me see.", "Let me see.")
+    assert message.content == "I look."
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+        ("get_weather", CITY),
+        ("get_time", "{}"),
+    ]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
+
+    heard = ObservedStream(
+        responding.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+    )
+    assert (heard.reasoning, heard.content) == ("Let me see.", "I look.")
+    assert [json.loads(call["arguments"]) for call in heard.calls.values()] == [json.loads(CITY), {}]
+    assert heard.usage.completion_tokens_details == answer.usage.completion_tokens_details
+
+
+def test_thinking_switched_off_leaves_no_reasoning(responding: openai.OpenAI) -> None:
+    script = "<think>is a tag</think> and so on"
+    answer: Any = responding.chat.completions.create(
+        model="tiny", messages=asking(script), extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+    )
+    assert answer.choices[0].message.content == script
+    assert answer.choices[0].message.reasoning_content is None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,10 @@ import pytest
 from services.gateway.admission.keys import create, write
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.suite import Suite
+from tests.support.waiting import wait_until
 
 WAIT_S = 90
 ENDED = ("completed", "failed", "cancelled", "expired")
-
-
-def until(holds: Callable[[], Any], wait_s: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + wait_s
-    while not (found := holds()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return found
 
 
 def lines(number: int, path: str = "/v1/chat/completions", **fields: Any) -> list[dict[str, Any]]:
@@ -72,7 +64,7 @@ def ended(client: openai.OpenAI, batch_id: str, wait_s: float = WAIT_S) -> Any:
             return None
         return batch if batch.status in ENDED else None
 
-    return until(found, wait_s)
+    return wait_until(found, wait_s)
 
 
 def results(client: openai.OpenAI, file_id: str | None) -> dict[str | None, dict[str, Any]]:
@@ -156,7 +148,7 @@ def test_deleted_batch_is_gone_with_its_results(suite: Suite, client: openai.Ope
     url = f"{suite.url}/v1/batches/{batch.id}"
     refused = httpx.delete(url)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "batch_in_progress")
-    until(lambda: completed(client, batch.id))
+    wait_until(lambda: completed(client, batch.id))
     client.batches.cancel(batch.id)
     done = ended(client, batch.id)
     assert httpx.delete(url).json() == {"id": batch.id, "object": "batch", "deleted": True}
@@ -167,7 +159,7 @@ def test_deleted_batch_is_gone_with_its_results(suite: Suite, client: openai.Ope
 
 def test_cancelled_batch_keeps_the_results_that_it_has(client: openai.OpenAI) -> None:
     batch = started(client, lines(400, max_tokens=200, ignore_eos=True))
-    until(lambda: completed(client, batch.id))
+    wait_until(lambda: completed(client, batch.id))
     assert client.batches.cancel(batch.id).status == "cancelling"
     done = ended(client, batch.id)
     assert done.status == "cancelled"
@@ -215,7 +207,7 @@ def test_tenants_neither_see_nor_run_each_others_batches(tmp_path_factory: pytes
     three, three_record = create("three", models=("other",))
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     write(keys, [one_record, two_record, three_record])
-    with Suite("--speedup", "20", env={"SLUICE_GATEWAY_API_KEYS_FILE": str(keys)}) as running:
+    with Suite("--workers", "1", "--speedup", "20", env={"SLUICE_GATEWAY_API_KEYS_FILE": str(keys)}) as running:
         first, second = (
             openai.OpenAI(base_url=f"{running.url}/v1", api_key=key, max_retries=0, timeout=60) for key in (one, two)
         )
@@ -247,9 +239,9 @@ def test_every_line_has_one_result_when_a_gateway_and_redis_are_killed(durable: 
     with Suite("--gateways", "2", "--redis", durable.url, "--restart", "--speedup", "20") as running:
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60)
         batch = started(client, lines(300, max_tokens=40, ignore_eos=True))
-        until(lambda: completed(client, batch.id) > 20)
+        wait_until(lambda: completed(client, batch.id) > 20)
         running.processes("gateway")[0].kill()
-        until(lambda: completed(client, batch.id) > 60)
+        wait_until(lambda: completed(client, batch.id) > 60)
         durable.stop()
         durable.start()
         done = ended(client, batch.id, 180)

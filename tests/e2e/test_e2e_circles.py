@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.support.clients.image_parts import data_url, image_url, input_image, 
 from tests.support.data.tiny_vlm import build_qwen2_vl
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.uncollected_gateway import TOLD_IN
+from tests.support.waiting import wait_until
 
 REQUESTS, LATE_REQUESTS = 8, 3
 FEW = 20
@@ -120,10 +120,7 @@ def circles(suite: LooseSuite, told: Path) -> dict[str, int]:
     """What the gateway holds only because of circles; it forgets it."""
     told.unlink(missing_ok=True)
     suite.end("gateway", signal.SIGUSR1)
-    deadline = time.monotonic() + 20
-    while not told.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: told.exists(), 20)
     found: dict[str, int] = json.loads(told.read_text())
     return found
 

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from time import monotonic, sleep
 from typing import Any
 
 import anthropic
@@ -19,6 +18,7 @@ from pydantic import SecretStr
 
 from services.gateway.admission.keys import create, write
 from tests.support.servers.suite import Suite
+from tests.support.waiting import wait_until
 
 WAIT_S = 90
 RETRIES = 30
@@ -85,9 +85,9 @@ def busy(suite: Suite, key: str) -> Iterator[Callable[[], None]]:
     with socket.create_connection((host, int(port)), WAIT_S) as held:
         head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nx-api-key: {key}\r\ncontent-length: 100\r\n\r\n"
         held.sendall(head.encode())
-        until(lambda: figure(suite, "sluice_gateway_admitted_requests") == 1)
+        wait_until(lambda: figure(suite, "sluice_gateway_admitted_requests") == 1)
         yield held.close
-    until(lambda: figure(suite, "sluice_gateway_admitted_requests") == 0)
+    wait_until(lambda: figure(suite, "sluice_gateway_admitted_requests") == 0)
 
 
 def figure(suite: Suite, name: str) -> float:
@@ -102,13 +102,6 @@ def refused(suite: Suite, reason: str) -> float:
     return float(found[1])
 
 
-def until(what: Callable[[], bool]) -> None:
-    end = monotonic() + WAIT_S
-    while not what():
-        assert monotonic() < end
-        sleep(0.02)
-
-
 ASKING = [ask_openai, ask_responses, ask_anthropic]
 
 
@@ -118,7 +111,7 @@ def test_clients_ask_again_until_they_are_served(suite: Suite, ask: Callable[...
     before = refused(suite, reason)
     with ThreadPoolExecutor(1) as pool, busy(suite, SINGLE) as let_go:
         asked = pool.submit(ask, suite, key, RETRIES)
-        until(lambda: refused(suite, reason) > before)
+        wait_until(lambda: refused(suite, reason) > before)
         let_go()
         assert asked.result(WAIT_S) >= 1
 
@@ -130,7 +123,7 @@ def test_langchain_asks_again(suite: Suite) -> None:
     before = refused(suite, "queue_full")
     with ThreadPoolExecutor(1) as pool, busy(suite, FREE) as let_go:
         asked = pool.submit(model.invoke, "Hello.")
-        until(lambda: refused(suite, "queue_full") > before)
+        wait_until(lambda: refused(suite, "queue_full") > before)
         let_go()
         assert asked.result(WAIT_S).content
 

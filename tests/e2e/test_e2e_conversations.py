@@ -117,13 +117,6 @@ async def test_a_background_response_continues_a_conversation(client: openai.Ope
     await until(lambda: len(kinds(client, made.id)) == 2)
 
 
-def test_a_failed_response_leaves_its_conversation_as_it_was(client: openai.OpenAI) -> None:
-    made = client.conversations.create(items=[user("Hi.")])
-    with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="unknown", conversation=made.id, input="More.")
-    assert kinds(client, made.id) == ["message"]
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -32,71 +32,46 @@ def refused(suite: Suite, status: int, headers: dict[str, str] | None = None, **
     return error
 
 
-@pytest.mark.parametrize("name", [*WORKER, ENDPOINT])
-def test_header_of_an_absent_worker_is_named(direct: Suite, name: str) -> None:
-    error = refused(direct, 503, {name: "gone-1"})
-    assert (error["param"], error["code"]) == (name, "worker_not_found")
-    assert "gone-1" in error["message"]
+DECODE = {"x-sluice-worker": "worker-0"}
+PAIR = {"decode_worker_id": "worker-0"}
+HEADERS: list[tuple[Iterable[str], dict[str, str], str, int, str]] = [
+    ((*WORKER, ENDPOINT), {}, "gone-1", 503, "worker_not_found"),
+    ((*WORKER, ENDPOINT), {}, "prefill-0", 400, "wrong_role"),
+    ((*WORKER, ENDPOINT), {}, ",", 400, "no_worker_named"),
+    (PREFILL, DECODE, "gone-1", 503, "worker_not_found"),
+    (PREFILL, DECODE, "worker-0", 400, "wrong_role"),
+    ((*RANK, *PREFILL_RANK), HERE, "x", 400, "invalid_value"),
+    ((*RANK, *PREFILL_RANK), HERE, "7", 400, "invalid_value"),
+]
 
 
-@pytest.mark.parametrize("name", PREFILL)
-def test_header_of_an_absent_prefill_worker_is_named(direct: Suite, name: str) -> None:
-    error = refused(direct, 503, {"x-sluice-worker": "worker-0", name: "gone-1"})
-    assert (error["param"], error["code"]) == (name, "worker_not_found")
-
-
-@pytest.mark.parametrize("name", [*WORKER, ENDPOINT])
-def test_header_of_a_worker_that_does_not_answer_is_named(direct: Suite, name: str) -> None:
-    error = refused(direct, 400, {name: "prefill-0"})
-    assert (error["param"], error["code"]) == (name, "wrong_role")
-
-
-@pytest.mark.parametrize("name", PREFILL)
-def test_header_of_a_worker_that_does_not_prefill_is_named(direct: Suite, name: str) -> None:
-    error = refused(direct, 400, {"x-sluice-worker": "worker-0", name: "worker-0"})
-    assert (error["param"], error["code"]) == (name, "wrong_role")
-
-
-@pytest.mark.parametrize("name", [*RANK, *PREFILL_RANK])
-@pytest.mark.parametrize("rank", ["x", "7"])
-def test_header_of_a_rank_that_is_not_there_is_named(direct: Suite, name: str, rank: str) -> None:
-    error = refused(direct, 400, {**HERE, name: rank})
-    assert (error["param"], error["code"]) == (name, "invalid_value")
-
-
-@pytest.mark.parametrize("field", ["decode_worker_id", "backend_instance_id"])
-def test_field_of_an_absent_worker_is_named(direct: Suite, field: str) -> None:
-    error = refused(direct, 503, nvext={field: "gone-1"})
-    assert (error["param"], error["code"]) == (f"nvext.{field}", "worker_not_found")
+@pytest.mark.parametrize(("names", "others", "value", "status", "code"), HEADERS)
+def test_header_that_cannot_be_followed_is_named(
+    direct: Suite, names: Iterable[str], others: dict[str, str], value: str, status: int, code: str
+) -> None:
+    for name in names:
+        error = refused(direct, status, {**others, name: value})
+        assert (error["param"], error["code"]) == (name, code)
+        assert value in error["message"] or code != "worker_not_found"
 
 
 @pytest.mark.parametrize(
-    ("worker", "status", "code"), [("gone-1", 503, "worker_not_found"), ("worker-0", 400, "wrong_role")]
+    ("headers", "fields", "status", "param", "code"),
+    [
+        ({}, {"nvext": {"decode_worker_id": "gone-1"}}, 503, "nvext.decode_worker_id", "worker_not_found"),
+        ({}, {"nvext": {"backend_instance_id": "gone-1"}}, 503, "nvext.backend_instance_id", "worker_not_found"),
+        ({}, {"nvext": {**PAIR, "prefill_worker_id": "gone-1"}}, 503, "nvext.prefill_worker_id", "worker_not_found"),
+        ({}, {"nvext": {**PAIR, "prefill_worker_id": "worker-0"}}, 400, "nvext.prefill_worker_id", "wrong_role"),
+        (HERE, {"data_parallel_rank": 7}, 400, "data_parallel_rank", "invalid_value"),
+        ({}, {}, 400, "x-sluice-worker", "no_worker_named"),
+        ({"x-sluice-worker": "gone-1"}, {"model": "gone"}, 404, "model", "model_not_found"),
+    ],
 )
-def test_field_of_a_prefill_worker_is_named(direct: Suite, worker: str, status: int, code: str) -> None:
-    error = refused(direct, status, nvext={"decode_worker_id": "worker-0", "prefill_worker_id": worker})
-    assert (error["param"], error["code"]) == ("nvext.prefill_worker_id", code)
-
-
-def test_field_of_a_rank_that_is_not_there_is_named(direct: Suite) -> None:
-    error = refused(direct, 400, HERE, data_parallel_rank=7)
-    assert (error["param"], error["code"]) == ("data_parallel_rank", "invalid_value")
-
-
-@pytest.mark.parametrize("name", [*WORKER, ENDPOINT])
-def test_header_without_a_worker_is_named(direct: Suite, name: str) -> None:
-    error = refused(direct, 400, {name: ","})
-    assert (error["param"], error["code"]) == (name, "no_worker_named")
-
-
-def test_request_without_a_worker_is_rejected_with_the_usual_header(direct: Suite) -> None:
-    error = refused(direct, 400)
-    assert (error["param"], error["code"]) == ("x-sluice-worker", "no_worker_named")
-
-
-def test_unknown_model_is_not_found_whatever_worker_is_named(direct: Suite) -> None:
-    error = refused(direct, 404, {"x-sluice-worker": "gone-1"}, model="gone")
-    assert (error["param"], error["code"]) == ("model", "model_not_found")
+def test_field_that_cannot_be_followed_is_named(
+    direct: Suite, headers: dict[str, str], fields: dict[str, Any], status: int, param: str, code: str
+) -> None:
+    error = refused(direct, status, headers, **fields)
+    assert (error["param"], error["code"]) == (param, code)
 
 
 def test_header_counts_before_the_field_and_is_named(direct: Suite) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,7 +11,6 @@ import httpx
 import pytest
 
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.suite import Suite
 
@@ -81,19 +78,3 @@ async def test_text_usage_and_logprobs_are_those_of_one_worker(pairs: Suite) -> 
 def disagg_off() -> dict[str, str]:
     """Only decode workers may be chosen, so one of them does all."""
     return {"x-gateway-destination-endpoint-subset": "worker-0,worker-1"}
-
-
-async def test_without_prefill_workers_the_answer_says_so(tmp_path: Path) -> None:
-    with LooseSuite(build_tiny_model(tmp_path / "model"), prefill=2, postprocess=1) as pairs:
-        told = complete(pairs, "Tell me of the end.").json()["choices"][0]["text"]
-        for name in pairs.prefill:
-            pairs.end(name, signal.SIGKILL)
-        async with asyncio.timeout(40):
-            while True:
-                answer = complete(pairs, "Tell me of the end.")
-                assert answer.status_code == 200
-                assert answer.json()["choices"][0]["text"] == told
-                if answer.headers.get("x-sluice-degraded"):
-                    break
-                await asyncio.sleep(0.2)
-        assert answer.headers["x-sluice-degraded"] in ("no_prefill_worker", "prefill_failed")

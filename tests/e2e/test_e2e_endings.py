@@ -74,21 +74,6 @@ async def nothing_left(suite: Suite) -> None:
     await until("no stream, request or reservation left", idle)
 
 
-async def test_a_client_that_leaves_stops_the_engine(slow: Suite) -> None:
-    async with httpx.AsyncClient(base_url=slow.url, timeout=30) as client:
-        for stream in (True, False):
-            body = {**LONG, "messages": USER, "stream": stream}
-            asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-            await until("the engine works", lambda: _is_busy(slow))
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await nothing_left(slow)
-
-
-async def _is_busy(suite: Suite) -> bool:
-    return await busy(suite) > 0
-
-
 async def events(response: httpx.Response) -> AsyncIterator[dict[str, object]]:
     async for line in response.aiter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":

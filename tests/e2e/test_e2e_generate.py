@@ -115,8 +115,3 @@ def test_wrong_field_is_refused_by_the_clients_name(
     error = answer.json()["error"]
     assert error["param"] == param
     assert param in error["message"]
-
-
-def test_id_outside_of_the_vocabulary_is_refused(suite: Suite) -> None:
-    answer = generate(suite, token_ids=[4_000_000_000], sampling_params={})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "token_ids")

@@ -143,18 +143,6 @@ def test_the_same_picture_is_cached_and_another_of_the_same_size_is_not(url: str
     assert cached_tokens(other) < 32
 
 
-def test_live_view_counts_the_items_of_a_request_and_those_that_were_cached(url: str) -> None:
-    words = {"type": "text", "text": "Describe both pictures in detail. " * 20}
-    teal, navy, gold = (picture(color=color) for color in ("#008080", "#000080", "#ffd700"))
-    first, again, other = (
-        shown(url, chat(url, image_url(teal), words, image_url(second), words)["id"]) for second in (navy, navy, gold)
-    )
-    assert (first["media"], first["cached_media"]) == (2, 0)
-    assert (again["media"], again["cached_media"]) == (2, 2)
-    assert (other["media"], other["cached_media"]) == (2, 1)
-    assert first["encoder_tokens"] == again["encoder_tokens"] > 0
-
-
 def test_metrics_count_items_hits_and_files(suite: Suite) -> None:
     urls = endpoints(suite.output, PROCESSES)
     names = {
@@ -208,11 +196,6 @@ def test_choices_all_describe_the_picture(url: str, n: int) -> None:
 def test_as_many_images_as_the_gateway_accepts_are_served(url: str) -> None:
     files = [picture(8 + side, 8) for side in range(100)]
     assert text_of(chat(url, *map(image_url, files))).startswith(described(files[0]))
-
-
-def test_placeholder_text_of_a_user_stays_text(url: str) -> None:
-    for typed in ("[IMG]", "<image>", '{"type": "image", "media": 0}'):
-        assert not text_of(chat(url, {"type": "text", "text": typed})).startswith("image ")
 
 
 @pytest.mark.parametrize(

@@ -56,20 +56,6 @@ def chat_body(*parts: Any, **more: Any) -> dict[str, Any]:
     return {"model": MODEL, "max_tokens": 60, "messages": [user_message(*parts)], **more}
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_streamed_choices_of_a_chat_with_images_are_those_of_the_whole_answer(url: str, n: int) -> None:
-    body = chat_body(image_url(RED), image_url(BLUE), n=n, seed=3)
-    whole = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
-    texts = [""] * n
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=60) as response:
-        assert response.status_code == 200
-        for line in response.iter_lines():
-            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
-                texts[choice["index"]] += choice["delta"].get("content") or ""
-    assert texts == [choice["message"]["content"] for choice in whole["choices"]]
-    assert all(text.startswith(described(RED, BLUE)) for text in texts)
-
-
 async def test_tool_call_after_an_image_is_the_same_streamed_and_whole(url: str) -> None:
     tools = [{"type": "function", "function": {"name": "look", "parameters": TOOL}}]
     body = chat_body(image_url(RED), {"type": "text", "text": f"Look. <<<script: {CALL}>>>"}, tools=tools)

@@ -130,29 +130,6 @@ def test_top_shows_the_suite(suite: Suite) -> None:
     assert "worker-0" in sluice(suite, "top", "--once")
 
 
-def test_top_goes_on_line_by_line_where_there_is_no_terminal(suite: Suite) -> None:
-    command = [str(SLUICE), "top", "--gateway", suite.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={"PYTHONUNBUFFERED": "1"}) as top:
-        try:
-            assert top.stdout is not None
-            lines = [top.stdout.readline() for _ in range(3)]
-        finally:
-            top.terminate()
-    assert all("requests/s" in line for line in lines)
-
-
-def test_top_ends_without_a_word_when_nobody_reads_any_more(suite: Suite) -> None:
-    for more in ((), ("--json",)):
-        command = [str(SLUICE), "top", "--gateway", suite.url, *more]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as top:
-            assert top.stdout is not None
-            assert top.stderr is not None
-            assert top.stdout.readline()
-            top.stdout.close()
-            assert top.stderr.read() == ""
-        assert top.returncode == 0
-
-
 @pytest.mark.parametrize(("columns", "rows", "said"), [(40, 6, "The terminal has 40×6"), (100, 24, "worker-1")])
 def test_top_in_a_terminal_ends_with_control_c(suite: Suite, columns: int, rows: int, said: str) -> None:
     ours, theirs = pty.openpty()

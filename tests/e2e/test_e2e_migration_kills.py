@@ -15,6 +15,7 @@ import pytest
 from tests.support.clients.chat_answers import Answer, streamed, whole
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.loose_suite import LooseSuite
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -57,9 +58,7 @@ async def killed_at(suite: LooseSuite, client: httpx.AsyncClient, victim: str, t
         said[number] += 1
 
     asked = [asyncio.create_task(streamed(client, body(number), partial(heard, number))) for number in range(STREAMS)]
-    async with asyncio.timeout(WAIT_S):
-        while sum(count >= token for count in said.values()) < STREAMS // 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
+    await until(lambda: sum(count >= token for count in said.values()) >= STREAMS // 2, WAIT_S)
     suite.end(victim, signal.SIGKILL)
     return await asyncio.gather(*asked)
 

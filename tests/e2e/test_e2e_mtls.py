@@ -37,6 +37,7 @@ from tests.support.data.authority import Authority
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.suite import Suite
+from tests.support.waiting import until
 
 GRPC_SERVICES = ("preprocess", "router", "postprocess", "worker")
 CALLERS = ("gateway", *GRPC_SERVICES)
@@ -337,9 +338,7 @@ async def test_files_that_vanish_or_break_under_load_cost_nothing(guarded: Guard
 
 async def said(guarded: Guarded, words: str) -> None:
     """Waits until the log has it; its lines pass through two pipes."""
-    async with asyncio.timeout(30):
-        while words not in "".join(guarded.suite.output):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
+    await until(lambda: words in "".join(guarded.suite.output), 30)
 
 
 async def test_every_request_is_in_the_audit_log(guarded: Guarded) -> None:

@@ -22,15 +22,6 @@ def test_floats_and_base64_are_the_same_vectors(client: openai.OpenAI) -> None:
     assert isinstance(raw.http_response.json()["data"][0]["embedding"], str)
 
 
-def test_texts_and_their_tokens_embed_alike(client: openai.OpenAI, suite: Suite) -> None:
-    ids = httpx.post(f"{suite.url}/tokenize", json={"prompt": "river"}).json()["tokens"]
-    text, tokens, lists = (
-        client.embeddings.create(model="tekken", input=given).data for given in ("river", ids, [ids, ids])
-    )
-    assert text[0].embedding == tokens[0].embedding == lists[0].embedding == lists[1].embedding
-    assert len(lists) == 2
-
-
 def test_dimensions(client: openai.OpenAI) -> None:
     whole = client.embeddings.create(model="tekken", input="river").data[0].embedding
     short = client.embeddings.create(model="tekken", input="river", dimensions=8).data[0].embedding
@@ -66,16 +57,6 @@ def test_mistakes_name_their_field(client: openai.OpenAI, fields: dict[str, obje
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="tekken", **arguments)  # type: ignore[arg-type]
     assert caught.value.param == param
-
-
-def test_long_inputs_can_be_cut(client: openai.OpenAI) -> None:
-    answer = client.embeddings.create(model="tekken", input="word " * 100, extra_body={"truncate_prompt_tokens": 7})
-    assert answer.usage.prompt_tokens == 7
-
-
-def test_an_unknown_model(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="nope", input="x")
 
 
 def test_score_of_texts_is_the_cosine_of_their_vectors(client: openai.OpenAI, suite: Suite) -> None:

@@ -130,10 +130,3 @@ def test_errors_are_those_of_the_official_client(suite: Suite) -> None:
         make(suite, model="nope").invoke("hi")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         make(suite, temperature=3).invoke("hi")
-
-
-def test_embeddings(suite: Suite) -> None:
-    made = embeddings_of(suite)
-    vectors = made.embed_documents(["one", "two"])
-    assert len(vectors) == 2
-    assert made.embed_query("one") == pytest.approx(vectors[0])

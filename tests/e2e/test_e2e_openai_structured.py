@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel
-
-from tests.support.servers.suite import Suite
 
 QUESTION: Any = [{"role": "user", "content": "Where is the heron?"}]
 
@@ -39,11 +35,6 @@ def test_a_streamed_schema_is_the_same_document(client: openai.OpenAI) -> None:
     assert ask(client, response_format=form, seed=2).choices[0].message.content == text
 
 
-def test_any_object(client: openai.OpenAI) -> None:
-    answer = ask(client, response_format={"type": "json_object"})
-    assert isinstance(json.loads(answer.choices[0].message.content), dict)
-
-
 def test_constraints_under_the_engines_names(client: openai.OpenAI) -> None:
     chosen = ask(client, extra_body={"structured_outputs": {"choice": ["reeds", "river"]}})
     assert chosen.choices[0].message.content in ("reeds", "river")
@@ -66,38 +57,6 @@ EMBEDS = (
     "k05VTVBZAQB2AHsnZGVzY3InOiAnPGY0JywgJ2ZvcnRyYW5fb3JkZXInOiBGYWxzZSwgJ3NoYXBlJzogKDEsIDIpLCB9ICAgICAgICAgICAgICAg"
     "ICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgIAoAAAAAAAAAAA=="
 )
-
-
-def tool(name: str) -> Any:
-    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        ("required", {"get_weather", "get_time"}),
-        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
-    ],
-)
-def test_a_demanded_call_is_made(client: openai.OpenAI, stream: bool, choice: Any, names: set[str]) -> None:
-    tools = [tool("get_weather"), tool("get_time")]
-    if stream:
-        name = arguments = ""
-        for chunk in ask(client, tools=tools, tool_choice=choice, stream=True):
-            assert not chunk.choices[0].delta.content
-            for call in chunk.choices[0].delta.tool_calls or ():
-                name += call.function.name or ""
-                arguments += call.function.arguments or ""
-            reason = chunk.choices[0].finish_reason
-    else:
-        answer = ask(client, tools=tools, tool_choice=choice).choices[0]
-        name, arguments = answer.message.tool_calls[0].function.name, answer.message.tool_calls[0].function.arguments
-        reason = answer.finish_reason
-    assert name in names
-    assert isinstance(json.loads(arguments)["city"], str)
-    assert reason == "tool_calls"
 
 
 def test_options_of_the_engines_are_taken(client: openai.OpenAI) -> None:
@@ -141,15 +100,3 @@ def test_prompts_are_cut(client: openai.OpenAI) -> None:
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == 3
         assert ("one" in answer.choices[0].text) == (side == "right")
-
-
-def test_models(client: openai.OpenAI, suite: Suite) -> None:
-    model = client.models.retrieve("tekken")
-    assert (model.id, model.object, model.owned_by) == ("tekken", "model", "sluice")
-    assert model.created > 1_600_000_000
-    assert client.models.list().data[0] == model
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.models.retrieve("a/b")
-    assert caught.value.code == "model_not_found"
-    wrong = httpx.post(f"{suite.url}/v1/models", json={})
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import grpc
 import httpx
@@ -13,6 +13,7 @@ from services.gateway.workers.fleet_control import CHECK_EVERY_S
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.suite import Suite
+from tests.support.waiting import wait_until
 
 ADAPTER = "poet"
 WAIT_S = 30
@@ -28,14 +29,6 @@ def control(address: str, action: Action.Action.ValueType, **arguments: str) -> 
 def info_of(address: str) -> worker_pb2.GetInfoResponse:
     with grpc.insecure_channel(address) as channel:
         return worker_pb2_grpc.WorkerStub(channel).GetInfo(worker_pb2.GetInfoRequest(), timeout=20)
-
-
-def until(holds: Callable[[], object]) -> None:
-    """What a worker says needs a moment to the router and the gateway."""
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def complete(url: str, model: str, prompt: str = "Say something.", **fields: object) -> httpx.Response:
@@ -62,7 +55,7 @@ def test_an_adapter_is_a_model_on_the_worker_that_holds_it(suite: Suite) -> None
     assert complete(url, ADAPTER).status_code == 404
     control(holder, Action.ACTION_LOAD_LORA, name=ADAPTER)
     try:
-        until(lambda: complete(url, ADAPTER).status_code == 200)
+        wait_until(lambda: complete(url, ADAPTER).status_code == 200)
         assert complete(url, ADAPTER).json()["model"] == ADAPTER
         name = info_of(holder).worker_id
         for number in range(12):  # by chance alone one in 4,096
@@ -94,7 +87,7 @@ def test_an_adapter_is_a_model_on_the_worker_that_holds_it(suite: Suite) -> None
         )
     finally:
         control(holder, Action.ACTION_UNLOAD_LORA, name=ADAPTER)
-    until(lambda: complete(url, ADAPTER).status_code == 404)
+    wait_until(lambda: complete(url, ADAPTER).status_code == 404)
 
 
 def test_an_adapter_that_nobody_holds_is_named(suite: Suite) -> None:
@@ -109,11 +102,11 @@ def test_with_and_without_an_adapter_caches_are_apart(suite: Suite) -> None:
     for holder in holders:
         control(holder, Action.ACTION_LOAD_LORA, name=ADAPTER)
     try:
-        until(lambda: complete(suite.url, ADAPTER).status_code == 200)
+        wait_until(lambda: complete(suite.url, ADAPTER).status_code == 200)
         prompt = " ".join(f"Line {number} of a song." for number in range(60))
         assert cached(suite.url, "tekken", prompt) == 0
         assert cached(suite.url, ADAPTER, prompt) == 0
-        until(lambda: cached(suite.url, ADAPTER, prompt))
+        wait_until(lambda: cached(suite.url, ADAPTER, prompt))
     finally:
         for holder in holders:
             control(holder, Action.ACTION_UNLOAD_LORA, name=ADAPTER)
@@ -124,7 +117,7 @@ def test_a_sleeping_worker_gets_nothing_and_comes_back(suite: Suite) -> None:
     name = info_of(asleep).worker_id
     control(asleep, Action.ACTION_SLEEP, level="1")
     try:
-        until(lambda: chosen(suite.url, "tekken", "Awake?") == info_of(awake).worker_id)
+        wait_until(lambda: chosen(suite.url, "tekken", "Awake?") == info_of(awake).worker_id)
         for number in range(12):
             answer = complete(suite.url, "tekken", f"Awake {number}?")
             assert answer.status_code == 200, answer.text
@@ -132,13 +125,13 @@ def test_a_sleeping_worker_gets_nothing_and_comes_back(suite: Suite) -> None:
     finally:
         control(asleep, Action.ACTION_WAKE)
     # Of two that cost the same, the emptier one.
-    until(lambda: chosen(suite.url, "tekken", "Who is there?") == name)
+    wait_until(lambda: chosen(suite.url, "tekken", "Who is there?") == name)
 
 
 def test_a_cleared_cache_is_cold(suite: Suite) -> None:
     prompt = " ".join(f"Verse {number} of a hymn." for number in range(60))
 
-    until(lambda: cached(suite.url, "tekken", prompt))
+    wait_until(lambda: cached(suite.url, "tekken", prompt))
     for address in suite.addresses("worker"):
         control(address, Action.ACTION_CLEAR_CACHE)
     assert cached(suite.url, "tekken", prompt) == 0
@@ -170,11 +163,11 @@ def test_adapter_loaded_over_http_is_on_every_worker_and_on_one_that_lost_it(sui
                 assert ADAPTER not in info_of(address).card.adapters
         finally:
             gateway.resume()
-        until(lambda: all(ADAPTER in info_of(address).card.adapters for address in workers))
-        until(lambda: complete(suite.url, ADAPTER).status_code == 200)
+        wait_until(lambda: all(ADAPTER in info_of(address).card.adapters for address in workers))
+        wait_until(lambda: complete(suite.url, ADAPTER).status_code == 200)
     finally:
-        until(lambda: post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200)
-    until(lambda: complete(suite.url, ADAPTER).status_code == 404)
+        wait_until(lambda: post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200)
+    wait_until(lambda: complete(suite.url, ADAPTER).status_code == 404)
     gone = post(suite, "/v1/unload_lora_adapter", lora_name=ADAPTER)
     assert (gone.status_code, gone.json()["error"]["param"]) == (404, "lora_name")
 
@@ -198,9 +191,9 @@ def test_adapter_name_that_is_a_path_is_refused(suite: Suite, name: str) -> None
 
 def test_workers_sleep_and_wake_over_http(suite: Suite) -> None:
     assert len(httpx.post(f"{suite.url}/sleep?level=1", timeout=60).json()["workers"]) == 2
-    until(lambda: complete(suite.url, "tekken").status_code == 503)
+    wait_until(lambda: complete(suite.url, "tekken").status_code == 503)
     assert len(httpx.post(f"{suite.url}/wake_up", timeout=60).json()["workers"]) == 2
-    until(lambda: complete(suite.url, "tekken").status_code == 200)
+    wait_until(lambda: complete(suite.url, "tekken").status_code == 200)
     again = httpx.post(f"{suite.url}/wake_up", timeout=60)
     assert again.status_code == 400
     assert "has put a worker to sleep" in again.json()["error"]["message"]
@@ -209,7 +202,7 @@ def test_workers_sleep_and_wake_over_http(suite: Suite) -> None:
 def test_prefix_cache_reset_over_http_empties_it(suite: Suite) -> None:
     prompt = "The same beginning of a prompt, longer than a block of tokens. " * 20
     complete(suite.url, "tekken", prompt)
-    until(lambda: cached(suite.url, "tekken", prompt) > 0)
+    wait_until(lambda: cached(suite.url, "tekken", prompt) > 0)
     assert httpx.post(f"{suite.url}/reset_prefix_cache", timeout=60).status_code == 200
     assert cached(suite.url, "tekken", prompt) == 0
 
@@ -224,16 +217,16 @@ def shared(shared_redis: RedisServer) -> Iterator[Suite]:
 def test_workers_that_one_gateway_put_to_sleep_are_woken_by_any(shared: Suite) -> None:
     for _ in range(4):  # each connection ends at either gateway
         assert len(httpx.post(f"{shared.url}/sleep", timeout=60).json()["workers"]) == 2
-        until(lambda: complete(shared.url, "tekken").status_code == 503)
+        wait_until(lambda: complete(shared.url, "tekken").status_code == 503)
         assert len(httpx.post(f"{shared.url}/wake_up", timeout=60).json()["workers"]) == 2
-        until(lambda: all(complete(shared.url, "tekken").status_code == 200 for _ in range(8)))
+        wait_until(lambda: all(complete(shared.url, "tekken").status_code == 200 for _ in range(8)))
 
 
 def test_adapter_that_one_gateway_loaded_is_unloaded_by_any_and_stays_so(shared: Suite) -> None:
     for _ in range(4):
-        until(lambda: post(shared, "/v1/load_lora_adapter", lora_name=ADAPTER).status_code == 200)
-        until(lambda: all(complete(shared.url, ADAPTER).status_code == 200 for _ in range(8)))
-        until(lambda: post(shared, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200)
-        until(lambda: all(complete(shared.url, ADAPTER).status_code == 404 for _ in range(8)))
+        wait_until(lambda: post(shared, "/v1/load_lora_adapter", lora_name=ADAPTER).status_code == 200)
+        wait_until(lambda: all(complete(shared.url, ADAPTER).status_code == 200 for _ in range(8)))
+        wait_until(lambda: post(shared, "/v1/unload_lora_adapter", lora_name=ADAPTER).status_code == 200)
+        wait_until(lambda: all(complete(shared.url, ADAPTER).status_code == 404 for _ in range(8)))
     time.sleep(2 * CHECK_EVERY_S)  # the gateways' loops would load it again
     assert complete(shared.url, ADAPTER).status_code == 404

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from tests.support.servers.suite import SLUICE, Suite
+from tests.support.waiting import wait_until
 
 STAND_IN = Path(__file__).parents[1] / "support" / "fake_vllm_package"
 MARK = "<by the engine>"
@@ -52,20 +52,13 @@ def processor_of(suite: Suite, model: str) -> str | None:
     return next((entry["tokenizer"]["processor"] for entry in listed if entry["id"] == model), None)
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 @contextmanager
 def second_worker(suite: Suite, name: str, folder: Path) -> Iterator[None]:
     """A worker with a model of its own, started by hand beside the suite."""
     command = [SLUICE, "worker", "--model", f"{name}={folder}", "--routers", suite.address("router")]
     process = subprocess.Popen([*map(str, command), "--listen", "127.0.0.1:0", "--speedup", "20"])
     try:
-        until(lambda: name in httpx.get(f"{suite.url}/ready", timeout=10).json()["models"])
+        wait_until(lambda: name in httpx.get(f"{suite.url}/ready", timeout=10).json()["models"])
         yield
     finally:
         process.terminate()
@@ -88,7 +81,7 @@ def test_model_of_a_worker_started_later_is_served_to_the_end(native: Suite, fol
     assert text_of(chat(native, "mine"))
     with second_worker(native, "q", folder):
         assert text_of(chat(native, "q")) == text_of(chat(native, "mine"))
-        until(lambda: processor_of(native, "q") == "hf")
+        wait_until(lambda: processor_of(native, "q") == "hf")
 
 
 def test_operators_model_is_loaded_before_the_suite_is_ready(native: Suite) -> None:
@@ -108,7 +101,7 @@ def test_native_processing_without_native_code_is_reported_at_the_start_and_for_
     with second_worker(native, "again", folder):
         assert text_of(chat(native, "again"))
         for service in ("preprocess", "postprocess"):
-            until(lambda: lines_with(native, f"{service} ", "no processing", "model=again", "engine=mock"))  # noqa: B023
+            wait_until(lambda: lines_with(native, f"{service} ", "no processing", "model=again", "engine=mock"))  # noqa: B023
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +112,7 @@ def by_vllm(folder: Path) -> Iterator[Suite]:
 
 
 def test_vllm_processing_makes_prompts_and_reads_answers_with_the_engines_code(by_vllm: Suite) -> None:
-    until(lambda: processor_of(by_vllm, "tiny") == "vllm")
+    wait_until(lambda: processor_of(by_vllm, "tiny") == "vllm")
     assert prompt_of(by_vllm, "tiny").startswith(MARK)
     answer = text_of(chat(by_vllm, "tiny"))
     assert answer == answer.upper(), "the stand-in's parser writes capitals"

@@ -34,7 +34,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
         "SLUICE_GATEWAY_MAX_UNSENT_KB": "16",
         "SLUICE_GATEWAY_COMMENT_EVERY_S": "1",
     }
-    with Suite("--speedup", "100", env=env) as running:
+    with Suite("--workers", "1", "--speedup", "100", env=env) as running:
         yield running
 
 

@@ -62,50 +62,36 @@ async def until_they_agree(routers: Sequence[str], workers: int, at_least: int) 
             await asyncio.sleep(0.05)
 
 
-@pytest.fixture
-def fresh() -> Iterator[Suite]:
-    with Suite("--speedup", "20") as suite:
+@pytest.fixture(scope="module")
+def replicated(shared_redis: RedisServer) -> Iterator[Suite]:
+    """Two routers on one Redis."""
+    with Suite("--speedup", "20", "--redis", shared_redis.url, "--routers", "2") as suite:
         yield suite
 
 
-async def test_prefixes_meet_and_others_go_elsewhere(fresh: Suite) -> None:
-    router = fresh.address("router")
-    first = ask(fresh.url, long_prompt("canals") + " And now?")
+async def test_prefixes_meet_at_every_router_and_others_go_elsewhere(replicated: Suite) -> None:
+    routers = replicated.addresses("router")
+    assert len(routers) == 2
+    first = ask(replicated.url, long_prompt("canals") + " And now?")
     assert first["prompt"] > 1900
     assert first["cached"] == 0
-    await until_indexed(router, 1, first["prompt"] // 16 - 1)
-
-    second = ask(fresh.url, long_prompt("canals") + " What next?")
-    assert second["cached"] >= first["prompt"] - 3 * 16
-    after_two = await until_indexed(router, 1, first["prompt"] // 16 - 1)
-    assert sum(count > 10 for count in after_two.values()) == 1, "both requests ran on one worker"
-
-    third = ask(fresh.url, long_prompt("mountains"))
-    assert third["cached"] < 100
-    await until_indexed(router, 2, third["prompt"] // 16 - 8)
-
-
-async def test_what_one_router_learned_another_uses(redis: RedisServer) -> None:
-    with Suite("--speedup", "20", "--redis", redis.url, "--routers", "2") as suite:
-        routers = suite.addresses("router")
-        assert len(routers) == 2
-        first = ask(suite.url, long_prompt("canals"))
-        await until_they_agree(routers, 1, first["prompt"] // 16 - 1)
-        # Each router alone finds the worker that holds the prefix.
-        answers = [ask(suite.url, long_prompt("canals") + f" Question {number}?") for number in range(6)]
-        assert all(answer["cached"] >= first["prompt"] - 3 * 16 for answer in answers)
-        ask(suite.url, long_prompt("mountains"))
-        await until_they_agree(routers, 2, 100)
+    await until_they_agree(routers, 1, first["prompt"] // 16 - 1)
+    # Each router alone finds the worker that holds the prefix.
+    answers = [ask(replicated.url, long_prompt("canals") + f" Question {number}?") for number in range(6)]
+    assert all(answer["cached"] >= first["prompt"] - 3 * 16 for answer in answers)
+    dumped = await until_indexed(routers[0], 1, first["prompt"] // 16 - 1)
+    assert sum(count > 10 for count in dumped.values()) == 1, "all requests ran on one worker"
+    other = ask(replicated.url, long_prompt("mountains"))
+    assert other["cached"] < 100
+    await until_they_agree(routers, 2, other["prompt"] // 16 - 8)
 
 
-async def test_a_restarted_router_has_its_index_back(redis: RedisServer) -> None:
-    with Suite("--speedup", "20", "--redis", redis.url) as suite:
-        prompt = ask(suite.url, long_prompt("harbours"))["prompt"]
-        await until_indexed(suite.address("router"), 1, prompt // 16 - 1)
-        await asyncio.sleep(1)  # the last of its blocks
-        before = await blocks_by_worker(suite.address("router"))
-        restarted = await _router_alone(redis, before)
-        assert restarted == before
+async def test_a_restarted_router_has_its_index_back(replicated: Suite, shared_redis: RedisServer) -> None:
+    prompt = ask(replicated.url, long_prompt("harbours"))["prompt"]
+    await until_they_agree(replicated.addresses("router"), 1, prompt // 16 - 1)
+    await asyncio.sleep(1)  # the last of its blocks
+    before = await blocks_by_worker(replicated.address("router"))
+    assert await _router_alone(shared_redis, before) == before
 
 
 async def _router_alone(redis: RedisServer, expected: dict[str, int]) -> dict[str, int]:

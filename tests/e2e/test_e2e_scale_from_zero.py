@@ -11,7 +11,7 @@ import httpx
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.loose_suite import LooseSuite
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 

@@ -71,7 +71,7 @@ SELDOM = {
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Suite]:
     """Short answers, so that requests without a limit end soon."""
-    with Suite("--speedup", "1000", env={"SLUICE_WORKER_CONTEXT_LENGTH": "1024"}) as running:
+    with Suite("--workers", "1", "--speedup", "1000", env={"SLUICE_WORKER_CONTEXT_LENGTH": "1024"}) as running:
         yield running
 
 

@@ -145,20 +145,3 @@ def test_session_of_another_tenant_is_another_session(suite: Suite, other: str) 
     assert theirs[1] is False, "a tenant learns nothing of the sessions of another"
     assert run(suite, session=name) == (mine[0], True)
     assert run(suite, session=name, key=other) == (theirs[0], True)
-
-
-def test_keys_of_one_tenant_share_a_session(suite: Suite) -> None:
-    first = run(suite, session="of the shop", key=SHOP)
-    assert run(suite, session="of the shop", key=SHOP_TOO) == (first[0], True)
-
-
-def test_session_name_that_is_too_long_is_refused_by_its_source(suite: Suite) -> None:
-    for headers, fields, param in (
-        ({"x-session-id": "x" * 513}, {}, "x-session-id"),
-        ({}, {"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
-    ):
-        body = {"model": "tekken", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, **fields}
-        sent = {"authorization": f"Bearer {ONE}", **headers}
-        answer = httpx.post(f"{suite.url}/v1/chat/completions", json=body, headers=sent, timeout=60)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["param"] == param

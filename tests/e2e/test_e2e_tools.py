@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionToolMessageParam
 
-from tests.support.data.tiny_models import build_tiny_model
+from tests.support.clients.chat_answers import ObservedStream
 from tests.support.servers.suite import Suite
 
 CITY = '{"city": "Zürich 🌧️", "days": [1, 2.50]}'
@@ -22,10 +21,6 @@ TOOLS: Any = [
     for name in ("get_weather", "get_time")
 ]
 MISTRAL = f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "get_time", "arguments": {{}}}}]'
-HERMES = (
-    f'<think>\nLet me see.\n</think>\n\nI look.\n<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n'
-    '</tool_call>\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
-)
 
 
 def asking(script: str) -> Any:
@@ -37,45 +32,6 @@ def asking(script: str) -> Any:
 def mistral(suite: Suite) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{suite.url}/v1", api_key="unused", max_retries=0, timeout=60) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A model whose template writes calls as Hermes and Qwen do, and thinks."""
-    model = build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    with (
-        Suite("--speedup", "20", "--workers", "1", "--model", str(model)) as running,
-        openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60) as made,
-    ):
-        yield made
-
-
-class ObservedStream:
-    """What the chunks of a stream come to."""
-
-    def __init__(self, chunks: Any) -> None:
-        self.content = self.reasoning = ""
-        self.calls: dict[int, dict[str, str]] = {}
-        self.argument_chunks = 0
-        self.finish_reason = ""
-        self.usage: Any = None
-        for chunk in chunks:
-            self.usage = chunk.usage or self.usage
-            for choice in chunk.choices:
-                self.finish_reason = choice.finish_reason or self.finish_reason
-                self.take(choice.delta)
-
-    def take(self, delta: Any) -> None:
-        self.content += delta.content or ""
-        thought = getattr(delta, "reasoning_content", None) or ""
-        assert thought == (getattr(delta, "reasoning", None) or "")
-        self.reasoning += thought
-        for call in delta.tool_calls or ():
-            known = self.calls.setdefault(call.index, {"id": "", "name": "", "arguments": ""})
-            known["id"] += call.id or ""
-            known["name"] += call.function.name or ""
-            known["arguments"] += call.function.arguments or ""
-            self.argument_chunks += bool(call.function.arguments)
 
 
 def test_parallel_calls_at_once_and_streamed(mistral: openai.OpenAI) -> None:
@@ -136,34 +92,3 @@ def test_one_call_only(mistral: openai.OpenAI) -> None:
     assert [call.function.name for call in choice.message.tool_calls] == ["get_weather"]
     assert "get_time" in choice.message.content
     assert choice.degraded == ["tool_choice_not_honoured"]
-
-
-def test_reasoning_and_calls_of_a_thinking_model(qwen: openai.OpenAI) -> None:
-    arguments: Any = {"model": "tiny", "messages": asking(HERMES), "tools": TOOLS, "max_tokens": 600}
-    answer: Any = qwen.chat.completions.create(**arguments)
-    message = answer.choices[0].message
-    assert (message.reasoning_content, message.reasoning) == ("Let me see.", "Let me see.")
-    assert message.content == "I look."
-    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
-        ("get_weather", CITY),
-        ("get_time", "{}"),
-    ]
-    assert answer.choices[0].finish_reason == "tool_calls"
-    assert 0 < answer.usage.completion_tokens_details.reasoning_tokens < answer.usage.completion_tokens
-
-    heard = ObservedStream(
-        qwen.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
-    )
-    assert (heard.reasoning, heard.content) == ("Let me see.", "I look.")
-    assert [json.loads(call["arguments"]) for call in heard.calls.values()] == [json.loads(CITY), {}]
-    assert heard.usage.completion_tokens_details == answer.usage.completion_tokens_details
-
-
-def test_thinking_switched_off_leaves_no_reasoning(qwen: openai.OpenAI) -> None:
-    script = "<think>is a tag</think> and so on"
-    answer: Any = qwen.chat.completions.create(
-        model="tiny", messages=asking(script), extra_body={"chat_template_kwargs": {"enable_thinking": False}}
-    )
-    assert answer.choices[0].message.content == script
-    assert answer.choices[0].message.reasoning_content is None
-    assert answer.usage.completion_tokens_details.reasoning_tokens == 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import pytest
 
 from services.common.net.ports import free_port
 from tests.support.servers.redis_server import RedisServer
@@ -138,30 +136,3 @@ async def test_redis_away_at_start_then_there(tmp_path: Path) -> None:
             await until_ready(ports.url, True)
         finally:
             redis.stop()
-
-
-@pytest.mark.parametrize("name", ["gateway", "preprocess", "router", "postprocess", "worker"])
-async def test_bad_flags_are_one_sentence_and_exit_2(name: str) -> None:
-    for flags in (["--no-such-flag"], ["--drain-s", "minus one"], ["--log-level", "loud"]):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", f"services.{name}", *flags, stderr=asyncio.subprocess.PIPE
-        )
-        _, said = await asyncio.wait_for(process.communicate(), 120)
-        assert process.returncode == 2
-        assert len(said.decode().strip().splitlines()) == 1, said.decode()
-
-
-@pytest.mark.parametrize("name", ["gateway", "preprocess", "router", "postprocess", "worker"])
-async def test_a_taken_port_is_one_sentence_and_exit_1(name: str) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", f"services.{name}", "--listen", address, stderr=asyncio.subprocess.PIPE
-        )
-        _, said = await asyncio.wait_for(process.communicate(), 120)
-    assert process.returncode == 1
-    text = said.decode()
-    assert address in text
-    assert "Traceback" not in text

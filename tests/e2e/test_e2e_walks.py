@@ -15,6 +15,7 @@ import pytest
 from services.common.models import DEFAULT_SOURCE
 from tests.support.servers.loose_suite import LooseSuite
 from tests.support.servers.traced_service import FOLDER
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 WALKS = (
@@ -79,10 +80,7 @@ def _ask(suite: LooseSuite, text: str) -> None:
 
 
 def _recorded(path: Path) -> list[str]:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline, "the process wrote no recording"
-        time.sleep(0.05)
+    wait_until(lambda: path.exists(), 20)
     return path.read_text().splitlines()
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -132,35 +131,6 @@ def test_ctrl_c_while_it_starts_ends_everything(start: Start) -> None:
     assert up.process.wait(DEADLINE_S) == 0
     assert up.left(within_s=20) == []
     assert up.out == ""
-
-
-@pytest.mark.parametrize("name", ["preprocess", "worker", "gateway"])
-def test_dead_service_is_named_and_the_others_end(name: str, start: Start) -> None:
-    up = start()
-    up.until_ready()
-    up.child(name).kill()
-    assert up.process.wait(DEADLINE_S) == 1
-    assert f"{name}-" in up.err if name == "worker" else f"{name} was killed by SIGKILL" in up.err
-    assert up.left(within_s=20) == []
-
-
-def test_nothing_outlives_a_killed_supervisor(start: Start) -> None:
-    up = start()
-    up.until_ready()
-    up.process.kill()
-    up.process.wait()
-    assert up.left(within_s=20) == []
-
-
-def test_taken_gateway_port_is_named(start: Start) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        up = start("--port", str(port))
-        assert up.process.wait(DEADLINE_S) == 1
-    assert up.err == (
-        f"sluice up: gateway cannot listen on 127.0.0.1:{port}: the port is taken. "
-        'Choose others with --port and --base-grpc-port (with make: make run ARGS="--port 8080").\n'
-    )
 
 
 def test_engine_that_does_not_load_is_said_in_the_workers_words(start: Start) -> None:

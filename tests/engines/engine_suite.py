@@ -25,9 +25,8 @@ from typing import Any, Self
 
 import grpc
 import psutil
-import pytest
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_detail, from_rpc_error
@@ -277,63 +276,6 @@ async def greedy_equals_offline(engine: EngineUnderTest, worker: RunningWorker, 
         assert answer.terminal.usage.completion_tokens == 24
 
 
-async def stop_ids_end_a_request(worker: RunningWorker) -> None:
-    """A stop id that greedy decoding reaches ends the request there, unless min_tokens forbids it."""
-    prompt = prompts(1, 20, 20, seed=11)[0]
-    tokens = (await generate(worker, request("free", prompt, 24))).token_ids
-    place = next(index for index in range(3, 24) if tokens[index] not in tokens[:index])
-    stop = common_pb2.StopOptions(max_tokens=24, stop_token_ids=pack_u32([tokens[place]]), ignore_eos=True)
-    message = request("stopped", prompt)
-    message.stop.CopyFrom(stop)
-    answer = await generate(worker, message)
-    assert answer.token_ids == tokens[: place + 1]
-    assert answer.terminal is not None
-    assert answer.terminal.finish_reason == common_pb2.FINISH_REASON_STOP
-    assert answer.terminal.stop_token_id == tokens[place]
-    if "min_tokens" in await worker.claims():
-        message.request_id = "held"
-        message.stop.min_tokens = place + 3
-        assert len((await generate(worker, message)).token_ids) >= place + 3
-
-
-async def second_request_reports_cached_tokens(worker: RunningWorker) -> None:
-    """The second of two equal prompts finds full blocks in the cache and gets the same tokens."""
-    size = max(1, (await worker.info()).card.block_size)
-    prompt = prompts(1, 3 * size + 5, 3 * size + 5, seed=random.randrange(1 << 30))[0]
-    first = await generate(worker, request(f"first-{prompt[0]}", prompt, 8))
-    second = await generate(worker, request(f"second-{prompt[0]}", prompt, 8))
-    assert first.cached_tokens == 0
-    assert second.cached_tokens is not None
-    assert second.cached_tokens >= 2 * size
-    assert second.terminal is not None
-    assert second.terminal.usage.cached_tokens == second.cached_tokens
-    assert second.token_ids == first.token_ids
-
-
-async def abort_frees_blocks(engine: EngineUnderTest, worker: RunningWorker) -> None:
-    """Aborted requests give their blocks back; the ones beside them go on."""
-    caller = PatientCaller(worker.stub)
-    try:
-        long = prompts(4, 100, 100, seed=3)
-        await caller.send({slot: request(f"long-{slot}", prompt, 400) for slot, prompt in enumerate(long)})
-        await caller.began(0, 1, 2, 3)
-        info = await worker.info()
-        assert info.load.running_requests + info.load.waiting_requests > 0
-        await caller.send(cancels=[0, 1])
-        await caller.ended(0, 1)
-        assert (await worker.stub.Abort(worker_pb2.AbortRequest(request_id="long-2"), timeout=CALL_S)).found
-        await caller.ended(2)
-        for slot in (0, 1, 2):
-            assert caller.terminals[slot].finish_reason == common_pb2.FINISH_REASON_CANCELLED
-        assert not (await worker.stub.Abort(worker_pb2.AbortRequest(request_id="long-2"), timeout=CALL_S)).found
-        await caller.ended(3)
-        assert caller.terminals[3].finish_reason == common_pb2.FINISH_REASON_LENGTH
-        assert len(caller.token_ids[3]) == 400
-    finally:
-        await caller.close()
-    await worker.idle(engine.quiet_s)
-
-
 async def random_cancels_leak_nothing(engine: EngineUnderTest, worker: RunningWorker, count: int = 500) -> None:
     """Requests cancelled at random moments (some before they began, some after they ended) leave nothing behind."""
     source = random.Random(count)
@@ -357,15 +299,6 @@ async def random_cancels_leak_nothing(engine: EngineUnderTest, worker: RunningWo
         await caller.close()
     await worker.idle(engine.quiet_s)
     assert len((await generate(worker, request("after", [20, 21, 22], 4))).token_ids) == 4
-
-
-async def callers_that_vanish_leak_nothing(engine: EngineUnderTest, worker: RunningWorker) -> None:
-    """A session that is dropped without a word frees what ran in it."""
-    caller = PatientCaller(worker.stub)
-    await caller.send({slot: request(f"gone-{slot}", prompt, 1000) for slot, prompt in enumerate(prompts(6, seed=9))})
-    await caller.began(*range(6))
-    await caller.close()
-    await worker.idle(engine.quiet_s)
 
 
 async def logprobs_equal_offline(engine: EngineUnderTest, worker: RunningWorker, tolerance: float = 1e-3) -> None:
@@ -482,34 +415,6 @@ async def until_routed(router: RouterChild, prompt: Sequence[int], expected: tup
         await asyncio.sleep(0.05)
 
 
-async def guided_json_follows_its_schema(worker: RunningWorker, decode: Callable[[Sequence[int]], str]) -> None:
-    """However random the model, what it says is a document of the schema.
-
-    Sampled, because the likeliest token of a random model may be white space for ever.
-    """
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}, "warm": {"type": "boolean"}},
-        "required": ["city", "warm"],
-        "additionalProperties": False,
-    }
-    for seed in range(3):
-        message = request(
-            f"guided-{seed}",
-            prompts(1, seed=seed)[0],
-            1000,
-            ignore_eos=False,
-            guided=common_pb2.GuidedDecoding(json_schema=json.dumps(schema)),
-            sampling=common_pb2.SamplingOptions(temperature=1.0),
-        )
-        answer = await generate(worker, message)
-        assert answer.terminal is not None
-        assert answer.terminal.finish_reason == common_pb2.FINISH_REASON_STOP
-        document = json.loads(decode(answer.token_ids))
-        assert document["city"] in ("Paris", "Rome")
-        assert document["warm"] in (True, False)
-
-
 async def bad_grammars_are_refused_and_serving_goes_on(worker: RunningWorker) -> None:
     """Patterns and schemas that cannot be compiled are typed errors that name the constraint, also beside others."""
     open_pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}, "required": ["a"]}
@@ -532,28 +437,6 @@ async def bad_grammars_are_refused_and_serving_goes_on(worker: RunningWorker) ->
     good, *_ = await asyncio.gather(generate(worker, request("beside", [20, 21], 30)), *map(refused, range(len(wrong))))
     assert good is not None
     assert len(good.token_ids) == 30
-
-
-async def bad_input_is_refused_and_serving_goes_on(worker: RunningWorker) -> None:
-    """Ids outside the vocabulary, a prompt over the context, an unknown adapter: typed errors, then a request works."""
-    card = (await worker.info()).card
-    for name, message in (
-        ("ids", request("bad-ids", [card.vocab_size + 3])),
-        ("long", request("bad-long", [20] * card.context_length)),
-        ("lora", request("bad-lora", [20, 21], lora="unknown")),
-        ("stop", request("bad-stop", [20, 21], stop=_stop_at(card.vocab_size))),
-    ):
-        with pytest.raises(SluiceError) as caught:
-            await generate(worker, message)
-        kinds = (ErrorKind.INVALID_ARGUMENT, ErrorKind.NOT_FOUND, ErrorKind.FAILED_PRECONDITION)
-        assert caught.value.kind in kinds, name
-        assert "Traceback" not in caught.value.message
-    assert len((await generate(worker, request("good", [20, 21], 3))).token_ids) == 3
-
-
-def _stop_at(token_id: int) -> common_pb2.StopOptions:
-    """An id that no logit has, which an engine would suppress before min_tokens."""
-    return common_pb2.StopOptions(max_tokens=5, min_tokens=1, stop_token_ids=pack_u32([token_id]))
 
 
 async def sigterm_lets_running_requests_finish(engine: EngineUnderTest, live: int = 16) -> None:

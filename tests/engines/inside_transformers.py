@@ -30,6 +30,7 @@ from services.worker.contract.generation import (
 )
 from services.worker.engines.transformers.engine import TransformersEngine
 from services.worker.settings import WorkerSettings
+from tests.support.waiting import until
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -68,14 +69,6 @@ async def overflow(folder: str) -> None:
     assert [ids(one) for one in together] == alone
     await quiet(engine)
     await engine.cleanup()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for what comes from another thread."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 async def quiet(engine: TransformersEngine) -> None:

@@ -28,8 +28,8 @@ from services.postprocess.streams.vocabulary_registry import VocabularyRegistry,
 from tests.engines.servers import ROOT, python
 from tests.support.data.marked_vocabulary import build_marked_model, markers_in
 from tests.support.data.parser_corpus import TOOLS, corpus
-from tests.support.fakes.engines import until
 from tests.support.oracles.parsing import ParsedDelta, said
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.engines
 

@@ -16,8 +16,8 @@ from services.common.errors import SluiceError
 from sluice.v1 import common_pb2, worker_pb2
 from tests.engines import engine_suite as suite
 from tests.support.data.tiny_models import ServableFolders, build_servable
-from tests.support.fakes.engines import until
 from tests.support.servers.router_child import RouterChild
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.engines, pytest.mark.asyncio(loop_scope="module")]
 
@@ -54,14 +54,6 @@ async def control(worker: suite.RunningWorker, action: Action.Action.ValueType, 
 
 async def test_greedy_equals_sglang(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
     await suite.greedy_equals_offline(engine, worker)
-
-
-async def test_stop_ids(worker: suite.RunningWorker) -> None:
-    await suite.stop_ids_end_a_request(worker)
-
-
-async def test_the_prefix_cache(worker: suite.RunningWorker) -> None:
-    await suite.second_request_reports_cached_tokens(worker)
 
 
 async def test_salts_separate_caches(worker: suite.RunningWorker) -> None:
@@ -104,7 +96,6 @@ async def test_constraints(worker: suite.RunningWorker, folders: ServableFolders
         text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    await suite.guided_json_follows_its_schema(worker, decode)
     await suite.bad_grammars_are_refused_and_serving_goes_on(worker)
     for name, guided, allowed in (
         (
@@ -168,15 +159,6 @@ async def test_nothing_listens_beyond_this_machine(worker: suite.RunningWorker) 
     }
     assert hosts
     assert all(host in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for host in hosts)
-
-
-async def test_aborts(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
-    await suite.abort_frees_blocks(engine, worker)
-    await suite.callers_that_vanish_leak_nothing(engine, worker)
-
-
-async def test_bad_input(worker: suite.RunningWorker) -> None:
-    await suite.bad_input_is_refused_and_serving_goes_on(worker)
 
 
 async def test_cancellation_of_500_requests_frees_their_blocks(

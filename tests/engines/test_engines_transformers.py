@@ -50,14 +50,6 @@ async def test_greedy_equals_generate(engine: suite.EngineUnderTest, worker: sui
     await suite.greedy_equals_offline(engine, worker)
 
 
-async def test_stop_ids(worker: suite.RunningWorker) -> None:
-    await suite.stop_ids_end_a_request(worker)
-
-
-async def test_the_prefix_cache(worker: suite.RunningWorker) -> None:
-    await suite.second_request_reports_cached_tokens(worker)
-
-
 async def test_logprobs(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
     await suite.logprobs_equal_offline(engine, worker)
 
@@ -104,17 +96,7 @@ async def test_guided_json(worker: suite.RunningWorker, folders: ServableFolders
         text: str = tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    await suite.guided_json_follows_its_schema(worker, decode)
     await suite.bad_grammars_are_refused_and_serving_goes_on(worker)
-
-
-async def test_aborts(engine: suite.EngineUnderTest, worker: suite.RunningWorker) -> None:
-    await suite.abort_frees_blocks(engine, worker)
-    await suite.callers_that_vanish_leak_nothing(engine, worker)
-
-
-async def test_bad_input(worker: suite.RunningWorker) -> None:
-    await suite.bad_input_is_refused_and_serving_goes_on(worker)
 
 
 async def test_cancellation_of_500_requests_frees_their_blocks(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.servers.envoy_front import VERSIONS, chat, front
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.envoy
 

@@ -16,7 +16,7 @@ from tests.support.servers.envoy import SUBSET_HEADER, SUBSET_LIST_HEADER
 from tests.support.servers.envoy_front import VERSIONS, Answer, Front, chat, front
 from tests.support.servers.http_upstream import Upstream
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.envoy
 

@@ -17,10 +17,3 @@ def attacked() -> Iterator[Suite]:
         yield running
         alive = {process.pid for process in running.processes()}
         assert alive == before, "a process of the suite ended"
-
-
-@pytest.fixture(scope="session")
-def suite() -> Iterator[Suite]:
-    """Two mock workers, the default model, memory store."""
-    with Suite("--speedup", "20") as running:
-        yield running

@@ -33,9 +33,10 @@ from services.worker.engines.vllm.engine import VllmEngine
 from services.worker.generation.validation import validate_grammar_size
 from services.worker.settings import WorkerSettings
 from tests.support.data.hostile_grammars import GRAMMARS, regex, schema
-from tests.support.fakes.engines import RecordingSink, request, until
+from tests.support.fakes.engines import RecordingSink, request
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.suite import Suite
+from tests.support.waiting import until
 
 # The mock engine's own examples.
 

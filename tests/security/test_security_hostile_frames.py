@@ -23,7 +23,7 @@ from tests.support.servers.suite import Suite
 
 FRAMES, SLOW_FRAMES = 2_000, 100_000
 FRAMES_A_STEP = 1_000
-STREAMS = 50
+STREAMS = 20
 VICTIMS = 4
 GUESSES = 600
 FLOATS = (0.0, -1.0, float("nan"), float("inf"), float("-inf"), 1e300)
@@ -257,9 +257,3 @@ def test_honest_streams_beside_random_frames_of_a_hostile_worker_are_undisturbed
     assert arena.answers & {500, 502, 504}
     unhandled = [at for at, line in enumerate(attacked.output) if "Traceback" in line]
     assert not unhandled, "".join(attacked.output[unhandled[0] - 1 : unhandled[0] + 60])
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_frames_of_one_seed_are_the_same(seed: int) -> None:
-    first, second = (Frames(seed, [1, 2]) for _ in range(2))
-    assert [first.next() for _ in range(200)] == [second.next() for _ in range(200)]

@@ -19,6 +19,7 @@ from services.common import budgets
 from services.gateway.http.server import HttpServer
 from services.router.http_api.server import bounded_server
 from tests.support.clients.raw_http import WAIT_S, answer, everything
+from tests.support.waiting import until
 
 MAX_PARTS_PER_TURN = 4_500
 """Callbacks of the parser in one turn: those of a few slices of 8 KiB, and what an event loop may add."""
@@ -93,9 +94,7 @@ async def gateway(app: Any) -> AsyncIterator[tuple[str, int, Any]]:
     embedded, config = _config(server)
     serving = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(WAIT_S):
-            while not embedded.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: embedded.started, WAIT_S)
         yield "127.0.0.1", int(server.address.rpartition(":")[2]), config.http_protocol_class
     finally:
         server.stop()
@@ -108,9 +107,7 @@ async def twin(app: Any) -> AsyncIterator[tuple[str, int, Any]]:
     embedded, config = _config(server)
     serving = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(WAIT_S):
-            while not embedded.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: embedded.started, WAIT_S)
         port = embedded.servers[0].sockets[0].getsockname()[1]
         yield "127.0.0.1", port, config.http_protocol_class
     finally:

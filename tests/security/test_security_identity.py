@@ -39,8 +39,9 @@ from sluice.v1 import (
 from tests.support.clients.callers import Calls, is_attached, now_us
 from tests.support.data.authority import Authority
 from tests.support.data.tokens import accept
-from tests.support.servers.router_cluster import FakeWorker, routers, until
+from tests.support.servers.router_cluster import FakeWorker, routers
 from tests.support.servers.survival import Bookings
+from tests.support.waiting import until
 
 REFUSED = (ErrorKind.UNAUTHENTICATED, ErrorKind.PERMISSION_DENIED)
 

@@ -31,7 +31,8 @@ from sluice.v1 import (
     worker_pb2_grpc,
 )
 from tests.support.clients.callers import now_us, ready_routers, refusal
-from tests.support.servers.router_cluster import FakeWorker, until
+from tests.support.servers.router_cluster import FakeWorker
+from tests.support.waiting import until
 
 
 class TextLog:

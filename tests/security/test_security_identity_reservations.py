@@ -15,7 +15,8 @@ from services.gateway.core.request import TokenizedPrompt
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.clients.callers import Calls, now_us, ready_routers
 from tests.support.data.tokens import accept, shows
-from tests.support.servers.router_cluster import MODEL, FakeWorker, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker
+from tests.support.waiting import until
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from sluice.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 
 async def reflects(settings: GrpcServiceSettings) -> bool:

@@ -37,8 +37,9 @@ from tests.support.clients.callers import (
 from tests.support.data.authority import Authority
 from tests.support.data.tokens import accept
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers
 from tests.support.servers.workers import generation, hosted, stub_of
+from tests.support.waiting import until
 
 
 @pytest.fixture(params=["memory", "redis"])

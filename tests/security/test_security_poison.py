@@ -14,6 +14,7 @@ import pytest
 from tests.support.clients.chat_answers import streamed, whole
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.loose_suite import LooseSuite
+from tests.support.waiting import until
 
 WAIT_S = 180
 STREAMS = 24
@@ -53,9 +54,7 @@ async def test_request_that_ends_its_workers_ends_two_of_four_and_no_stream_besi
         asked = [
             asyncio.create_task(streamed(client, body(number), partial(began.add, number))) for number in range(STREAMS)
         ]
-        async with asyncio.timeout(WAIT_S):
-            while len(began) < STREAMS // 2:  # noqa: ASYNC110  # the others have no token yet, or few
-                await asyncio.sleep(0.002)
+        await until(lambda: len(began) >= STREAMS // 2, WAIT_S)
         poison = {"model": "tiny", "prompt": [POISON, 20, 21], "max_tokens": 5, "n": choices}
         refused = await client.post("/v1/completions", json=poison)
         assert refused.status_code == 502, refused.text

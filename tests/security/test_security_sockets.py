@@ -358,16 +358,6 @@ async def test_messages_without_end_beside_a_response_close_the_connection(
     await connection.end()
 
 
-async def test_binary_messages_without_end_close_the_connection(work: Work, refused: list[str]) -> None:
-    connection = Connection(responding, work)
-    await connection.open()
-    await connection.send(frame(b"x", BINARY) * 5_000)
-    assert await connection.closed() == 1008
-    assert_bounded(work)
-    assert refused == ["socket_frames"]
-    await connection.end()
-
-
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 SIZES = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 40)), max_size=40)
 BETWEEN = st.lists(st.sampled_from((b"", frame(b"", PING), frame(b"p" * 125, PING), frame(b"u", PONG))), max_size=5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,11 @@ from services.gateway.apis.responses.store import MemoryStore, ResponseStore, St
 from services.gateway.settings import MEMORY_FILES_MB, GatewaySettings
 from tests.support.servers.lone_gateway import LoneGateway
 from tests.support.servers.suite import Suite
+from tests.support.waiting import wait_until
 
 WAIT_S = 120
 MIB = 1 << 20
 MAX_GROWTH_MIB = 150
-
-
-def until(holds: Callable[[], Any], wait_s: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + wait_s
-    while not (found := holds()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
 
 
 def upload(client: httpx.Client, data: bytes) -> httpx.Response:
@@ -55,7 +47,7 @@ def ended(client: httpx.Client, batch_id: str, wait_s: float = WAIT_S) -> dict[s
         batch: dict[str, Any] = client.get(f"/v1/batches/{batch_id}").json()
         return batch if batch["status"] in ("completed", "failed", "expired", "cancelled") else None
 
-    result: dict[str, Any] = until(found, wait_s)
+    result: dict[str, Any] = wait_until(found, wait_s)
     return result
 
 
@@ -131,7 +123,7 @@ def test_results_beyond_what_a_tenant_may_store_fail_the_batch_and_are_given_bac
     path, limit = "/v1/embeddings", 2 * MIB
     data = lines(path, [{"model": "tekken", "input": [f"{at} {index}" for index in range(200)]} for at in range(40)])
     with (
-        Suite("--speedup", "20", env={"SLUICE_GATEWAY_FILES_KEPT_MB": "3"}) as suite,
+        Suite("--workers", "1", "--speedup", "20", env={"SLUICE_GATEWAY_FILES_KEPT_MB": "3"}) as suite,
         httpx.Client(base_url=suite.url, timeout=60) as client,
     ):
         gateway = suite.processes("gateway")[0]
@@ -163,7 +155,7 @@ def test_batch_of_one_tenant_delays_no_line_of_another(tmp_path: Path) -> None:
         )
         with first, second:
             batch_id = started(first, lines(path, [long] * 100), path)
-            until(lambda: first.get(f"/v1/batches/{batch_id}").json()["status"] == "in_progress")
+            wait_until(lambda: first.get(f"/v1/batches/{batch_id}").json()["status"] == "in_progress")
             other = started(second, lines(path, [{**long, "max_tokens": 1}]), path)
             assert ended(second, other, 30)["status"] == "completed"
             assert first.get(f"/v1/batches/{batch_id}").json()["status"] == "in_progress"

@@ -84,48 +84,6 @@ def test_wrong_mark_is_refused(text: str, sentence: str) -> None:
     assert sentence in str(refused.value)
 
 
-PAGE = """# A page
-
-1. Indented, in a list:
-
-       sluice version
-       for word in a b; do
-         echo "$word"
-       done
-
-    - not: a command
-
-<!-- walk: docker -->
-
-    docker ps
-
-`package/module.py`:
-
-```python
-ANSWER = 42
-```
-
-```console
-$ VALUE=1 sluice version \\
->   --help
-output
-$ echo done
-```
-
-```yaml
-a: b
-```
-"""
-
-
-def test_blocks_commands_and_files_are_found() -> None:
-    listed, marked, file, console = blocks_in("page", PAGE)
-    assert commands_of(listed) == ["sluice version", 'for word in a b; do\n  echo "$word"\ndone']
-    assert (marked.reason, marked.line, commands_of(marked)) == ("docker", 14, ["docker ps"])
-    assert (file.kind, file.path, file.text) == ("file", "package/module.py", "ANSWER = 42\n")
-    assert commands_of(console) == ["VALUE=1 sluice version \\\n  --help", "echo done"]
-
-
 @pytest.mark.parametrize(
     "block",
     [
@@ -141,13 +99,6 @@ def test_page_with_a_command_that_does_not_work_fails_at_its_line(block: str, tm
     (found,) = blocks_in("page", f"Text.\n\n{block}\n")
     with Walk(tmp_path) as walk, pytest.raises(Failed, match=f"page:{found.line}: "):
         walk.run(found)
-
-
-def test_variables_and_folders_last_from_command_to_command(tmp_path: Path) -> None:
-    text = "```sh\nexport A=1\nB=2\ncd examples\n```\n\n```sh\ntest $A$B = 12\ntest -d plugins\n```\n"
-    with Walk(tmp_path) as walk:
-        for block in blocks_in("page", text):
-            walk.run(block)
 
 
 def test_answer_with_an_error_status_fails(tmp_path: Path, readmes_suite: Suite) -> None:

@@ -171,14 +171,6 @@ def test_comes_up_says_so_and_stops_on_ctrl_c(start: Start) -> None:
     assert "\x1b[" not in suite.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_other_polite_signals_stop_it_too(start: Start, number: signal.Signals) -> None:
-    suite = start(f"gateway,fake_http,{free_port()}")
-    suite.until_ready()
-    assert suite.ends(number) == 0
-    assert suite.left(within_s=20) == []
-
-
 def test_who_does_not_stop_is_killed_with_its_own_children(start: Start) -> None:
     suite = start(f"router,fake_http,{free_port()},stuck,parent", f"gateway,fake_http,{free_port()}")
     suite.until_ready()
@@ -253,23 +245,6 @@ def test_with_restart_a_child_that_cannot_start_still_ends_it(start: Start, monk
     suite = start(f"router,fake_http,{free_port()},fails", f"gateway,fake_http,{free_port()}")
     assert suite.ends() == 1
     assert "restarting it" not in suite.err
-
-
-def test_with_restart_ctrl_c_still_stops_everything(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RESTART", "1")
-    suite = start(f"gateway,fake_http,{free_port()}")
-    suite.until_ready()
-    assert suite.ends(signal.SIGINT) == 0
-    assert suite.left(within_s=20) == []
-
-
-def test_child_killed_by_a_signal_is_named(start: Start) -> None:
-    suite = start(f"gateway,fake_http,{free_port()}")
-    suite.until_ready()
-    (child,) = suite.tree
-    child.kill()
-    assert suite.ends() == 1
-    assert "gateway was killed by SIGKILL" in suite.err
 
 
 def test_taken_port_is_named_before_anything_starts(start: Start) -> None:

@@ -16,11 +16,7 @@ from uuid import uuid4
 
 import pytest
 from sluice_client import (
-    DeadlineExceededError,
-    ErrorKind,
-    FailedPreconditionError,
     FinishReason,
-    InvalidRequestError,
     NotFoundError,
     RouterClient,
     StopOptions,
@@ -173,41 +169,6 @@ def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-async def test_an_unknown_model_is_not_found(router: RouterClient) -> None:
-    with pytest.raises(NotFoundError) as caught:
-        await router.query("unknown", [1, 2, 3])
-    error = caught.value
-    assert (error.kind, error.code, error.param) == (ErrorKind.NOT_FOUND, "model_not_found", "model")
-    assert MODEL in error.message
-
-
-async def test_no_worker_is_unavailable() -> None:
-    process = Process("router")
-    try:
-        async with RouterClient(process.address) as client:
-            with pytest.raises(UnavailableError) as caught:
-                await client.select_and_reserve(fresh_id(), MODEL, [1, 2, 3])
-            assert caught.value.kind == ErrorKind.UNAVAILABLE
-            assert caught.value.retry_after_s
-    finally:
-        process.stop()
-
-
-async def test_no_candidates_are_not_all_candidates(router: RouterClient) -> None:
-    with pytest.raises(FailedPreconditionError) as caught:
-        await router.query(MODEL, [1], candidates=[])
-    assert caught.value.code == "no_candidates"
-    assert (await router.query(MODEL, [1], candidates=["w1"])).decode is not None
-    with pytest.raises(UnavailableError):
-        await router.query(MODEL, [1], candidates=["w2"])
-
-
-async def test_a_reservation_needs_a_request_id(router: RouterClient) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        await router.select_and_reserve("", MODEL, [1])
-    assert caught.value.param == "request_id"
-
-
 async def test_a_query_books_nothing_and_explains(router: RouterClient) -> None:
     answer = await router.query(
         MODEL, fresh_prompt(), explain=True, cost=CostOverrides(temperature=0.0), policy="kv", priority=1
@@ -279,16 +240,6 @@ async def test_a_worker_of_one_s_own_choice_is_booked(router: RouterClient) -> N
     assert caught.value.param == "worker_id"
 
 
-async def test_many_reservations_are_freed_at_once(router: RouterClient) -> None:
-    held = await asyncio.gather(
-        *(router.select_and_reserve(fresh_id(), MODEL, fresh_prompt(), ttl_s=60) for _ in range(50))
-    )
-    ids = [reservation.id for reservation in held]
-    assert await booked(router) == 50
-    assert await router.mark_prefill_complete(*ids, "tekken:unknown") == 1
-    assert await router.free(*ids, "tekken:unknown") == 1
-
-
 async def test_workers_are_listed_and_watched(router: RouterClient) -> None:
     [worker] = await router.list_workers()
     assert (worker.worker_id, worker.engine, worker.draining) == ("w1", "mock", False)
@@ -300,28 +251,6 @@ async def test_workers_are_listed_and_watched(router: RouterClient) -> None:
     assert [change.kind for change in seen] == [WorkerChangeKind.UP, WorkerChangeKind.SYNCED]
     assert seen[0].worker is not None
     assert seen[0].worker.address == worker.address
-
-
-async def test_closing_the_client_ends_its_watch(services: str) -> None:
-    client = RouterClient(services)
-    synced = asyncio.Event()
-
-    async def watch() -> str:
-        async for change in client.watch_workers():
-            if change.kind == WorkerChangeKind.SYNCED:
-                synced.set()
-        return "ended"
-
-    watching = asyncio.create_task(watch())
-    await asyncio.wait_for(synced.wait(), 20)
-    client.close()
-    assert await asyncio.wait_for(watching, 20) == "ended"
-
-
-async def test_a_watch_may_have_a_deadline(router: RouterClient) -> None:
-    with pytest.raises(DeadlineExceededError):
-        async for _ in router.watch_workers(timeout_s=0.3):
-            pass
 
 
 async def test_what_a_worker_computed_is_found_by_ids_and_by_hashes(router: RouterClient) -> None:
@@ -358,18 +287,6 @@ async def test_a_generation_of_the_mock_engine_arrives_whole(router: RouterClien
     assert (deltas[-1].usage.prompt_tokens, deltas[-1].usage.completion_tokens) == (64, 5)
     assert card is not None
     assert card.model == MODEL
-
-
-async def test_a_worker_refuses_with_typed_errors(router: RouterClient) -> None:
-    [info] = await router.list_workers(MODEL)
-    async with WorkerClient(info.address) as worker:
-        with pytest.raises(NotFoundError) as unknown:
-            await anext(worker.generate(fresh_id(), "unknown", [1]))
-        with pytest.raises(InvalidRequestError) as empty:
-            await anext(worker.generate(fresh_id(), MODEL, []))
-        assert await worker.abort("unknown") is False
-    assert unknown.value.code == "model_not_found"
-    assert empty.value.kind == ErrorKind.INVALID_ARGUMENT
 
 
 async def test_a_generation_can_be_aborted_by_its_id(router: RouterClient) -> None:

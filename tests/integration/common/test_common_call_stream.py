@@ -22,6 +22,7 @@ from services.common.rpc.replicas import ReplicaSet
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import common_pb2, preprocess_pb2, preprocess_pb2_grpc
+from tests.support.waiting import until
 
 DEADLINE_S = 20
 LATE_S = 0.2
@@ -103,12 +104,6 @@ async def suite(*services: Tokenizer) -> AsyncIterator[tuple[list[Host], Replica
         await chosen.close()
         for host in hosts:
             await host.server.stop(0)
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def opened(chosen: ReplicaSet[Any], *services: Tokenizer) -> None:

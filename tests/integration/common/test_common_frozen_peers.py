@@ -22,6 +22,7 @@ from tests.support.servers.session_peer import (
     seconds_until_stopped_server_is_lost,
     session_peer,
 )
+from tests.support.waiting import until
 
 NOTICED_S = 15.0
 """As docs/resilience.md has it."""
@@ -120,9 +121,7 @@ async def test_servers_are_pinged_as_often_as_they_permit() -> None:
         silent_call(keepalive_ms=keepalive_ms_of(5_000)) as own,
         silent_call(keepalive_ms=keepalive_ms_of(0)) as foreign,
     ):
-        async with asyncio.timeout(30):
-            while not own.pings:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await until(lambda: own.pings, 30)
         await asyncio.sleep(1)
         assert foreign.pings == 0
 

@@ -40,8 +40,8 @@ from services.gateway.apis.responses.store import StoreLimits
 from services.gateway.workers.redis_fleet_store import RedisFleetStore
 from services.router.state.store.base import StoreUnavailable
 from services.router.state.store.redis import RedisStore
-from tests.support.servers.router_cluster import until
 from tests.support.servers.scripted_redis import HANG_UP, SILENCE, ScriptedRedis, encoded
+from tests.support.waiting import until
 
 EMPTY = b"*0\r\n"
 PATIENT_S = 10.0

@@ -27,7 +27,7 @@ from services.router.state.store.base import StoreUnavailable
 from services.router.state.store.redis import RedisStore
 from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.servers.moving_redis import TOPOLOGIES, MovingCluster, MovingRedis
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 MAX_BACK_S = 10.0
 PACE_S = 0.05

@@ -20,6 +20,7 @@ from services.common.rpc.replicas import ReplicaSet
 from services.common.rpc.server import GrpcServer
 from services.common.settings import GrpcServiceSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.waiting import until
 
 DEADLINE_S = 20
 
@@ -94,12 +95,6 @@ async def suite(count: int, events: list[str] | None = None) -> AsyncIterator[tu
         await chosen.close()
         for host in hosts:
             await host.stop()
-
-
-async def until(what: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not what():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 async def ask(chosen: Set, attempts: int = 2, timeout_s: float = DEADLINE_S) -> str:

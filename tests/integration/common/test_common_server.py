@@ -6,7 +6,7 @@ import asyncio
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from services.common.errors import ErrorKind, SluiceError, not_found
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import answer, from_rpc_error
 from services.common.rpc.server import GrpcServer
-from services.common.security.tls import channel_credentials, server_credentials
+from services.common.security.tls import channel_credentials
 from services.common.settings import GrpcServiceSettings, TlsSettings
 from sluice.v1 import worker_pb2, worker_pb2_grpc
 
@@ -123,13 +123,6 @@ async def test_reflection_lists_and_describes_the_service() -> None:
     assert {"Session", "Generate", "GetInfo"} <= methods
 
 
-async def test_reflection_can_be_turned_off() -> None:
-    async with serving(reflection=False) as (_, channel):
-        # Nothing is written: a write that meets the refusal fails in ways of its own.
-        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=10)
-        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_typed_error_arrives_typed_and_an_unexpected_one_arrives_without_its_text() -> None:
     async with serving() as (_, channel):
         stub = worker_pb2_grpc.WorkerStub(channel)
@@ -141,17 +134,6 @@ async def test_typed_error_arrives_typed_and_an_unexpected_one_arrives_without_i
             await stub.Abort(worker_pb2.AbortRequest(request_id="x"), timeout=10)
         assert failed.value.code() is grpc.StatusCode.INTERNAL
         assert "internals" not in str(failed.value.details())
-
-
-async def test_message_over_the_limit_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GrpcServiceSettings, "max_message_mb", 1)
-    async with serving() as (_, channel):
-        with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await worker_pb2_grpc.WorkerStub(channel).Abort(
-                worker_pb2.AbortRequest(request_id="x" * (1 << 20)), timeout=10
-            )
-        assert from_rpc_error(failed.value, "worker").kind is ErrorKind.TOO_LARGE
-        assert await info(channel) == "w"
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:99999", "127.0.0.1:65536", "127.0.0.1:", "127.0.0.1:http", "h", "-1"])
@@ -205,9 +187,6 @@ class Authority:
 @pytest.fixture
 def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path, "ca")
-
-
-Trust = Callable[..., TlsSettings]
 
 
 async def ask_over_tls(server: GrpcServer, trust: TlsSettings, name: str = "") -> str:
@@ -287,11 +266,6 @@ async def test_tls_files_that_do_not_fit_are_one_typed_sentence(
         async with serving(**settings):
             pass
     assert refused.value.kind is ErrorKind.FAILED_PRECONDITION
-
-
-def test_no_tls_settings_mean_plain_text() -> None:
-    assert server_credentials(TlsSettings()) is None
-    assert channel_credentials(TlsSettings()) is None
 
 
 async def test_two_servers_never_share_a_port() -> None:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +15,7 @@ import pytest
 
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.servers.collector import Collector
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +63,7 @@ def ask(address: str) -> None:
 
 
 def until_exported(collector: Collector, service: str) -> None:
-    deadline = time.monotonic() + 30
-    while not any(span.service == service for span in collector.spans):
-        assert time.monotonic() < deadline, collector.spans
-        time.sleep(0.05)
+    wait_until(lambda: any(span.service == service for span in collector.spans), 30)
 
 
 def test_service_exports_as_the_variables_ask(collector: Collector) -> None:

@@ -40,6 +40,7 @@ from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, preprocess_pb2, pre
 from tests.support.data.loaded_tokenizers import tekken, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.servers.workers import hosted
+from tests.support.waiting import until
 
 STAND_IN = Path(__file__).parents[2] / "support" / "fake_vllm_package"
 TOOLS = b'[{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]'
@@ -245,12 +246,6 @@ async def running(serve: Callable[[Any, Stop], Any], settings: Any) -> AsyncIter
         await channel.close()
         stop.set()
         await task
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - of other tasks and processes
-            await asyncio.sleep(0.02)
 
 
 async def test_a_cluster_needs_no_shared_volume_and_no_list_of_models(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import SluiceError
 from services.gateway.admission.fallback_limiter import LOCAL, FallbackLimiter
 from services.gateway.admission.keys import ApiKey
 from services.gateway.admission.limits import Limit, Limiter, LimitsUnavailable
@@ -96,13 +95,6 @@ async def test_many_at_once_get_exactly_what_there_is(limiter: Limiter) -> None:
     assert 20 <= sum(decision.refused_by is None for decision in decisions) <= 22  # some come back meanwhile
 
 
-async def test_keys_do_not_share(limiter: Limiter) -> None:
-    one, other = replace(KEY, requests_per_minute=1), replace(KEY, id="1" * 12, requests_per_minute=1)
-    assert (await limiter.enter(one, "a")).refused_by is None
-    assert (await limiter.enter(other, "b")).refused_by is None
-    assert (await limiter.enter(one, "c")).refused_by is Limit.REQUESTS
-
-
 async def test_two_gateways_share_one_limit(shared_redis: RedisServer) -> None:
     key = replace(KEY, requests_per_minute=10, concurrency=8)
     gateways = [RedisLimiter(shared_redis.url, "two", PATIENT_S) for _ in range(2)]
@@ -169,10 +161,3 @@ async def test_a_redis_that_hangs_is_left_alone(tmp_path: Path) -> None:
         server.thaw()
         await shared.close()
         server.stop()
-
-
-def test_urls_that_are_none() -> None:
-    with pytest.raises(SluiceError) as refused:
-        RedisLimiter("http://user:secret@host")
-    assert refused.value.param == "limits-redis-url"
-    assert "secret" not in refused.value.message

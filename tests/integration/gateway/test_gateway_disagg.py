@@ -29,7 +29,8 @@ from services.gateway.streams.stream import GenerationStream
 from services.gateway.workers import connections as connections
 from services.worker.contract import handoff
 from services.worker.engines.mock import engine as mock_engine
-from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged, until
+from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged
+from tests.support.waiting import until
 
 CALLS = (
     "<think>Rivers and gates 🌦.</think>I will look that up."

@@ -16,8 +16,8 @@ from services.gateway.streams.manager import StreamManager
 from services.gateway.workers import connections as fleet_module
 from services.gateway.workers.connections import ConnectionManager
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc
-from tests.support.fakes.engines import until
 from tests.support.servers.survival import Bookings
+from tests.support.waiting import until
 
 
 class Host(postprocess_pb2_grpc.PostprocessServicer):

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from services.gateway.http.server import HttpServer
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
 from tests.support.clients.raw_http import MALFORMED, UNKNOWN_METHOD, WAIT_S, answer, post
+from tests.support.waiting import until
 
 PIECE = "x" * 1000
 
@@ -67,9 +68,7 @@ async def served(app: App, drain_s: float = 5, **bounds: Any) -> AsyncIterator[t
     serving = asyncio.create_task(server.serve())
     host, _, port = server.address.rpartition(":")
     try:
-        async with asyncio.timeout(WAIT_S):
-            while not server._server.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server._server.started, WAIT_S)
         yield host, int(port), server
     finally:
         server.stop()
@@ -177,12 +176,6 @@ async def test_connections_over_the_bound_are_refused() -> None:
                 await asyncio.sleep(0.05)
         for _, writer in kept[1:]:
             writer.close()
-
-
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not what():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 async def reading_nothing(host: str, port: int) -> socket.socket:

@@ -26,7 +26,8 @@ from services.gateway.core.request import (
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.workers import connections as connections
 from services.gateway.workers.registry import WorkerEntry
-from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged, until
+from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged
+from tests.support.waiting import until
 
 TOOLS = Parsing(
     tool_parser="hermes",

@@ -16,7 +16,8 @@ from services.gateway.pipeline import models as pipelines_module
 from services.gateway.pipeline.config import PipelineConfig
 from services.gateway.pipeline.stages import Components
 from services.gateway.workers.registry import WorkerEntry
-from tests.support.servers.survival import Stage, asking, staged, until
+from tests.support.servers.survival import Stage, asking, staged
+from tests.support.waiting import until
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."

@@ -18,7 +18,8 @@ from services.gateway.streams import removed_workers
 from services.gateway.streams.removed_workers import RemovedWorkers
 from services.gateway.workers import connections
 from services.worker.serving.worker import Worker
-from tests.support.servers.survival import Stage, asking, staged, until
+from tests.support.servers.survival import Stage, asking, staged
+from tests.support.waiting import until
 
 RESPONSE_S = 1.0
 STEPS: dict[str, Any] = {"timing": "fixed", "fixed_step_ms": 10.0, "speedup": 1.0}

@@ -11,7 +11,8 @@ from typing import Any
 from services.gateway.core.request import StopParams
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.streams.watchdog import WorkerWatchdog
-from tests.support.servers.survival import Stage, asking, staged, until
+from tests.support.servers.survival import Stage, asking, staged
+from tests.support.waiting import until
 
 SILENCE_S = 3.0
 STEPS: dict[str, Any] = {"timing": "fixed", "fixed_step_ms": 10.0, "speedup": 1.0}

@@ -12,7 +12,8 @@ from services.common.errors import ErrorKind
 from services.gateway.clients import link
 from services.gateway.core.request import GenerationRequest, StopParams
 from services.gateway.workers import connections
-from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged, until
+from tests.support.servers.survival import Client, ObservedStream, Stage, asking, staged
+from tests.support.waiting import until
 
 STOP = StopParams(max_tokens=60, ignore_eos=True)
 POISON = "poison"

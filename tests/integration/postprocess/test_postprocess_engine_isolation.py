@@ -15,6 +15,7 @@ from services.postprocess.parsers.remote import RemoteStream
 from services.postprocess.streams.factory import CustomParsers, StreamFactory
 from tests.support.data.vocabularies import tekken
 from tests.support.oracles.parsing import TOOLS, ParsedDelta, said
+from tests.support.waiting import until
 
 PACKAGE = Path(__file__).parents[2] / "support" / "fake_vllm_package"
 OPTIONS = StreamOptions("m", tool_parser="vllm:hermes", tools_json=json.dumps(TOOLS).encode())
@@ -86,6 +87,4 @@ async def test_parsers_of_a_removed_model_are_unloaded_after_its_streams_and_loa
         assert (await heard(stream)).content == "STILL PARSED"
         assert host.pid
         stream.close()
-        async with asyncio.timeout(WAIT_S):
-            while host.pid:  # noqa: ASYNC110 - there is nothing to wait for
-                await asyncio.sleep(0.01)
+        await until(lambda: not host.pid, WAIT_S)

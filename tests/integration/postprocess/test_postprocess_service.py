@@ -159,56 +159,6 @@ async def test_many_streams_share_a_session(service: Service) -> None:
     call.cancel()
 
 
-async def test_streams_find_their_own_end(service: Service) -> None:
-    eos = byte_level().specials[0]
-    call = service.stub.Session()
-    await call.write(Request(opens=[opening(1, stop=["Paris"]), opening(2, eos_token_ids=pack_u32([eos]))]))
-    ids = byte_level().encode(TEXT)
-    await call.write(Request(tokens=columns([(1, ids), (2, [*ids[:3], eos, *ids])])))
-    answers = OutputBatch()
-    await answers.read(call, 2)
-    assert answers.texts == {1: "What is the weather in ", 2: byte_level().decode(ids[:3], True)}
-    assert answers.events[1].stop_string == "Paris"
-    assert not answers.events[1].HasField("stop_token_id")
-    assert answers.events[2].stop_token_id == eos
-    assert answers.events[2].tokens_seen == 4
-    call.cancel()
-
-
-async def test_a_bad_stream_hurts_only_itself(service: Service) -> None:
-    call = service.stub.Session()
-    bad = {
-        1: opening(1, model="unknown"),
-        2: opening(2, tool_parser="nonsense"),
-        3: opening(3, stop_token_ids=b"abc"),
-        4: opening(4, stop=["x"] * 1001),
-        5: opening(5, prompt_tail=pack_u32([2**31])),
-    }
-    await call.write(Request(opens=[*bad.values(), opening(6), opening(7)]))
-    await call.write(
-        Request(
-            tokens=columns([(6, byte_level().encode("fine")), (7, [10**6]), (8, [1]), (1, [1])]),
-            ends=[postprocess_pb2.EndStream(slot=6), postprocess_pb2.EndStream(slot=1)],
-        )
-    )
-    answers = OutputBatch()
-    await answers.read(call, 8)
-    assert answers.texts == {6: "fine"}
-    assert answers.events.pop(6).finish_reason == common_pb2.FINISH_REASON_LENGTH
-    assert {event.finish_reason for event in answers.events.values()} == {common_pb2.FINISH_REASON_ERROR}
-    found = {slot: (ErrorKind(event.error.kind), event.error.param) for slot, event in answers.events.items()}
-    assert found == {
-        1: (ErrorKind.NOT_FOUND, "model"),
-        2: (ErrorKind.INVALID_ARGUMENT, "tool_parser"),
-        3: (ErrorKind.INVALID_ARGUMENT, "stop_token_ids"),
-        4: (ErrorKind.INVALID_ARGUMENT, "stop"),
-        5: (ErrorKind.INVALID_ARGUMENT, "token_ids"),
-        7: (ErrorKind.INVALID_ARGUMENT, "token_ids"),
-        8: (ErrorKind.NOT_FOUND, "tokens.slots"),  # never opened
-    }
-    call.cancel()
-
-
 @pytest.mark.parametrize(
     ("tokens", "kind"),
     [
@@ -253,37 +203,6 @@ async def test_parse_is_the_same_at_once(service: Service) -> None:
     assert (answer.text, answer.finish.stop_string) == ("What is the weather in Paris ", "today")
 
 
-@pytest.mark.parametrize(
-    ("request_", "kind"),
-    [
-        (postprocess_pb2.ParseRequest(), ErrorKind.NOT_FOUND),
-        (postprocess_pb2.ParseRequest(options=opening(0).options, token_ids=b"abc"), ErrorKind.INVALID_ARGUMENT),
-        (
-            postprocess_pb2.ParseRequest(options=opening(0).options, token_ids=pack_u32([10**6])),
-            ErrorKind.INVALID_ARGUMENT,
-        ),
-        (
-            postprocess_pb2.ParseRequest(options=opening(0, token_texts=True).options),
-            ErrorKind.INVALID_ARGUMENT,
-        ),
-        (
-            postprocess_pb2.ParseRequest(options=opening(0, reasoning_parser="nonsense").options),
-            ErrorKind.INVALID_ARGUMENT,
-        ),
-        (
-            postprocess_pb2.ParseRequest(options=opening(0).options, token_ids=pack_u32([1] * 5001)),
-            ErrorKind.TOO_LARGE,
-        ),
-    ],
-)
-async def test_parse_answers_bad_input_with_typed_errors(
-    service: Service, request_: postprocess_pb2.ParseRequest, kind: ErrorKind
-) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await service.stub.Parse(request_, timeout=WAIT_S)
-    assert from_rpc_error(caught.value, "postprocess").kind is kind
-
-
 async def test_a_drained_service_lets_streams_finish_and_ends_idle_sessions(service: Service) -> None:
     idle, busy = service.stub.Session(), service.stub.Session()
     await idle.write(Request(opens=[opening(1)], ends=[postprocess_pb2.EndStream(slot=1)]))
@@ -302,36 +221,6 @@ async def test_a_drained_service_lets_streams_finish_and_ends_idle_sessions(serv
     assert answers.events[2].error.retryable
     assert await asyncio.wait_for(busy.read(), WAIT_S) is grpc.aio.EOF
     await asyncio.wait_for(service.serving, WAIT_S)
-
-
-async def test_a_stream_moves_from_a_replica_that_leaves_to_another_one(service: Service) -> None:
-    ids = byte_level().encode("one <tool_call>" + '{"name": "f", "arguments": {"a": "long text"}}</tool_call> two')
-    first, second = service.stub.Session(), service.stub.Session()
-    opens = opening(1, tool_parser="hermes", tools_json=b'[{"function": {"name": "f"}}]', token_texts=True)
-    opens.request_id = "r"
-    at = len(ids) // 2
-    await first.write(Request(opens=[opens], tokens=columns([(1, ids[:at])])))
-    got = await one_batch(first)
-    calls = [call for event in got.events for call in event.tool_calls]
-    sent = "".join(call.arguments for call in calls)
-    told = sum(len(unpack_u32(event.tokens.lengths)) for event in got.events)
-    assert told == at
-    opens.resume.token_ids = pack_u32(ids[:at])
-    opens.resume.text_sent = sum(len(event.text) for event in got.events)
-    opens.resume.tokens_sent = told
-    opens.resume.calls.add(index=0, arguments_sent=len(sent))
-    end = postprocess_pb2.EndStream(slot=1, finish_reason=common_pb2.FINISH_REASON_STOP)
-    await second.write(Request(opens=[opens], tokens=columns([(1, ids[at:])]), ends=[end]))
-    rest = await one_batch(second)
-    more = [call for event in rest.events for call in event.tool_calls]
-    assert [call.id for call in more if call.id] == [], "the call has begun"
-    assert sent + "".join(call.arguments for call in more) == '{"a": "long text"}'
-    assert "".join(event.text for event in [*got.events, *rest.events]) == "one two"
-    pieces = b"".join(event.tokens.pieces for event in [*got.events, *rest.events])
-    assert pieces.decode() == byte_level().decode(ids, False)
-    assert rest.events[-1].finish_reason == common_pb2.FINISH_REASON_TOOL_CALLS
-    first.cancel()
-    second.cancel()
 
 
 async def test_single_tokens_are_looked_up(service: Service) -> None:

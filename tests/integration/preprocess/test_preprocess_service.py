@@ -5,13 +5,11 @@ import json
 import os
 import signal
 import sys
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -37,10 +35,6 @@ from tests.support.data.tiny_models import build_tiny_model
 USER = {"role": "user", "content": "What is the weather in Paris today?"}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
 MAX_PROMPT = 100_000
-Hog: TypeAlias = (
-    "grpc.aio.UnaryUnaryCall[pb.RenderRequest, pb.RenderResponse]"
-    " | grpc.aio.UnaryUnaryCall[pb.TokenizeRequest, pb.TokenizeResponse]"
-)
 
 
 @asynccontextmanager
@@ -101,33 +95,6 @@ async def test_a_chat_becomes_ids_with_all_that_belongs_to_them(model: str, inli
     assert reply.fingerprint == tokenizer.facts.fingerprint
 
 
-async def test_every_part_of_a_chat_reaches_the_template(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    template = (
-        "{{ messages[0].content }}|{{ tools[0].function.name }}|{{ documents[0].title }}|{{ mood }}|"
-        "{{ add_generation_prompt }}"
-    )
-    request = chat(
-        tools_json=[TOOL], documents_json=[{"title": "Grüße"}], template_kwargs_json={"mood": "good"},
-        tool_choice_json="auto", chat_template=template, add_generation_prompt=False,
-    )  # fmt: skip
-    expected = "What is the weather in Paris today?|get_weather|Grüße|good|False"
-    assert (await stub.Render(pb.RenderRequest(model="tiny", chat=request))).text == expected
-    reply = await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=request))
-    assert tiny_hf().decode(unpack_u32(reply.token_ids)) == expected
-    without = await stub.Render(
-        pb.RenderRequest(
-            model="tiny", chat=chat(tools_json=[TOOL], tool_choice_json="none", chat_template="{{ tools }}")
-        )
-    )
-    assert without.text == "None"
-
-
-async def test_the_last_message_can_be_left_open(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    request = chat(USER, {"role": "assistant", "content": "It is"}, continue_final_message=True)
-    for model, ending in (("tiny", "<|im_start|>assistant\nIt is"), ("tekken", "[/INST]It is")):
-        assert (await stub.Render(pb.RenderRequest(model=model, chat=request))).text.endswith(ending)
-
-
 @pytest.mark.parametrize("length", [1, 200])
 @pytest.mark.parametrize("model", ["tiny", "tekken"])
 @pytest.mark.parametrize(
@@ -155,15 +122,6 @@ async def test_thought_that_the_continued_message_leaves_open_is_reported(
     assert reply.thinking == thinking
 
 
-async def test_text_becomes_ids(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    for special in (None, True, False):
-        reply = await stub.Tokenize(
-            pb.TokenizeRequest(model="tekken", text=pb.TextInput(text="hello ü", add_special_tokens=special))
-        )
-        assert unpack_u32(reply.token_ids).tolist() == tekken().encode_text("hello ü", special)
-        assert reply.block_hashes == b""
-
-
 async def test_ids_are_checked_hashed_and_passed_on(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
     packed = pack_u32(range(100))
     reply = await stub.Tokenize(pb.TokenizeRequest(model="tiny", tokens=pb.TokenInput(token_ids=packed), block_size=16))
@@ -176,20 +134,6 @@ async def test_ids_are_checked_hashed_and_passed_on(stub: preprocess_pb2_grpc.Pr
     assert "outside the model's vocabulary" in error.message
     error = await refused(stub.Tokenize(pb.TokenizeRequest(model="tiny", tokens=pb.TokenInput(token_ids=b"\0\0\0"))))
     assert "not a multiple of 4" in error.message
-
-
-async def test_ids_become_text_again(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    text = "Grüße 😀 你好"
-    for model in ("tiny", "tekken"):
-        ids = await stub.Tokenize(pb.TokenizeRequest(model=model, text=pb.TextInput(text=text)))
-        request = pb.DetokenizeRequest(model=model, token_ids=ids.token_ids, skip_special_tokens=True)
-        assert (await stub.Detokenize(request)).text == text
-    half = pack_u32(tekken().encode_text("😀", add_special_tokens=False)[:1])
-    assert (await stub.Detokenize(pb.DetokenizeRequest(model="tekken", token_ids=half))).text == "\ufffd"
-    kept = await stub.Detokenize(pb.DetokenizeRequest(model="tekken", token_ids=pack_u32([1])))
-    assert kept.text == "<s>"
-    error = await refused(stub.Detokenize(pb.DetokenizeRequest(model="tiny", token_ids=pack_u32([2**32 - 1]))))
-    assert error.param == "token_ids"
 
 
 async def test_models_are_listed_and_load_on_first_use() -> None:
@@ -265,15 +209,6 @@ async def test_a_bad_request_is_a_typed_error(
     assert "Traceback" not in error.message
 
 
-@pytest.mark.parametrize("megabytes", [10, 20])
-async def test_a_huge_message_is_refused_and_the_next_request_works(
-    stub: preprocess_pb2_grpc.PreprocessAsyncStub, megabytes: int
-) -> None:
-    huge = pb.TokenizeRequest(model="tiny", chat=chat({"role": "user", "content": "x" * megabytes * 1_000_000}))
-    assert (await refused(stub.Tokenize(huge))).kind is ErrorKind.TOO_LARGE
-    assert (await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat()))).token_ids
-
-
 async def test_a_defect_is_answered_without_its_text() -> None:
     class Broken(type(tiny_hf())):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -287,29 +222,6 @@ async def test_a_defect_is_answered_without_its_text() -> None:
         error = await refused(stub.Tokenize(pb.TokenizeRequest(model="tiny", text=pb.TextInput(text="x"))))
     assert error.kind is ErrorKind.INTERNAL
     assert "secret" not in error.message
-
-
-async def test_a_large_prompt_does_not_hold_up_small_ones(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    hostile = pb.TokenizeRequest(
-        model="tiny",
-        chat=chat(chat_template="{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
-    )
-    slow = asyncio.ensure_future(stub.Tokenize(hostile))
-    for _ in range(3):
-        await stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=chat()))
-    assert not slow.done()
-    assert "did not finish" in (await refused(slow)).message
-
-
-async def test_many_requests_at_once_all_get_their_own_ids(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    async def one(index: int) -> None:
-        model, tokenizer = (("tiny", tiny_hf()), ("tekken", tekken()))[index % 2]
-        messages = [{"role": "user", "content": f"number {index} " * (index * 10 + 1)}]
-        reply = await stub.Tokenize(pb.TokenizeRequest(model=model, chat=chat(*messages)))
-        assert unpack_u32(reply.token_ids) == array("I", tokenizer.encode_chat(ChatRequest(messages)))
-
-    for start in range(0, 100, 10):  # the largest ones go to the pool, whose queue is bounded
-        await asyncio.gather(*(one(index) for index in range(start, start + 10)))
 
 
 async def start_process(*arguments: str) -> asyncio.subprocess.Process:
@@ -359,22 +271,6 @@ async def test_the_process_says_why_it_cannot_start(arguments: list[str], code: 
     assert process.returncode == code
     assert sentence in printed.decode()
     assert "Traceback" not in printed.decode()
-
-
-async def test_templates_of_different_origins_take_turns(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:
-    slow = "{% for i in range(1000) %}{% for j in range(600) %}{% endfor %}{% endfor %}"
-    request = chat(USER, chat_template=slow, origin="hog")
-    quick = pb.RenderRequest(model="tiny", chat=chat(USER, chat_template="{{ 1 + 1 }}", origin="other"))
-    await stub.Render(quick)  # the processes have started
-    hogs: list[Hog] = [
-        *(stub.Render(pb.RenderRequest(model="tiny", chat=request)) for _ in range(20)),
-        *(stub.Tokenize(pb.TokenizeRequest(model="tiny", chat=request)) for _ in range(20)),
-    ]
-    await asyncio.wait([asyncio.ensure_future(hogs[0])])
-    assert (await stub.Render(quick)).text == "2"
-    assert sum(hog.done() for hog in hogs) < len(hogs) // 2
-    for hog in hogs:
-        hog.cancel()
 
 
 async def test_origin_of_a_template_is_bounded(stub: preprocess_pb2_grpc.PreprocessAsyncStub) -> None:

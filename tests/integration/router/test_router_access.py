@@ -28,8 +28,9 @@ from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.data.tiny_models import build_tiny_model
 from tests.support.data.tokens import accept, shows
-from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers
 from tests.support.servers.workers import hosted
+from tests.support.waiting import until
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"]
 

@@ -17,7 +17,8 @@ from services.router.state.workers.worker import Role, Worker, WorkerRank
 from sluice.v1 import router_pb2
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import router_children
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 

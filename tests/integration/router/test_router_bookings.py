@@ -20,8 +20,9 @@ from services.gateway.workers.registry import WorkerRegistry
 from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers
 from tests.support.servers.session_peer import session_peer
+from tests.support.waiting import until
 
 LEASE_MS = 3_000
 

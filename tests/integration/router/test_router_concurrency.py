@@ -15,7 +15,7 @@ from services.router.state.reservations.cost import CostModel
 from services.router.state.store.redis import RedisStore
 from tests.support.oracles.replication import MODEL, Engine, Replica
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 REPLICAS = 10
 WORKERS = 8

@@ -10,7 +10,8 @@ from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64
 from services.router.registration.stream_messages import MIN_HASHES
 from sluice.v1 import common_pb2, router_pb2
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 PROMPT = list(range(640))
 

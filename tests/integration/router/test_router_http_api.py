@@ -24,7 +24,8 @@ from tests.support.data.authority import Authority
 from tests.support.data.tokens import accept
 from tests.support.servers.preprocess_server import preprocess
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 TOKENS = list(range(640))
 

@@ -16,7 +16,8 @@ from services.common.rpc.media import span_messages
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.clients.callers import query, refusal, refused
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 TOKENS = list(range(100, 100 + 8 * BLOCK))
 WORK_BLOCKS = 10

@@ -21,7 +21,8 @@ from services.router.rpc.preprocess import PreprocessBodies
 from services.router.scheduling.queries import Prompt
 from sluice.v1 import preprocess_pb2, preprocess_pb2_grpc, router_pb2
 from tests.support.clients.callers import query, refused
-from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 TOKENS = list(range(100, 100 + 4 * BLOCK))
 PICTURE = b"a picture" * 50_000

@@ -18,7 +18,8 @@ from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import RouterChild, router_children
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker
+from tests.support.waiting import until
 
 AWAY_S = 20
 CALLERS = 16

@@ -18,7 +18,8 @@ from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query, refused
 from tests.support.repository import ROOT
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 EXAMPLE = ROOT / "examples" / "policies"
 DEADLINE_S = 120

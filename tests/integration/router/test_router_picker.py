@@ -26,7 +26,8 @@ from tests.support.data.loaded_tokenizers import tekken
 from tests.support.servers.picker import CHAT, NAMES, http, picker, tokenizing_picker
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import RouterChild
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, routers
+from tests.support.waiting import until
 
 DROPPED = "x-llm-d-request-dropped-reason"
 CALL = "c12345678"

@@ -22,7 +22,8 @@ from services.router.picker.server import SERVICE
 from tests.support.clients.ext_proc import Exchange
 from tests.support.data.authority import Authority
 from tests.support.data.tokens import accept
-from tests.support.servers.router_cluster import routers, until
+from tests.support.servers.router_cluster import routers
+from tests.support.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -20,7 +20,8 @@ from sluice.v1 import ext_proc_pb2 as ext_proc
 from sluice.v1 import router_pb2
 from tests.support.clients.ext_proc import FULL_DUPLEX, Exchange, header_map, subset_metadata
 from tests.support.servers.picker import CHAT, Picker, http, picker, tokenizing_picker
-from tests.support.servers.router_cluster import MODEL, FakeWorker, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker
+from tests.support.waiting import until
 
 POST = {":method": "POST", ":path": "/v1/chat/completions"}
 TEXT = json.dumps(CHAT).encode()

@@ -17,7 +17,8 @@ from services.router.picker.bootstrap import with_own_certificate
 from services.router.settings import RouterSettings
 from tests.support.clients.ext_proc import Exchange
 from tests.support.data.authority import Authority
-from tests.support.servers.router_cluster import MODEL, routers, until
+from tests.support.servers.router_cluster import MODEL, routers
+from tests.support.waiting import until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
 SERVING = health_pb2.HealthCheckResponse.SERVING

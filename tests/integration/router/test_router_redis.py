@@ -16,7 +16,8 @@ from services.common.hashing import block_hashes
 from sluice.v1 import router_pb2
 from tests.support.clients.callers import prompt, query
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 PROMPT = list(range(2_000))
 OTHER = list(range(9_000, 11_000))
@@ -97,19 +98,6 @@ async def test_replicas_do_not_herd(pair: list[RouterProcess]) -> None:
     prompts = [list(range(n * 10_000, n * 10_000 + 2_000)) for n in range(40)]
     await asyncio.gather(*(pair[n % 2].stub.RouteQuery(query(prompt(*prompts[n]), f"r{n}")) for n in range(40)))
     assert await requests_booked(pair[1]) == {"w1": 10, "w2": 10, "w3": 10, "w4": 10}
-
-
-async def test_an_idempotent_retry_at_another_replica(pair: list[RouterProcess]) -> None:
-    for name in ("w1", "w2"):
-        await FakeWorker(name).attach(pair[0])
-    await knows(pair[1], "w1", "w2")
-    one = await pair[0].stub.RouteQuery(query(prompt(*PROMPT), "r"))
-    two = await pair[1].stub.RouteQuery(query(prompt(*PROMPT), "r"))
-    assert (one.decode, one.reservation_id, one.expires_unix_ms) == (
-        two.decode,
-        two.reservation_id,
-        two.expires_unix_ms,
-    )
 
 
 async def test_watchers_at_one_replica_hear_of_workers_at_the_other(pair: list[RouterProcess]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.clients.reservation_load import ReservationLoad, attach_workers
 from tests.support.servers.moving_redis import TOPOLOGIES
-from tests.support.servers.router_cluster import MODEL, routers, until
+from tests.support.servers.router_cluster import MODEL, routers
+from tests.support.waiting import until
 
 TAG = f"{{sluice:{MODEL}}}"
 MAX_BACK_S = 10.0

@@ -13,7 +13,7 @@ from services.common.redis.target import parse
 from services.router.state.store.base import StoreUnavailable
 from services.router.state.store.redis_client import RedisClient
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 
 async def ids(redis: RedisServer) -> set[str]:

@@ -19,7 +19,7 @@ from services.router.state.store.redis import RedisStore
 from services.router.state.workers.worker import Role, Worker, WorkerRank
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import RedisCluster, RedisSentinels, ask
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 A = WorkerRank("a", 0)
 OFFERS = [Offer(A, 10, 10, 0, 10_000, 10_000)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import partial
 from pathlib import Path
@@ -14,13 +13,13 @@ import pytest
 from services.common.errors import ErrorKind
 from services.common.hashing import HASH_SCHEME, block_hashes
 from services.common.packing import pack_u32, pack_u64
-from services.common.rpc.errors import from_rpc_error
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.clients.callers import RESERVE, prompt, query, refused
 from tests.support.data.loaded_tokenizers import tekken
 from tests.support.servers.preprocess_server import preprocess
 from tests.support.servers.redis_server import RedisServer
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 
 async def attached(router: RouterProcess, *names: str, role: int = 0, **card: Any) -> list[FakeWorker]:
@@ -31,11 +30,6 @@ async def attached(router: RouterProcess, *names: str, role: int = 0, **card: An
         await worker.attach(router)
         worker.keep_beating()
     return workers
-
-
-async def free(router: RouterProcess, *answers: router_pb2.RouteQueryResponse) -> None:
-    ids = [answer.reservation_id for answer in answers]
-    assert (await router.stub.FreeRequest(router_pb2.FreeRequestRequest(reservation_ids=ids))).unknown == 0
 
 
 async def requests(router: RouterProcess) -> dict[str, int]:
@@ -74,95 +68,6 @@ async def test_sessions_stay_where_they_were_at_every_replica(
         await until(lambda: _lists(replicas[-1], 1))
         moved = await replicas[-1].stub.RouteQuery(query(prompt(*range(64)), "r3", session_id="s"))
         assert (moved.decode.worker_id == first.decode.worker_id, moved.session_hit) == (False, False)
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
-async def test_overload_is_shed_with_a_time_to_come_again(
-    shared: bool, shared_redis: RedisServer, tmp_path: Path
-) -> None:
-    """One worker, blocks of 4, 64 of them, threshold 0.2: the surplus is refused, by all replicas together."""
-    more = settings_of(shared_redis, tmp_path) if shared else {}
-    async with routers(2 if shared else 1, drain_s=5, busy_kv_share=0.2, **more) as replicas:
-        await attached(replicas[0], "a", block_size=4, total_blocks=64)
-        for replica in replicas:
-            await until(partial(_lists, replica, 1))
-        calls = [
-            replicas[n % len(replicas)].stub.RouteQuery(query(prompt(*range(1000 * n, 1000 * n + 20)), f"r{n}"))
-            for n in range(50)
-        ]
-        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
-        served = [answer for answer in answers if isinstance(answer, router_pb2.RouteQueryResponse)]
-        errors = [from_rpc_error(each, "router") for each in answers if isinstance(each, grpc.aio.AioRpcError)]
-        assert (len(served), len(errors)) == (3, 47)
-        assert {each.code() for each in answers if isinstance(each, grpc.aio.AioRpcError)} == {
-            grpc.StatusCode.RESOURCE_EXHAUSTED
-        }
-        assert all(error.kind is ErrorKind.OVERLOADED and error.retry_after_ms > 0 for error in errors)
-        await free(replicas[0], *served)
-        assert await requests(replicas[0]) == {"a": 0}
-
-
-async def test_with_the_threshold_off_nobody_is_refused() -> None:
-    async with routers(drain_s=5) as (router,):
-        await attached(router, "a", block_size=4, total_blocks=64)
-        calls = [router.stub.RouteQuery(query(prompt(*range(20)), f"r{n}")) for n in range(50)]
-        assert {answer.decode.worker_id for answer in await asyncio.gather(*calls)} == {"a"}
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
-async def test_those_who_wait_are_served_in_order_and_who_leaves_is_not(
-    shared: bool, shared_redis: RedisServer, tmp_path: Path
-) -> None:
-    more = settings_of(shared_redis, tmp_path) if shared else {}
-    async with routers(drain_s=5, busy_requests=1, **more) as (router,):
-        await attached(router, "a")
-        running = await router.stub.RouteQuery(query(prompt(1, 2), "r0"))
-        order: list[str] = []
-
-        async def wait(name: str, priority: int) -> None:
-            answer = await router.stub.RouteQuery(query(prompt(1, 2), name, priority=priority, max_wait_ms=60_000))
-            order.append(name)
-            await free(router, answer)
-
-        waiting = []
-        for name, priority in (("late", 2), ("soon", 1), ("leaver", 0), ("sooner", 1)):
-            waiting.append(asyncio.create_task(wait(name, priority)))
-            await asyncio.sleep(0.3)  # arrival is an order of its own
-        waiting.pop(2).cancel()
-        with_patience = await refused(router.stub.RouteQuery(query(prompt(1, 2), "impatient", max_wait_ms=50)))
-        assert with_patience.kind is ErrorKind.OVERLOADED
-        await free(router, running)
-        await asyncio.wait_for(asyncio.gather(*waiting), 60)
-        assert order == ["soon", "sooner", "late"]
-        await until(lambda: _idle(router))
-
-
-async def _idle(router: RouterProcess) -> bool:
-    return await requests(router) == {"a": 0}
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["memory", "redis"])
-async def test_growing_prompts_go_to_one_prefill_worker_outside_the_decode_set(
-    shared: bool, shared_redis: RedisServer, tmp_path: Path
-) -> None:
-    more = settings_of(shared_redis, tmp_path) if shared else {}
-    async with routers(drain_s=5, **more) as (router,):
-        prefill = await attached(router, "p1", "p2", role=common_pb2.WORKER_ROLE_PREFILL)
-        await attached(router, "d1", "d2", role=common_pb2.WORKER_ROLE_DECODE)
-        by_name = {worker.worker_id: worker for worker in prefill}
-        pairs = []
-        for number in range(1, 5):
-            tokens = range(64 * number)
-            answer = await router.stub.RouteQuery(query(prompt(*tokens), f"r{number}"))
-            pairs.append((answer.prefill.worker_id, answer.decode.worker_id))
-            assert answer.overlap.device_blocks == 4 * (number - 1)
-            await by_name[answer.prefill.worker_id].store(block_hashes(tokens, BLOCK)[4 * (number - 1) :])
-            done = router_pb2.MarkPrefillCompleteRequest(reservation_ids=[answer.reservation_id])
-            assert (await router.stub.MarkPrefillComplete(done)).unknown == 0
-        assert len({chosen for chosen, _ in pairs}) == 1
-        assert {chosen for _, chosen in pairs} == {"d1", "d2"}
-        held = await requests(router)
-        assert (held["p1"], held["p2"], held["d1"] + held["d2"]) == (0, 0, 4)
 
 
 async def test_a_pair_is_told_in_the_headers_of_three_schedulers() -> None:

@@ -14,7 +14,8 @@ from services.common.hashing import block_hashes
 from services.common.packing import pack_u32, pack_u64, unpack_u64
 from sluice.v1 import common_pb2, router_pb2
 from tests.support.clients.callers import RESERVE, prompt, query, refused
-from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import BLOCK, MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -59,20 +60,6 @@ async def test_requests_that_share_a_prefix_meet_and_a_different_one_goes_elsewh
         ("a", 0, 0, 0),
         ("b", 0, 0, 0),
     ]
-
-
-async def test_hashes_and_token_ids_are_the_same_prompt(router: RouterProcess) -> None:
-    (worker,) = await attached(router, "a")
-    hashes = block_hashes(FIRST, BLOCK, "lora", "salt")
-    await worker.store(hashes)
-    by_hash = router_pb2.PromptRef(block_hashes=pack_u64(hashes), block_size=BLOCK, prompt_tokens=len(FIRST))
-    answers = [
-        await router.stub.RouteQuery(query(by_hash)),
-        await router.stub.RouteQuery(query(prompt(*FIRST), lora="lora", cache_salt="salt")),
-        await router.stub.RouteQuery(query(prompt(*FIRST))),
-    ]
-    assert [answer.overlap.device_blocks for answer in answers] == [128, 128, 0]
-    assert [answer.tokens_to_compute for answer in answers] == [2, 2, 2050]
 
 
 async def test_the_answer_is_complete(router: RouterProcess) -> None:
@@ -160,25 +147,6 @@ async def test_refusals_say_what_is_wrong(router: RouterProcess) -> None:
 
 async def _gone(router: RouterProcess) -> bool:
     return not (await router.stub.ListWorkers(router_pb2.ListWorkersRequest())).workers
-
-
-async def test_a_prompt_without_hashes_is_routed_by_load_and_says_so(router: RouterProcess) -> None:
-    await attached(router, "a")
-    answer = await router.stub.RouteQuery(query(router_pb2.PromptRef(prompt_tokens=100)))
-    assert (answer.decode.worker_id, answer.degraded, answer.tokens_to_compute) == ("a", "no_block_hashes", 100)
-
-
-async def test_reserving_twice_is_reserving_once(router: RouterProcess) -> None:
-    await attached(router, "a", "b")
-    first = await router.stub.RouteQuery(query(prompt(*FIRST), "r1"))
-    again = await router.stub.RouteQuery(query(prompt(*FIRST), "r1"))
-    assert (first.decode, first.reservation_id, first.expires_unix_ms) == (
-        again.decode,
-        again.reservation_id,
-        again.expires_unix_ms,
-    )
-    loads = (await router.stub.GetLoads(router_pb2.GetLoadsRequest(model=MODEL))).loads
-    assert sum(load.requests for load in loads) == 1
 
 
 async def test_add_request_books_where_the_caller_says(router: RouterProcess) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from services.router.state.sync import synchronizer as keeper
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.redis_topologies import ask
 from tests.support.servers.routing import Cluster, worker
+from tests.support.waiting import until
 
 EPOCH = "1".zfill(20)
 STORED = encode_ops([BlockOp(CacheOperation.STORED, Tier.DEVICE, pack_u64([7, 8]))])
@@ -69,12 +70,6 @@ async def routing(redis: Redis) -> AsyncIterator[Cluster]:
     async with Cluster(store=store, on_death=lambda name, error: deaths.append((name, error))) as cluster:
         yield cluster
     assert deaths == []
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def known(cluster: Cluster) -> list[str]:

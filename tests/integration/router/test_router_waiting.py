@@ -20,7 +20,8 @@ from services.router.state.workers.worker import WorkerRank
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import RouterChild
-from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE
 

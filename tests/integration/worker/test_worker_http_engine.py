@@ -26,9 +26,9 @@ from services.worker.engines.inprocess import event_proof
 from services.worker.kv_events import zmq_feed
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
-from tests.support.fakes.engines import until
 from tests.support.fakes.fake_http_engines import BLOCK, CONTEXT, FakeServer, FakeSglang, FakeVllm, served
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 PROMPT = list(range(10, 10 + 2 * BLOCK + 3))
 Make = Callable[..., FakeServer]
@@ -180,11 +180,6 @@ async def test_server_that_answers_probes_during_a_long_prefill_is_not_taken_for
         assert await running
 
 
-async def test_card_with_a_model_flag_has_that_name(make: Make, tmp_path: Path) -> None:
-    async with started(make(), "--model", f"chat={tmp_path}") as (_, config):
-        assert config.model == "chat"
-
-
 async def test_generation_gives_tokens_then_one_end_with_the_engines_usage(make: Make) -> None:
     async with started(make()) as (one, _):
         for cached in (0, 2 * BLOCK):
@@ -214,15 +209,6 @@ async def test_generation_that_is_closed_ends_on_the_server(make: Make) -> None:
         await until(lambda: fake.running == 0 and fake.disconnected == 1)
         if isinstance(fake, FakeSglang):
             await until(lambda: fake.aborted == [fake.bodies[-1]["rid"]])
-
-
-async def test_generation_that_the_server_rejects_raises_its_reason(make: Make) -> None:
-    fake = make()
-    async with started(fake) as (one, _):
-        fake.failure = (400, "the prompt is too long")
-        with pytest.raises(SluiceError, match="the prompt is too long") as caught:
-            await answer(one, asked())
-        assert caught.value.kind is ErrorKind.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("is_guided", [True, False])
@@ -272,14 +258,6 @@ async def test_generation_whose_stream_breaks_can_be_retried_elsewhere(make: Mak
         assert (await answer(one, asked()))[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_generation_with_an_adapter_asks_for_it(make_vllm: MakeVllm) -> None:
-    fake = make_vllm()
-    async with started(fake) as (one, config):
-        assert config.adapters == ("poet",)
-        await answer(one, asked(lora="poet"))
-        assert fake.bodies[-1]["model"] == "poet"
-
-
 async def test_trace_headers_reach_the_server(make_vllm: MakeVllm) -> None:
     fake = make_vllm()
     async with started(fake) as (one, _):
@@ -300,13 +278,6 @@ async def test_load_is_the_servers_own(make: Make, monkeypatch: pytest.MonkeyPat
         load = one.load()[0]
         assert (load.waiting_requests, load.used_blocks) == (3, 16)
         await deltas.aclose()
-
-
-async def test_server_with_an_api_key_accepts_the_key_of_the_file(make_vllm: MakeVllm, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("s3cret\n")
-    fake = make_vllm(api_key="s3cret")
-    async with started(fake, api_key_file=str(tmp_path / "key")) as (one, _):
-        assert len(await answer(one, asked())) > 1
 
 
 async def test_server_with_an_api_key_that_is_not_given_fails_the_start(make_vllm: MakeVllm) -> None:
@@ -404,23 +375,6 @@ async def test_events_after_a_cut_socket_leave_no_stale_block(
         assert one.kv_event_sources()[0].degraded == "kv_events_lost"  # type: ignore[attr-defined]
 
 
-async def test_events_of_small_pages_are_combined_into_blocks(tmp_path: Path) -> None:
-    fake = FakeSglang(str(build_tiny_model(tmp_path)), block=1)
-    async with started(fake) as (one, config):
-        assert (config.block_size, config.total_blocks) == (16, 4)
-        index = Index(one)
-        await answer(one, asked())
-        await index.until_has(PROMPT)
-
-
-async def test_events_of_a_declared_multiple_of_the_block_size_are_combined(make: Make) -> None:
-    async with started(make(), "--block-size", "32") as (one, config):
-        assert (config.block_size, config.total_blocks) == (32, 32)
-        await answer(one, asked())
-        source = one.kv_event_sources()[0]
-        await until(lambda: source.translator.holds(block_hashes(PROMPT, 32)))  # type: ignore[attr-defined]
-
-
 async def test_events_with_another_block_size_than_declared_fail_the_start(make: Make) -> None:
     with pytest.raises(SluiceError, match="the engine's blocks have 16 tokens") as caught:
         async with started(make(), "--block-size", "24"):
@@ -480,10 +434,6 @@ async def test_events_that_the_server_does_not_publish_are_reported(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     await _runs_without_events(make(events=False), caplog, "start it with --kv-events-config")
-
-
-async def test_events_that_are_switched_off_are_not_used(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    await _runs_without_events(make(), caplog, "The option kv_events is off.", kv_events="off")
 
 
 async def test_events_at_a_configured_endpoint_are_followed(make: Make) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,10 +15,10 @@ import zmq.asyncio
 from services.common.errors import SluiceError
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
-from services.worker.contract.cache_events import CacheTier
 from services.worker.kv_events import zmq_feed
 from services.worker.kv_events.source import EngineCacheSource
-from services.worker.kv_events.zmq_feed import END_OF_REPLAY, ZmqFeed, endpoint_of_rank
+from services.worker.kv_events.zmq_feed import END_OF_REPLAY, ZmqFeed
+from tests.support.waiting import until
 
 DEADLINE_S = 30
 
@@ -68,12 +68,6 @@ async def following(feed: ZmqFeed) -> AsyncGenerator[asyncio.Task[None], None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def source() -> EngineCacheSource:
@@ -188,43 +182,6 @@ async def until_heard(publisher: Publisher, kv: EngineCacheSource) -> None:
         while wanted not in {found for event in kv.translator.snapshot() for found in event.hashes}:  # type: ignore[union-attr]
             await publisher.events.send_multipart([b"kv", (1).to_bytes(8, "big"), payload])
             await asyncio.sleep(0.05)
-
-
-async def test_garbage_is_survived_and_visible(tmp_path: Path) -> None:
-    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
-    publisher, kv = Publisher(endpoint, replay), source()
-    try:
-        async with following(ZmqFeed(kv.sequencer, endpoint, replay)):
-            await publisher.store(1)
-            await until(lambda: kv.translator.held() == 1)
-            await publisher.events.send_multipart([b"kv", b"nonsense"])
-            await publisher.publish(b"\xc1 not msgpack")
-            await publisher.store(2)
-            await until(lambda: kv.sequencer.expected == 3)
-        assert kv.degraded == "kv_events_lost"
-        assert kv.translator.held(CacheTier.DEVICE) == 1
-    finally:
-        publisher.close()
-
-
-async def test_sizes_that_do_not_go_together_end_the_feed_with_the_reason(tmp_path: Path) -> None:
-    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
-    publisher = Publisher(endpoint, replay)
-    kv = EngineCacheSource(0, 6, counts_copies=True, can_replay=True)
-    try:
-        await publisher.store(1)
-        async with following(ZmqFeed(kv.sequencer, endpoint, replay)) as task:
-            with pytest.raises(SluiceError, match="Set --block-size to the engine's"):
-                await asyncio.wait_for(task, DEADLINE_S)
-    finally:
-        publisher.close()
-
-
-def test_ranks_have_endpoints_of_their_own() -> None:
-    assert endpoint_of_rank("tcp://127.0.0.1:5557", 0) == "tcp://127.0.0.1:5557"
-    assert endpoint_of_rank("tcp://127.0.0.1:5557", 3) == "tcp://127.0.0.1:5560"
-    assert endpoint_of_rank("inproc://events", 1) == "inproc://events_dp1"
-    assert endpoint_of_rank("", 2) == ""
 
 
 def test_an_endpoint_that_cannot_be_opened_is_named() -> None:

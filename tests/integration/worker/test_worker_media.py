@@ -18,8 +18,8 @@ from services.common.rpc.media import span_messages
 from services.worker.media.uploads import PART_BYTES
 from services.worker.server import WorkerServer
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.fakes.engines import until
 from tests.support.servers.workers import Caller, hosted, stub_of
+from tests.support.waiting import until
 
 PROMPT = range(20, 60)
 ERROR = common_pb2.FINISH_REASON_ERROR
@@ -113,16 +113,6 @@ async def test_start_without_its_file_fails_until_the_file_is_sent(stub: worker_
     await caller.close()
 
 
-async def test_file_with_a_wrong_hash_fails_only_requests_that_need_it(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-    caller = MediaCaller(stub)
-    await caller.upload(*chunks(RED, named=content_hash(BLUE)), *chunks(RED))
-    assert (await caller.error_of(1, asking("one", BLUE))).code == "media_mismatch"
-    await caller.send({2: asking("two", RED)})
-    await caller.ended(2)
-    assert caller.terminals[2].finish_reason != ERROR
-    await caller.close()
-
-
 async def test_dropped_files_are_reported_to_the_session_that_sent_them(
     host: WorkerServer, stub: worker_pb2_grpc.WorkerAsyncStub
 ) -> None:
@@ -160,15 +150,6 @@ async def test_generate_takes_its_files_in_the_same_message(stub: worker_pb2_grp
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             [delta async for delta in stub.Generate(request)]
         assert from_rpc_error(refused.value, "worker").code == code
-
-
-async def test_spans_outside_the_prompt_are_refused(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-    caller = MediaCaller(stub)
-    request = asking("one", RED)
-    request.tokens.media[0].length = 1_000
-    error = await caller.error_of(1, request)
-    assert (error.kind, error.param) == (common_pb2.ERROR_KIND_INVALID_ARGUMENT, "media")
-    await caller.close()
 
 
 async def test_engine_without_images_refuses_them_and_keeps_no_file(folder: Path) -> None:

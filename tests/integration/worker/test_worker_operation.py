@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from array import array
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.net.ports import free_port
-from services.common.packing import pack_u32
 from services.common.rpc.channels import open_channel
 from services.common.rpc.errors import from_rpc_error
 from services.common.rpc.server import GrpcServer
@@ -25,14 +23,13 @@ from services.common.tasks import Stop
 from services.worker import server as worker_server
 from services.worker.contract.engine import EngineConfig
 from services.worker.engines.mock import MockEngine
-from services.worker.engines.mock.engine import EMBEDDING_WIDTH
 from services.worker.server import WorkerServer
 from services.worker.serving.canary import Canary
 from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
-from tests.support.fakes.engines import until
 from tests.support.servers.router_cluster import routers
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
+from tests.support.waiting import until
 
 Action = worker_pb2.ControlRequest
 
@@ -257,55 +254,6 @@ async def test_a_starting_worker_answers_probes(folder: Path, monkeypatch: pytes
         assert await serving(host)
     finally:
         await host.shut_down()
-
-
-async def test_embeddings_arrive_packed_and_counted(folder: Path) -> None:
-    async with hosted(folder) as host, stub_of(host) as stub:
-        prompts = [worker_pb2.TokenPrompt(token_ids=pack_u32(ids)) for ids in ([3, 4, 5], [6])]
-        answer = await stub.Embed(worker_pb2.EmbedRequest(request_id="e", model="tiny", inputs=prompts))
-        assert answer.usage.prompt_tokens == 4
-        assert [len(one.values) for one in answer.embeddings] == [4 * EMBEDDING_WIDTH] * 2
-        values = array("f")
-        values.frombytes(answer.embeddings[0].values)
-        assert sum(value * value for value in values) == pytest.approx(1.0, rel=1e-5)
-        for bad, kind in [
-            (worker_pb2.EmbedRequest(model="other", inputs=prompts), ErrorKind.NOT_FOUND),
-            (worker_pb2.EmbedRequest(model="tiny"), ErrorKind.INVALID_ARGUMENT),
-            (
-                worker_pb2.EmbedRequest(model="tiny", inputs=prompts, dimensions=EMBEDDING_WIDTH + 1),
-                ErrorKind.INVALID_ARGUMENT,
-            ),
-            (
-                worker_pb2.EmbedRequest(model="tiny", inputs=[worker_pb2.TokenPrompt(token_ids=b"\1")]),
-                ErrorKind.INVALID_ARGUMENT,
-            ),
-        ]:
-            assert (await refusal(stub.Embed(bad))).kind is kind
-
-
-async def test_logprobs_and_constraints_travel(folder: Path) -> None:
-    async with hosted(folder) as host, stub_of(host) as stub:
-        asked = generation("r", max_tokens=5, ignore_eos=True)
-        asked.output.logprobs = 2
-        asked.output.prompt_logprobs = 1
-        asked.sampling.temperature = 0.7
-        deltas = [delta async for delta in stub.Generate(asked)]
-        tokens = b"".join(delta.token_ids for delta in deltas)
-        positions = [position for delta in deltas for position in delta.extra.logprobs]
-        assert pack_u32(position.chosen.token_id for position in positions) == tokens
-        assert all(len(position.top) == 2 for position in positions)
-        assert sum(len(delta.extra.prompt_logprobs) for delta in deltas) == 4
-        caller = Caller(stub)
-        choice = generation("choice")
-        choice.guided.choice.choices.extend(["gate"])
-        refused = generation("refused")
-        refused.guided.json_schema = '{"not": {}}'
-        await caller.send({1: choice, 2: refused})
-        await caller.ended(1, 2)
-        assert caller.terminals[1].finish_reason == common_pb2.FINISH_REASON_STOP
-        assert ErrorKind(caller.terminals[2].error.kind) is ErrorKind.INVALID_ARGUMENT
-        assert caller.terminals[2].error.param == "response_format"
-        await caller.close()
 
 
 async def test_five_hundred_random_cancels_leave_nothing_behind(folder: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.models import ModelSpec
 from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.channels import open_channel
@@ -36,10 +36,8 @@ from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint
 from services.preprocess.tokenizers.registry import ModelRegistry
-from services.worker.contract.generation import GenerateRequest
-from services.worker.local_processing.processing import Processing
 from services.worker.local_processing.prompts import PromptMaker
-from services.worker.processing_options import ProcessingOptions, PromptBounds
+from services.worker.processing_options import PromptBounds
 from services.worker.server import WorkerServer
 from sluice.conformance import Patience, Target, Verdict, run, select
 from sluice.v1 import (
@@ -54,8 +52,8 @@ from sluice.v1 import (
 from tests.support.data.chat_matrix import chats, texts
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
 from tests.support.data.tiny_models import CHATML
-from tests.support.fakes.engines import until
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
+from tests.support.waiting import until
 
 LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 CANCELLED, ERROR = common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_ERROR
@@ -279,18 +277,6 @@ async def test_on_a_session_all_kinds_go_side_by_side(host: WorkerServer) -> Non
         await caller.close()
 
 
-async def test_a_stop_string_frees_the_engine(host: WorkerServer) -> None:
-    async with stub_of(host) as stub:
-        stop = common_pb2.StopOptions(ignore_eos=True, max_tokens=3000)
-        request = of_chat(CHAT, stop=stop, postprocess=postprocess_pb2.StreamOptions(stop=["."]))
-        answer = await generate(stub, request)
-        assert answer.finish is not None
-        assert (answer.finish.stop_string, "." in answer.text) == (".", False)
-        assert len(answer.token_ids) < 3000
-        await until(lambda: host.engine.load()[0].running_requests == 0)
-        assert host.worker.live_requests == 0
-
-
 @pytest.mark.parametrize(
     ("request_", "kind", "param"),
     [
@@ -423,19 +409,6 @@ async def test_a_worker_that_shuts_down_finishes_what_it_tokenizes(gate: Admissi
         await caller.close()
 
 
-async def test_what_waits_counts_for_the_limit_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = AdmissionGate()
-    async with hosted(tiny_folder(), processing="prompts", max_live=1) as host, stub_of(host) as stub:
-        gate.hold(host, monkeypatch)
-        caller = Caller(stub)
-        await caller.send({0: held("r0"), 1: held("r1")})
-        await caller.ended(1)
-        assert ErrorKind(caller.terminals[1].error.kind) is ErrorKind.OVERLOADED
-        gate.open.set()
-        await caller.ended(0)
-        await caller.close()
-
-
 async def test_prompts_that_wait_are_bounded_in_memory(host: WorkerServer, gate: AdmissionGate) -> None:
     processing = processing_of(host)
     assert processing._tokenizer is not None
@@ -506,25 +479,6 @@ async def test_what_is_done_stands_on_the_card_and_the_rest_is_refused(level: st
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await generate(stub, request)
             assert from_rpc_error(raised.value, "worker").code == "unsupported_by_engine"
-
-
-async def test_a_tokenizer_that_cannot_be_loaded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> object:
-        raise SluiceError(ErrorKind.FAILED_PRECONDITION, "The tokenizer is broken.", param="model")
-
-    monkeypatch.setattr("services.worker.local_processing.loading.load_prompts", fail)
-    async with hosted(tiny_folder(), processing="none") as host:
-        config = host.worker.config
-    processing = Processing(ProcessingOptions(), lambda name, error: None)
-    assert await processing.start(config) == config
-    assert "accepts token ids only: The tokenizer is broken." in caplog.text
-    assert not processing.makes_prompt_of(GenerateRequest("r", "tiny", text="Hello"))
-    await processing.close()
-    with pytest.raises(SluiceError, match="The tokenizer is broken"):
-        async with hosted(tiny_folder(), processing="prompts"):
-            pass
 
 
 async def test_the_conformance_kit_finds_what_is_claimed(host: WorkerServer) -> None:

@@ -19,8 +19,8 @@ from services.common.settings import GrpcServiceSettings
 from services.worker.kv_events import event_log as cache_log
 from services.worker.server import WorkerServer
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.fakes.engines import until
 from tests.support.servers.workers import generation, hosted, stub_of
+from tests.support.waiting import until
 
 
 class RouterLog(router_pb2_grpc.RouterServicer):

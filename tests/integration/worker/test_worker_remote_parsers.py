@@ -25,7 +25,7 @@ from services.worker.contract.generation import Delta, FinishReason, GenerateReq
 from services.worker.contract.text_delta import TextUpdate
 from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.local_processing.batch_detokenizer import BatchDetokenizer
-from tests.support.fakes.engines import until
+from tests.support.waiting import until
 
 SHOUTING = "tests.support.fakes.own_parsers:Shouting"
 PROMPT = (0, 20, 21, 1)

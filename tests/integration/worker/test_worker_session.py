@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
-from services.common import models
 from services.common.errors import ErrorKind, SluiceError
-from services.common.packing import pack_u32, unpack_u32
 from services.common.rpc.errors import from_rpc_error
 from services.worker.server import WorkerServer
 from services.worker.serving import outbox
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from tests.support.fakes.engines import until
 from tests.support.servers.workers import Caller, generation, hosted, stub_of
+from tests.support.waiting import until
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 STOP = common_pb2.FINISH_REASON_STOP
-CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 ERROR = common_pb2.FINISH_REASON_ERROR
 
 
@@ -86,41 +81,6 @@ async def test_a_step_of_many_requests_is_one_message(stub: worker_pb2_grpc.Work
     await caller.close()
 
 
-async def test_cancel_stops_within_a_step_and_frees_the_blocks(slow: WorkerServer) -> None:
-    async with stub_of(slow) as stub:
-        caller = Caller(stub)
-        await caller.send({1: generation("long", ignore_eos=True), 2: generation("other", ignore_eos=True)})
-        await caller.began(1, 2)
-        await caller.send(cancels=[1, 1, 77])
-        await caller.ended(1)
-        assert caller.terminals[1].finish_reason == CANCELLED
-        assert caller.terminals[1].usage.completion_tokens == len(caller.token_ids[1])
-        assert slow.worker.live_requests == 1
-        said = len(caller.token_ids[2])
-        await until(lambda: len(caller.token_ids[2]) > said)
-        await caller.send(cancels=[2])
-        await caller.ended(2)
-        assert slow.engine.load()[0].used_blocks == 0
-        await caller.close()
-
-
-async def test_a_caller_that_vanishes_takes_its_requests_along(slow: WorkerServer) -> None:
-    async with stub_of(slow) as stub:
-        caller, other = Caller(stub), Caller(stub)
-        await caller.send({slot: generation(f"r{slot}", ignore_eos=True) for slot in range(8)})
-        await other.send({0: generation("other", ignore_eos=True)})
-        await caller.began(*range(8))
-        await caller.close()
-        await until(lambda: slow.worker.live_requests == 1)
-        assert slow.engine.load()[0].running_requests == 1
-        await until(lambda: len(slow.service.sessions) == 1)
-        assert (await stub.Abort(worker_pb2.AbortRequest(request_id="other"))).found
-        await other.ended(0)
-        assert other.terminals[0].finish_reason == CANCELLED
-        assert not (await stub.Abort(worker_pb2.AbortRequest(request_id="other"))).found
-        await other.close()
-
-
 async def test_bad_requests_end_their_own_slot_and_nothing_else(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
     caller = Caller(stub)
     broken = generation("broken")
@@ -151,16 +111,6 @@ async def test_bad_requests_end_their_own_slot_and_nothing_else(stub: worker_pb2
     await caller.close()
 
 
-async def test_a_live_request_id_is_not_taken_twice(slow: WorkerServer) -> None:
-    async with stub_of(slow) as stub:
-        caller = Caller(stub)
-        await caller.send({1: generation("same", ignore_eos=True), 2: generation("same")})
-        await caller.ended(2)
-        assert caller.terminals[2].error.code == "duplicate_request_id"
-        await caller.began(1)
-        await caller.close()
-
-
 async def test_a_caller_that_does_not_read_is_cut_off_and_others_are_not(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,85 +139,6 @@ async def test_a_caller_that_does_not_read_is_cut_off_and_others_are_not(
         assert caller.terminals[1].finish_reason == STOP
         deaf.cancel()
         await caller.close()
-
-
-async def test_generate_is_the_twin_of_a_session(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-    caller = Caller(stub)
-    await caller.send({1: generation("a", max_tokens=25)})
-    await caller.ended(1)
-    deltas = [delta async for delta in stub.Generate(generation("b", max_tokens=25))]
-    token_ids = b"".join(delta.token_ids for delta in deltas)
-    assert unpack_u32(token_ids) == caller.token_ids[1]
-    assert [delta.extra.finish_reason for delta in deltas if delta.extra.finish_reason] == [LENGTH]
-    assert deltas[-1].extra.finish_reason == LENGTH
-    assert deltas[-1].extra.usage == caller.terminals[1].usage
-    await caller.close()
-
-
-async def test_generate_refuses_with_a_typed_status(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-    error = await failure(stub.Generate(generation("a", model="gpt")).read())
-    assert error.kind is ErrorKind.NOT_FOUND
-    assert "tiny" in error.message
-
-
-async def test_a_dropped_generate_cancels(slow: WorkerServer) -> None:
-    async with stub_of(slow) as stub:
-        call = stub.Generate(generation("a", ignore_eos=True))
-        await call.read()
-        call.cancel()
-        await until(lambda: slow.worker.live_requests == 0)
-
-
-async def test_stop_options_reach_the_engine(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-    async def tokens(request_id: str, **stop: Any) -> list[int]:
-        deltas = [delta async for delta in stub.Generate(generation(request_id, **stop))]
-        return [token_id for delta in deltas for token_id in unpack_u32(delta.token_ids)]
-
-    whole = await tokens("a")
-    stop_id = whole[5]
-    assert await tokens("b", stop_token_ids=pack_u32([stop_id])) == whole[: whole.index(stop_id) + 1]
-    assert len(await tokens("c", max_tokens=7)) == 7
-    assert len(await tokens("d", min_tokens=300)) > 300
-    assert len(await tokens("e", ignore_eos=True, max_tokens=500)) == 500
-
-
-async def test_info_says_what_is_served(
-    host: WorkerServer, stub: worker_pb2_grpc.WorkerAsyncStub, folder: Path
-) -> None:
-    info = await stub.GetInfo(worker_pb2.GetInfoRequest())
-    assert info.worker_id == host.worker.worker_id
-    assert info.worker_id.endswith(f"-{host.server.port}")
-    assert info.epoch == host.worker.epoch
-    assert (info.card.model, info.card.block_size, info.card.hash_scheme) == ("tiny", 16, "sluice-xxh3-v1")
-    assert info.card.tokenizer.fingerprint == models.fingerprint(folder)
-    assert list(info.card.adapters) == ["polite"]
-    assert info.engine == "mock"
-    assert not info.draining
-
-
-async def test_the_tokenizer_arrives_whole(stub: worker_pb2_grpc.WorkerAsyncStub, folder: Path, tmp_path: Path) -> None:
-    fingerprint = ""
-    async for chunk in stub.GetTokenizer(worker_pb2.GetTokenizerRequest()):
-        fingerprint = fingerprint or chunk.fingerprint
-        with (tmp_path / chunk.file_name).open("ab") as file:
-            file.write(chunk.data)
-    assert models.fingerprint(tmp_path) == fingerprint == models.fingerprint(folder)
-    original = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    assert hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest() == original
-
-
-async def test_clear_cache_forgets_prefixes(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:
-    caller = Caller(stub)
-    prompt = list(range(3, 103))
-    await caller.send({1: generation("a", prompt)})
-    await caller.ended(1)
-    await caller.send({2: generation("b", prompt)})
-    await caller.ended(2)
-    await stub.Control(worker_pb2.ControlRequest(action=worker_pb2.ControlRequest.ACTION_CLEAR_CACHE))
-    await caller.send({3: generation("c", prompt)})
-    await caller.ended(3)
-    assert [caller.cached[slot] for slot in (1, 2, 3)] == [0, 96, 0]
-    await caller.close()
 
 
 async def test_what_the_engine_cannot_do_is_said_so(stub: worker_pb2_grpc.WorkerAsyncStub) -> None:

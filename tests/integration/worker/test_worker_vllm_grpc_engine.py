@@ -22,9 +22,9 @@ from services.worker.engines.vllm_grpc import VllmGrpcEngine
 from services.worker.engines.vllm_grpc import engine as engine_module
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import build_tiny_model
-from tests.support.fakes.engines import until
 from tests.support.fakes.fake_vllm import BLOCK, FakeVllm, fake_vllm
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 PROMPT = list(range(10, 20))
 
@@ -83,18 +83,6 @@ async def test_tokens_and_one_end(tmp_path: Path) -> None:
         *_, end = await answer(engine, asked())
         assert end.usage is not None
         assert end.usage.cached_tokens == 2 * BLOCK
-
-
-async def test_who_stops_listening_ends_the_request_on_the_server(tmp_path: Path) -> None:
-    servicer = FakeVllm()
-    async with started(servicer, tmp_path) as (engine, _, _server):
-        servicer.gate.clear()
-        deltas = engine.generate(asked(), GenerateContext("r"))
-        await anext(deltas)
-        await deltas.aclose()
-        await until(lambda: servicer.aborted == ["w:r"] and servicer.cancelled == 1)
-        with pytest.raises(SluiceError, match="requests are running"):
-            await engine.clear_cache()
 
 
 @pytest.mark.parametrize("resumes", [True, False])
@@ -202,17 +190,6 @@ def at(address: str, *flags: str) -> VllmGrpcEngine:
     return VllmGrpcEngine.from_args(WorkerSettings.load(argv))
 
 
-async def test_running_server_without_a_model_flag_serves_its_own(tmp_path: Path) -> None:
-    folder = str(build_tiny_model(tmp_path))
-    async with fake_vllm(FakeVllm(model_path=folder)) as (address, _):
-        engine = at(address)
-        try:
-            config = await engine.start("w")
-            assert (config.model, config.source) == ("tiny", folder)
-        finally:
-            await engine.cleanup()
-
-
 async def test_running_server_with_a_larger_declared_block_size_reports_combined_blocks(tmp_path: Path) -> None:
     folder = f"tiny={build_tiny_model(tmp_path)}"
     async with fake_vllm(FakeVllm()) as (address, _):
@@ -248,8 +225,3 @@ async def test_running_server_whose_events_cannot_be_proven_runs_without_them(
         assert not engine.kv_event_sources()
         assert (await answer(engine, asked()))[-1].finish_reason is FinishReason.LENGTH
     assert "No KV events arrived from 127.0.0.1:" in caplog.text
-
-
-def test_address_that_is_no_host_and_port_is_rejected() -> None:
-    with pytest.raises(SluiceError, match="'unix:/tmp/socket', expected host:port"):
-        at("unix:/tmp/socket", "--model", "tiny=/models/tiny")

@@ -19,7 +19,8 @@ from services.common.rpc.errors import from_rpc_error
 from services.common.security.tls import channel_credentials
 from services.common.settings import TlsSettings
 from sluice.v1 import router_pb2, router_pb2_grpc
-from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 A_DAY_US = 24 * 3600 * 1_000_000
 RESERVE = router_pb2.RouteQueryRequest.MODE_SELECT_AND_RESERVE

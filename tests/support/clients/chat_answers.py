@@ -41,6 +41,34 @@ class Answer:
         return self.text, self.reasoning, self.calls, self.finish_reason, self.tokens, self.logprobs
 
 
+class ObservedStream:
+    """What the chunks of a stream come to, as the OpenAI client returns them."""
+
+    def __init__(self, chunks: Any) -> None:
+        self.content = self.reasoning = ""
+        self.calls: dict[int, dict[str, str]] = {}
+        self.argument_chunks = 0
+        self.finish_reason = ""
+        self.usage: Any = None
+        for chunk in chunks:
+            self.usage = chunk.usage or self.usage
+            for choice in chunk.choices:
+                self.finish_reason = choice.finish_reason or self.finish_reason
+                self.take(choice.delta)
+
+    def take(self, delta: Any) -> None:
+        self.content += delta.content or ""
+        thought = getattr(delta, "reasoning_content", None) or ""
+        assert thought == (getattr(delta, "reasoning", None) or "")
+        self.reasoning += thought
+        for call in delta.tool_calls or ():
+            known = self.calls.setdefault(call.index, {"id": "", "name": "", "arguments": ""})
+            known["id"] += call.id or ""
+            known["name"] += call.function.name or ""
+            known["arguments"] += call.function.arguments or ""
+            self.argument_chunks += bool(call.function.arguments)
+
+
 def text_of(answer: dict[str, Any]) -> str:
     """The text of a chat's whole answer."""
     return str(answer["choices"][0]["message"]["content"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Self
 
 from services.common.errors import SluiceError
@@ -161,12 +161,3 @@ def replay(events: Iterable[KvEvent], present: set[int]) -> None:
             present.difference_update(event.hashes)
         else:
             present.clear()
-
-
-async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    """Polls until the condition holds; TimeoutError when it does not in time."""
-    for _ in range(int(timeout_s / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise TimeoutError("the condition did not come true")

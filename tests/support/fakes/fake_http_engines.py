@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.common.net.ports import free_port
 from services.worker.kv_events.zmq_feed import END_OF_REPLAY
+from tests.support.waiting import until
 
 BLOCK = 16
 CONTEXT = 512
@@ -460,9 +461,7 @@ async def served(fake: FakeServer, port: int = 0) -> AsyncIterator[str]:
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.get_running_loop().create_task(server._serve())
     try:
-        async with asyncio.timeout(30):
-            while not server.started:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: server.started, 30)
         yield f"http://127.0.0.1:{config.port}"
     finally:
         server.should_exit = server.force_exit = True

@@ -21,6 +21,7 @@ from services.common.hashing import HASH_SCHEME
 from services.common.models import fingerprint
 from services.common.packing import pack_u32
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
+from tests.support.waiting import until
 
 SERVICE = "sluice.v1.Worker"
 WAIT_S = 60
@@ -207,9 +208,7 @@ class HostileWorker:
 
     async def drained(self) -> None:
         """Waits until every queued frame was written, or its session has ended."""
-        async with asyncio.timeout(WAIT_S):
-            while any(not session.frames.empty() for session in self.sessions):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: all(session.frames.empty() for session in self.sessions), WAIT_S)
 
     async def attach(self, router: str, **registration: Any) -> Attached:
         """Registers with a router; keywords replace fields of the registration.

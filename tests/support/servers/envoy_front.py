@@ -18,7 +18,8 @@ from tests.support.servers.envoy import Envoy
 from tests.support.servers.http_upstream import Upstream, digest
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.router_child import RouterChild
-from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 VERSIONS = ("1.40.0", "1.36.4")
 

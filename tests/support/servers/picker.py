@@ -13,7 +13,8 @@ from services.common.rpc.channels import open_channel
 from sluice.v1 import router_pb2
 from tests.support.clients.ext_proc import Answered, Exchange
 from tests.support.servers.preprocess_server import preprocess
-from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers, until
+from tests.support.servers.router_cluster import MODEL, FakeWorker, RouterProcess, routers
+from tests.support.waiting import until
 
 NAMES = ("a", "b", "c")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Which way does the river run?"}]}

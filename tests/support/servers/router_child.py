@@ -20,7 +20,7 @@ from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.repository import ROOT
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 
 class RouterChild:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from services.common.tasks import Stop
 from services.router.__main__ import serve
 from services.router.settings import RouterSettings
 from sluice.v1 import common_pb2, router_pb2, router_pb2_grpc
+from tests.support.waiting import until
 
 MODEL = "tekken"
 BLOCK = 16
@@ -184,14 +185,3 @@ class FakeWorker:
             self._beating.cancel()
         self.call.cancel()
         await asyncio.wait([self._listening])
-
-
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20) -> None:
-    """Waits for a condition; AssertionError when it does not come true."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while True:
-        answer = condition()
-        if answer if isinstance(answer, bool) else await answer:
-            return
-        assert asyncio.get_running_loop().time() < deadline, f"{condition} did not come true"
-        await asyncio.sleep(0.02)

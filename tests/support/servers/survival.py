@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,16 +56,10 @@ from services.worker.engines.mock.vocabulary import MockVocabulary, load_vocabul
 from services.worker.server import WorkerServer
 from sluice.v1 import postprocess_pb2, postprocess_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.support.servers.workers import hosted
+from tests.support.waiting import until
 
 WAIT_S = 60
 CONTEXT = 4096
-
-
-async def until(what: Callable[[], bool]) -> None:
-    """Looks again and again; TimeoutError when it does not come true."""
-    async with asyncio.timeout(WAIT_S):
-        while not what():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 class Knife:

@@ -37,16 +37,6 @@ def test_adapters_and_salts_change_the_hashes(lora: str, cache_salt: str, expect
     assert list(block_hashes([1, 2, 3, 4], 4, lora, cache_salt)) == [expected]
 
 
-def test_a_partial_block_has_no_name() -> None:
-    assert list(block_hashes([1, 2, 3], 4)) == []
-    assert len(block_hashes(range(7), 4)) == 1
-
-
-def test_a_block_holds_at_least_one_token() -> None:
-    with pytest.raises(ValueError, match="block_size"):
-        block_hashes([1], 0)
-
-
 @given(ids=IDS, block_size=st.integers(1, 9), lora=st.text(max_size=3), salt=st.text(max_size=3))
 def test_names_are_those_of_the_services(ids: list[int], block_size: int, lora: str, salt: str) -> None:
     expected = hashing.block_hashes(ids, block_size, lora, salt)

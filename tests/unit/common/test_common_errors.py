@@ -74,10 +74,6 @@ def test_error_survives_the_wire(
     assert same(from_detail(common_pb2.ErrorDetail.FromString(to_detail(error).SerializeToString())), error)
 
 
-def test_error_from_the_wire_without_a_message_gets_one() -> None:
-    assert from_detail(common_pb2.ErrorDetail(kind=common_pb2.ERROR_KIND_INTERNAL)).message
-
-
 @given(st.text(), st.text(), st.text(), st.integers(0, 2**32 - 1))
 def test_error_from_the_wire_is_within_bounds(message: str, param: str, code: str, retry_after_ms: int) -> None:
     sent = SluiceError(ErrorKind.INTERNAL, 300 * message, param=99 * param, code=code, retry_after_ms=retry_after_ms)
@@ -192,21 +188,9 @@ def test_error_constructors_set_kind_and_status() -> None:
     assert errors.unavailable("x").retry_after_ms == errors.overloaded("x").retry_after_ms == 1000
 
 
-def test_shortened_text_within_the_limit_stays() -> None:
-    assert shortened("x" * MAX_VALUE) == "x" * MAX_VALUE
-
-
 def test_shortened_long_text_ends_in_an_ellipsis() -> None:
     short = shortened("x" * (MAX_VALUE + 1))
     assert short == "x" * (MAX_VALUE - 1) + "…"
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [("a'b", '"a\'b"'), (5, "5"), (None, "None"), (["a"], "['a']"), ("line\nbreak", "'line\\nbreak'")],
-)
-def test_quoted_short_value_is_its_repr(value: Any, expected: str) -> None:
-    assert quoted(value) == expected
 
 
 @pytest.mark.parametrize(

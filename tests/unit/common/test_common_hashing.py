@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common import packing
-from services.common.errors import ErrorKind, SluiceError
-from services.common.hashing import BASE_SEED, SEGMENT, PrefixHashes, block_hashes, chain, local_hash, seed_for
+from services.common.hashing import SEGMENT, PrefixHashes, block_hashes, chain, local_hash, seed_for
 from services.common.packing import pack_u32, pack_u64, unpack_u32, unpack_u64
-from tests.support.oracles.errors import raises_error
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 
@@ -86,16 +84,6 @@ def test_definition_step_by_step(tokens: list[int], size: int, lora: str, salt: 
     assert block_hashes(pack_u32(tokens), size, lora, salt) == block_hashes(tokens, size, lora, salt)
 
 
-def test_names_and_salts_do_not_mix() -> None:
-    assert len({seed_for("a"), seed_for("", "a"), seed_for("a", "a"), BASE_SEED}) == 4
-
-
-def test_bytes_on_the_wire() -> None:
-    assert pack_u32([1, 2**32 - 1]) == bytes([1, 0, 0, 0, 255, 255, 255, 255])
-    assert pack_u64([258]) == bytes([2, 1, 0, 0, 0, 0, 0, 0])
-    assert pack_u32([]) == b""
-
-
 def test_bytes_on_the_wire_of_a_big_endian_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_SWAP", True)
     values = array("I", [1, 2])
@@ -119,14 +107,6 @@ def test_u64_round_trip(values: list[int]) -> None:
 def test_ids_out_of_range_do_not_wrap(value: int) -> None:
     with pytest.raises(OverflowError):
         pack_u32([value])
-
-
-@pytest.mark.parametrize("length", [1, 3, 5])
-def test_truncated_field_is_named(length: int) -> None:
-    with raises_error(match="prompt has", kind=ErrorKind.INVALID_ARGUMENT, param="prompt"):
-        unpack_u32(b"x" * length, "prompt")
-    with pytest.raises(SluiceError):
-        unpack_u64(b"x" * 4)
 
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 3), st.sampled_from(["", "a"]))

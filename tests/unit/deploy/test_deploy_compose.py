@@ -48,13 +48,6 @@ ONCE = {"redis-password", "tokens"}
 PROFILES = {"balancer", "envoy", "redis-ha", "observability", "gpu", "gpu-sglang", "transformers"}
 COMPLETED = "service_completed_successfully"
 PROCESSING = {"vllm": "vllm", "sglang": "sglang", "native-framework": ""}
-REPLICAS = {
-    "gateway": "SLUICE_GATEWAYS",
-    "preprocess": "SLUICE_PREPROCESS",
-    "router": "SLUICE_ROUTERS",
-    "postprocess": "SLUICE_POSTPROCESS",
-    "worker": "SLUICE_WORKERS",
-}
 VARIABLE = re.compile(r"\$\{(\w+)(?:(:?[-+])([^}]*))?\}")
 
 
@@ -153,26 +146,6 @@ def test_processing_file_sets_the_flag_and_the_image_of_both_services(
     assert flags == {f"{file.replace('-', '_')}_processing"}
 
 
-@pytest.mark.parametrize("service", ["preprocess", "postprocess"])
-def test_trtllm_processing_reaches_the_service_that_refuses_it(service: str) -> None:
-    assert f"SLUICE_{service.upper()}_TRTLLM_PROCESSING" in suite()["services"][service]["environment"]
-
-
-@pytest.mark.parametrize("service", REPLICAS)
-def test_replicas_of_every_service_are_a_variable(service: str) -> None:
-    """What only --scale sets, the next `up` for another service takes back."""
-    scale = suite()["services"][service]["scale"]
-    assert defaulted(scale) == "1"
-    assert defaulted(scale, {REPLICAS[service]: "3"}) == "3"
-
-
-def test_workers_read_models_from_a_volume_or_a_folder_of_the_host() -> None:
-    for name in ("worker", "worker-transformers", "worker-vllm", "worker-sglang"):
-        (volume,) = suite()["services"][name]["volumes"]
-        assert defaulted(volume) == "models:/models"
-        assert defaulted(volume, {"SLUICE_MODEL_FOLDER": "/home/me/model"}) == "/home/me/model:/models"
-
-
 def test_the_failover_profile_sends_routers_to_the_sentinels(monkeypatch: pytest.MonkeyPatch) -> None:
     url = env_file("redis-ha")["SLUICE_ROUTER_REDIS_URL"]
     assert urlsplit(url).scheme == "redis+sentinel"
@@ -251,16 +224,6 @@ def test_images_are_ours_or_public_ones_with_a_version() -> None:
         else:
             assert re.fullmatch(r"[a-z/]+:v?\d[\d.]*", image), name
             assert re.match(r"\$\{SLUICE_[A-Z]+_IMAGE:-", service["image"]), name
-
-
-def test_gpu_workers_reserve_their_devices_and_can_load_what_the_engine_compiles() -> None:
-    for name in ("worker-vllm", "worker-sglang"):
-        service = suite()["services"][name]
-        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-        assert device["capabilities"] == ["gpu"]
-        assert defaulted(device["device_ids"][0]) == "0"
-        assert service["tmpfs"] == ["/tmp:exec"]
-        assert "shm_size" in service
 
 
 def test_prometheus_scrapes_every_service_and_loads_the_rules() -> None:

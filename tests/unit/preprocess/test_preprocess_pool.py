@@ -58,16 +58,6 @@ async def test_small_jobs_run_here_and_big_or_blocking_ones_on_a_thread(pool: Co
     assert pool.taken == 0
 
 
-async def test_what_a_job_raises_arrives(pool: ComputePool) -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    for size in (0, BIG):
-        with pytest.raises(KeyError):
-            await pool.run(fail, size)
-    assert pool.taken == 0
-
-
 async def test_a_panic_of_native_code_is_an_error_as_any_other(pool: ComputePool) -> None:
     class Panic(BaseException):
         """As Rust's are raised: `except Exception` misses them, and the caller would get no answer."""

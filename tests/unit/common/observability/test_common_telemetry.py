@@ -72,30 +72,6 @@ def test_error_marks_the_stage_and_goes_on(spans: InMemorySpanExporter) -> None:
     assert span.status.status_code is StatusCode.ERROR
 
 
-def test_trace_continues_through_a_session_message(spans: InMemorySpanExporter) -> None:
-    with telemetry.stage("gateway.request"):
-        sent = telemetry.trace_context()
-    assert sent is not None
-    received = common_pb2.TraceContext.FromString(sent.SerializeToString())
-    with telemetry.stage("worker.generate", parent=telemetry.carrier(received)):
-        pass
-    gateway, worker = spans.get_finished_spans()
-    assert worker.context.trace_id == gateway.context.trace_id
-    assert worker.parent is not None
-    assert worker.parent.span_id == gateway.context.span_id
-
-
-def test_trace_continues_through_unary_metadata(spans: InMemorySpanExporter) -> None:
-    with telemetry.stage("gateway.route"):
-        metadata = telemetry.grpc_metadata()
-    assert metadata is not None
-    carrier = telemetry.carrier_of_metadata([*metadata, ("user-agent", "x")])
-    with telemetry.stage("router.route", parent=carrier):
-        pass
-    gateway, router = spans.get_finished_spans()
-    assert router.context.trace_id == gateway.context.trace_id
-
-
 def test_unary_calls_name_the_request_they_are_made_for() -> None:
     def served() -> str:
         telemetry.name_request([("user-agent", "x"), *(telemetry.grpc_metadata() or ())])
@@ -111,12 +87,6 @@ def test_unary_calls_name_the_request_they_are_made_for() -> None:
     named = copy_context()
     named.run(called, "req-2")
     assert named.run(served) == "req-2"
-
-
-def test_spans_give_their_ids_to_the_log(spans: InMemorySpanExporter) -> None:
-    span = telemetry.start_span("engine.generate", request_id="req-3")
-    assert span is not None
-    assert logs._traced["req-3"] == span.get_span_context()
 
 
 def test_span_without_a_block_of_code(spans: InMemorySpanExporter) -> None:
@@ -290,18 +260,3 @@ async def test_what_the_process_is(measured: ProcessMetrics) -> None:
     assert (service, bool(version), bool(python)) == ("router", True, True)
     assert seen("tasks")[("router",)] >= 1
     assert read("sluice_process_sessions") == {("router",): 0}
-
-
-def test_lines_within_a_stage_carry_its_ids(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(telemetry, "_tracer", TracerProvider().get_tracer("test"))
-    caplog.handler.setFormatter(logs.JsonFormatter("router"))
-    with caplog.at_level(logging.INFO), telemetry.stage("router.query") as span:
-        logging.getLogger("a").info("inside")
-        assert span is not None
-        context = span.get_span_context()
-        assert f'"trace_id": "{context.trace_id:032x}"' in caplog.text
-        assert f'"span_id": "{context.span_id:016x}"' in caplog.text
-    caplog.clear()
-    logging.getLogger("a").warning("outside", extra={"request": "r-1"})
-    assert "trace_id" not in caplog.text
-    assert '"request_id": "r-1"' in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from services.common.observability.span_export import LAST_S, MAX_AT_ONCE, SpanExport
 from services.common.otel_environment import read
 from services.common.settings import GrpcServiceSettings, ServiceSettings, settings_config
+from tests.support.waiting import wait_until
 
 
 class Backend:
@@ -50,13 +51,6 @@ def record(export: SpanExport, number: int) -> None:
         tracer.start_span(f"span-{index}").end()
 
 
-def awaited(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_every_span_arrives_once_in_batches() -> None:
     backend = Backend()
     export = SpanExport(backend, "here")
@@ -82,7 +76,7 @@ def test_a_backend_that_hangs_costs_spans_and_nothing_else(caplog: pytest.LogCap
     backend.answers.clear()
     export = SpanExport(backend, "here", most_waiting=100)
     record(export, 1)
-    awaited(lambda: backend.largest == 1)  # the thread hangs now
+    wait_until(lambda: backend.largest == 1)  # the thread hangs now
     record(export, 10_000)
     assert export.dropped == 9_900, "what waits is bounded"
     assert not export.force_flush(50)

@@ -13,6 +13,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.workers import registry as registry
 from services.gateway.workers.registry import WorkerEntry, WorkerRegistry
 from sluice.v1 import common_pb2, router_pb2
+from tests.support.waiting import until
 
 KINDS = router_pb2.WorkerChange
 AGGREGATED, UNKNOWN_ROLE = common_pb2.WORKER_ROLE_AGGREGATED, 99
@@ -59,9 +60,7 @@ class Followed:
         assert entry.model
 
     async def until(self, *names: str, doubted: bool = False) -> None:
-        async with asyncio.timeout(20):
-            while (sorted(self.registry.workers), self.registry.doubted) != (sorted(names), doubted):  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: (sorted(self.registry.workers), self.registry.doubted) == (sorted(names), doubted), 20)
 
     def end(self) -> None:
         self._running.cancel()

@@ -228,22 +228,6 @@ def test_a_stop_that_is_complete_too_early_is_text(stops: list[str], early: list
     assert given_out + scanner.flush() == (text[: expected[1] - len(expected[0])] if expected else text)
 
 
-def test_a_thousand_stop_strings_are_one_look_up() -> None:
-    stops = compile_stops([f"<stop {number}>" for number in range(1000)], 1000, 20_000)
-    assert stops is not None
-    scanner = StopScanner(stops, include=False)
-    assert scanner.scan("x < y, <stop", counts=True) == "x < y, "
-    assert scanner.scan(" 1000x <stop 99", counts=True) == "<stop 1000x "
-    assert scanner.scan("9> z", counts=True) == ""
-    assert scanner.hit == "<stop 999>"
-
-
-def test_short_stop_strings_are_shared_and_long_ones_are_not() -> None:
-    assert compile_stops(("a", "b"), 9, 999) is compile_stops(["a", "b"], 9, 999)
-    assert compile_stops(("a" * 300,), 9, 999) is not compile_stops(("a" * 300,), 9, 999)
-    assert compile_stops((), 9, 999) is None
-
-
 @pytest.mark.parametrize(
     ("stops", "sentence"),
     [([""], "is empty"), (["a"] * 3, "too many; send at most 2"), (["abcd", "e"], "send at most 4")],

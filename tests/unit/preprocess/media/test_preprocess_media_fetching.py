@@ -100,39 +100,6 @@ async def test_fetcher_unlisted_host_is_not_resolved(host: MediaHost) -> None:
     assert names.asked == []
 
 
-async def test_fetcher_real_policy_refuses_loopback(host: MediaHost) -> None:
-    error = await refusal(fetcher(host, policy=PublicAddresses()), url(host))
-    assert (error.kind, error.code) == (ErrorKind.INVALID_ARGUMENT, "media_fetch_refused")
-    assert host.requests == []
-
-
-@pytest.mark.parametrize(
-    "name", ["127.0.0.1", "2130706433", "0x7f.1", "0177.0.0.1", "127.1", "[::1]", "[::ffff:127.0.0.1]", "localhost"]
-)
-async def test_fetcher_spellings_of_loopback_with_the_system_resolver_are_refused(host: MediaHost, name: str) -> None:
-    hosts = AllowedHosts(["*"])
-    hosts._below.append(("", host.port))
-    found = MediaFetcher(hosts, HttpsGet(PublicAddresses(), MOST, 5.0, host.tls), FetchLimits())
-    error = await refusal(found, url(host, name=name))
-    assert error.code in ("media_fetch_refused", "media_fetch_failed")
-    assert host.requests == []
-
-
-async def test_fetcher_name_that_changes_its_address_is_resolved_once(host: MediaHost) -> None:
-    host.answers["/a.png"] = response(b"file")
-    names = Names(["127.0.0.1"], ["10.0.0.1"])
-    assert await fetcher(host, names=names).fetch(url(host), PART) == b"file"
-    assert names.asked == ["media.test"]
-
-
-async def test_fetcher_redirect_to_a_private_address_is_refused(host: MediaHost) -> None:
-    host.answers["/a.png"] = response(b"", "302 Found", f"Location: {url(host, '/b.png')}")
-    names = Names(["127.0.0.1"], ["10.0.0.1", "169.254.169.254", "::1"])
-    error = await refusal(fetcher(host, names=names), url(host))
-    assert error.code == "media_fetch_refused"
-    assert len(host.requests) == 1
-
-
 @pytest.mark.parametrize(
     "location",
     ["https://evil.test/", "http://media.test/b", "file:///etc/passwd", "//evil.test/", "https://u:p@media.test/"],

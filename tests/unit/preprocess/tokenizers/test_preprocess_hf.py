@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.common.errors import ErrorKind, SluiceError
 from services.preprocess.protocol import ChatRequest
 from services.preprocess.tokenizers.hf import HfTokenizer
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
-from tests.support.data.tiny_models import CHATML, CONTEXT_LENGTH, build_tiny_model
+from tests.support.data.tiny_models import CONTEXT_LENGTH, build_tiny_model
 from tests.support.oracles.errors import raises_error
 
 USER = {"role": "user", "content": "What is the weather?"}
@@ -79,20 +77,6 @@ def test_ids_are_those_of_the_rendered_text_and_nothing_is_added() -> None:
     assert hf.encode_chat(chat) == plain.encode(hf.render(chat), add_special_tokens=False).ids
     assert hf.encode_chat(chat)[0] == plain.token_to_id("<|im_start|>")
     assert hf.tokenize([USER], "tiny", tools=[TOOL]) == hf.encode_chat(chat)
-
-
-@given(st.text())
-@settings(max_examples=200, deadline=None)
-def test_text_survives_tokenizing(text: str) -> None:
-    hf = tiny_hf()
-    assert hf.decode(hf.encode_text(text)) == text
-
-
-def test_special_tokens_can_be_left_out_of_decoded_text() -> None:
-    hf = tiny_hf()
-    ids = hf.encode_chat(ChatRequest([USER]))
-    assert hf.decode(ids, skip_special_tokens=True) == "user\nWhat is the weather?\nassistant\n"
-    assert hf.decode(ids) == hf.render(ChatRequest([USER]))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +226,3 @@ def test_settings_of_a_training_run_do_not_cut_or_pad_prompts(folder: Path) -> N
 def test_text_that_is_no_unicode_is_refused() -> None:
     with pytest.raises(SluiceError, match="send valid Unicode"):
         tiny_hf().encode_text("\ud800")
-
-
-def test_tiny_template_matches_its_file() -> None:
-    assert json.loads((tiny_folder() / "tokenizer_config.json").read_text())["chat_template"] == CHATML

@@ -5,7 +5,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -13,7 +12,7 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.common.models import ModelSpec
-from services.preprocess.protocol import ChatRequest, Message, TokenizerProtocol, Tool
+from services.preprocess.protocol import ChatRequest, TokenizerProtocol
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.registry import ModelRegistry
 from tests.support.data.loaded_tokenizers import limits, tiny_folder, tiny_hf
@@ -182,26 +181,6 @@ async def test_what_is_loading_does_not_hold_up_the_end_of_the_process() -> None
         loader.go.set()
 
 
-class Own(TokenizerProtocol):
-    """A user's own implementation."""
-
-    def tokenize(self, messages: list[Message], model: str, tools: list[Tool] | None = None) -> list[int]:
-        return [1]
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return ""
-
-    def __init__(self, path: Path) -> None:
-        self.facts = tiny_hf().facts
-        self.path = path
-
-
-def test_custom_implementation_is_loaded_by_name() -> None:
-    spec = ModelSpec.parse(f"own={tiny_folder()}@{__name__}:Own")
-    loaded = load_tokenizer(spec, limits())
-    assert type(loaded).__name__ == "Own"
-
-
 @pytest.mark.parametrize(
     ("processor", "content", "kind"),
     [
@@ -219,12 +198,6 @@ def test_files_that_cannot_be_loaded_are_one_sentence(
     with raises_error(kind=kind) as caught:
         load_tokenizer(ModelSpec("m", str(tmp_path), processor), limits())
     assert "\n" not in caught.value.message
-
-
-def test_a_broken_tekken_file_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "tekken.json").write_text('{"config": {"version": "v99"}}')
-    with pytest.raises(SluiceError, match="tokenizer of model m cannot be loaded: Unknown version"):
-        load_tokenizer(ModelSpec("m", str(tmp_path)), limits())
 
 
 def test_a_missing_folder_is_not_found() -> None:
@@ -255,25 +228,3 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenizerProtocol:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "byte_tokenizer", raising=False)
     return load_tokenizer(ModelSpec("mine", str(tiny_folder()), "byte_tokenizer:ByteTokenizer"), limits())
-
-
-def test_it_makes_prompts_and_text(own: TokenizerProtocol) -> None:
-    messages = [{"role": "user", "content": "Grüße"}]
-    ids = own.encode_chat(ChatRequest(messages))
-    assert ids == [256, *"user\nGrüße".encode(), 257, 256, *b"assistant\n"]
-    assert own.tokenize(messages, "mine") == ids
-    assert own.render(ChatRequest(messages)) == "<turn>user\nGrüße</turn><turn>assistant\n"
-    assert own.decode(ids, skip_special_tokens=True) == "user\nGrüßeassistant\n"
-    assert own.encode_text("ü") == [195, 188]
-    assert max(ids) < own.facts.vocab_size
-
-
-def test_its_refusals_name_the_field(own: TokenizerProtocol) -> None:
-    with raises_error(param="messages[0].content"):
-        own.encode_chat(ChatRequest([{"role": "user", "content": []}]))
-
-
-@pytest.mark.parametrize("name", ["no_such_module:Class", "byte_tokenizer:NoSuchClass"])
-def test_a_class_that_is_not_there_is_a_typed_error(own: TokenizerProtocol, name: str) -> None:
-    with pytest.raises(SluiceError, match=r"The tokenizer of model mine cannot be loaded"):
-        load_tokenizer(ModelSpec("mine", str(tiny_folder()), name), limits())

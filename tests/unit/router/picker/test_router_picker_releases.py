@@ -10,7 +10,7 @@ import pytest
 
 from services.router.picker.releases import Releases
 from services.router.scheduling.decisions import Outcome
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 
 class Lifecycle:

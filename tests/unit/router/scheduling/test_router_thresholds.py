@@ -16,8 +16,8 @@ from services.router.state.reservations.cost import Limits, Load
 from services.router.state.sync.load_reconciler import Reported
 from services.router.state.workers.worker import WorkerRank
 from tests.support.oracles.errors import raises_error
-from tests.support.servers.router_cluster import until
 from tests.support.servers.routing import BLOCK, Cluster, prompt, worker
+from tests.support.waiting import until
 
 A = WorkerRank("a", 0)
 

@@ -17,7 +17,7 @@ from services.router.state.store.memory import MemoryStore
 from services.router.state.sync.model_state import ModelState
 from services.router.state.workers.registry import Registry
 from services.router.state.workers.worker import Role, Worker
-from tests.support.servers.router_cluster import until
+from tests.support.waiting import until
 
 MODEL = "m"
 

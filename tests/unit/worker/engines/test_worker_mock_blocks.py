@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
+from services.worker.contract.cache_events import CacheCleared, KvEvent
 from services.worker.engines.mock.blocks import BlockPool
 from tests.support.fakes.engines import replay
 
@@ -44,17 +43,6 @@ def test_a_released_prefix_is_found_again() -> None:
     assert pool.find_prefix([2], limit=1) == blocks[1:]
 
 
-def test_blocks_of_a_running_sequence_are_shared_and_freed_by_the_last() -> None:
-    pool = BlockPool(4)
-    blocks = filled(pool, [1])
-    prefix = pool.find_prefix([1], limit=1)
-    pool.hold(prefix)
-    pool.release(blocks)
-    assert pool.used == 1
-    pool.release(prefix)
-    assert pool.used == 0
-
-
 def test_the_end_of_the_least_recently_used_prefix_goes_first() -> None:
     pool = BlockPool(4)
     pool.release(filled(pool, [1, 2]))
@@ -78,42 +66,11 @@ def test_touching_a_prefix_saves_it_from_eviction() -> None:
     assert pool.cached_hashes() == {1}
 
 
-def test_equal_blocks_computed_twice_are_stored_once() -> None:
-    pool = BlockPool(4)
-    first, second = filled(pool, [7]), filled(pool, [7])
-    assert hashes_of(pool.take_events()) == [[7]]
-    pool.release(first)
-    pool.release(second)
-    assert pool.available == 4
-    assert pool.cached == 1
-
-
 def test_exhausted_pool_raises() -> None:
     pool = BlockPool(1)
     pool.allocate()
     with pytest.raises(IndexError):
         pool.allocate()
-
-
-def test_idle_prefix_blocks_do_not_count_twice() -> None:
-    pool = BlockPool(3)
-    pool.release(filled(pool, [1, 2]))
-    prefix = pool.find_prefix([1, 2], limit=2)
-    assert pool.can_hold(prefix, 1)
-    assert not pool.can_hold(prefix, 2)
-
-
-def test_clear_keeps_blocks_in_use_and_makes_them_unfindable() -> None:
-    pool = BlockPool(4)
-    held = filled(pool, [1])
-    pool.release(filled(pool, [2]))
-    pool.take_events()
-    pool.clear()
-    assert isinstance(pool.take_events()[0], CacheCleared)
-    assert pool.cached == 0
-    assert pool.used == 1
-    pool.release(held)
-    assert pool.available == 4
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -163,48 +120,3 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
-
-
-HASH = 7
-
-
-def two_copies() -> BlockPool:
-    """Of four blocks, two hold the same content and are idle."""
-    pool = BlockPool(4)
-    for _ in range(2):
-        block = pool.allocate()
-        pool.store(block, HASH)
-        pool.release([block])
-    return pool
-
-
-def test_the_second_copy_is_stored_without_a_word() -> None:
-    pool = BlockPool(4)
-    first, second = pool.allocate(), pool.allocate()
-    pool.store(first, HASH)
-    pool.store(second, HASH)
-    assert pool.take_events() == [BlocksStored(array("Q", [HASH]))]
-    assert pool.find_prefix([HASH], 1) == [first]
-    assert pool.cached == 1
-
-
-def test_the_content_is_gone_with_its_last_copy() -> None:
-    pool = BlockPool(2)
-    blocks = [pool.allocate(), pool.allocate()]
-    for block in blocks:
-        pool.store(block, HASH)
-    pool.release(blocks)
-    pool.take_events()
-    pool.allocate()
-    assert pool.take_events() == []
-    assert pool.find_prefix([HASH], 1) != []
-    pool.allocate()
-    assert pool.take_events() == [BlocksRemoved(array("Q", [HASH]))]
-    assert pool.find_prefix([HASH], 1) == []
-
-
-def test_clearing_forgets_every_copy() -> None:
-    pool = two_copies()
-    pool.clear()
-    assert (pool.cached, pool.available, pool.find_prefix([HASH], 1)) == (0, 4, [])
-    assert len({pool.allocate() for _ in range(4)}) == 4

@@ -22,7 +22,7 @@ from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.timing import MAX_LAG_S, StepPacer
 from services.worker.settings import WorkerSettings
 from tests.support.data.tiny_models import CONTEXT_LENGTH
-from tests.support.fakes.engines import RecordingSink, replay, request, until
+from tests.support.fakes.engines import RecordingSink, replay, request
 from tests.support.oracles.errors import raises_error
 
 
@@ -47,10 +47,6 @@ async def collect(engine: MockEngine, asked: GenerateRequest) -> list[Delta]:
         return [delta async for delta in engine.generate(asked, GenerateContext(asked.request_id))]
 
 
-def tokens_of(deltas: list[Delta]) -> list[int]:
-    return [token_id for delta in deltas for token_id in delta.token_ids]
-
-
 async def test_card_has_the_values_of_model_and_settings(folder: Path) -> None:
     engine = MockEngine.from_args(WorkerSettings(model=f"tiny={folder}", adapters=["polite"], total_blocks=100))
     config = await engine.start("w")
@@ -69,50 +65,6 @@ async def test_the_context_is_the_models_unless_set(folder: Path, setting: int, 
     engine = MockEngine.from_args(WorkerSettings(model=f"tiny={folder}", context_length=setting))
     assert (await engine.start("w")).context_length == length
     await engine.cleanup()
-
-
-async def test_interleaved_generations_do_not_disturb_each_other(make: Any) -> None:
-    prompts = [[0, 20 + index, 1] for index in range(8)]
-    async with make(max_sequences=3) as engine:
-        alone = [tokens_of(await collect(engine, request(f"a{i}", prompt))) for i, prompt in enumerate(prompts)]
-        together = await asyncio.gather(
-            *(collect(engine, request(f"b{index}", prompt)) for index, prompt in enumerate(prompts))
-        )
-    assert [tokens_of(deltas) for deltas in together] == alone
-    assert len({tuple(tokens) for tokens in alone}) == 8
-
-
-async def test_abort_ends_once_and_frees_the_blocks(make: Any) -> None:
-    async with make(speedup=1.0) as engine:
-        sink = RecordingSink()
-        context = GenerateContext("r")
-        engine.submit(request(prompt=range(3, 100), ignore_eos=True), context, sink)
-        await until(lambda: sink.token_ids)
-        assert engine.load()[0].used_blocks > 0
-        engine.abort(context)
-        assert sink.reason is FinishReason.CANCELLED
-        assert engine.load()[0].used_blocks == 0
-        said = len(sink.token_ids)
-        engine.abort(context)
-        other = RecordingSink()
-        engine.submit(request("next", max_tokens=3, ignore_eos=True), GenerateContext("next"), other)
-        async with asyncio.timeout(10):
-            await other.done.wait()
-    assert len(sink.token_ids) == said
-    assert sink.calls.count("finish") == 1
-    assert sink.usage is not None
-    assert sink.usage.completion_tokens == said
-
-
-async def test_closing_the_iterator_cancels(make: Any) -> None:
-    async with make(speedup=1.0) as engine:
-        deltas = engine.generate(request(ignore_eos=True), GenerateContext("r"))
-        async with asyncio.timeout(10):
-            await anext(deltas)
-        await deltas.aclose()
-        assert engine.load()[0].running_requests == 0
-        async with asyncio.timeout(20):
-            await engine.drain()
 
 
 async def test_drain_waits_for_running_requests(make: Any) -> None:
@@ -159,13 +111,6 @@ async def test_clearing_while_a_step_runs_keeps_the_events_in_order(make: Any) -
         replay(received, present)
         assert present == set()
         assert engine.load()[0].cached_blocks == 0
-
-
-async def test_the_context_bounds_max_tokens(make: Any) -> None:
-    async with make(context_length=64) as engine:
-        deltas = await collect(engine, request(prompt=range(3, 53), ignore_eos=True, max_tokens=1000))
-    assert len(tokens_of(deltas)) == 14
-    assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_cleanup_twice_and_without_a_start(folder: Path) -> None:

@@ -17,8 +17,9 @@ from services.worker.contract.generation import FinishReason
 from services.worker.engines.mock import MockEngine
 from services.worker.engines.mock.faults import CRASH_CODE, Faults
 from services.worker.settings import WorkerSettings
-from tests.support.fakes.engines import RecordingSink, request, until
+from tests.support.fakes.engines import RecordingSink, request
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 
 @asynccontextmanager
@@ -47,43 +48,10 @@ async def ended(sink: RecordingSink) -> FinishReason | None:
     return sink.reason
 
 
-@pytest.mark.parametrize("text", ["crash=0", "crash=7", "hang", "error_after=3", "poison=0", "refuse"])
-def test_faults_are_reported_as_set_and_none_clears_them(text: str) -> None:
-    faults = Faults().with_fault(text)
-    assert str(faults) == text
-    assert faults != Faults()
-    assert faults.with_fault("none") == Faults()
-
-
-def test_faults_add_up() -> None:
-    faults = Faults().with_all(["crash=2", "hang", "error_after=4"])
-    assert (faults.crash_in, faults.hang, faults.error_after) == (2, True, 4)
-    assert str(Faults()) == "none"
-
-
 @pytest.mark.parametrize("text", ["earthquake", "poison", "crash=fast", "crash=-1", "error_after=0", "poison=nan", ""])
 def test_what_is_no_fault_is_refused(text: str) -> None:
     with raises_error(kind=ErrorKind.INVALID_ARGUMENT):
         Faults().with_fault(text)
-
-
-async def test_hang_stops_everything_until_none(folder: Path) -> None:
-    async with engine(folder) as hung:
-        await inject(hung, "hang")
-        sink = submit(hung, max_tokens=3)
-        await asyncio.sleep(0.05)
-        assert sink.calls == []
-        assert await inject(hung, "none") == "none"
-        assert await ended(sink) in (FinishReason.LENGTH, FinishReason.STOP)
-
-
-async def test_a_hung_request_can_be_aborted(folder: Path) -> None:
-    async with engine(folder, fault=["hang"]) as hung:
-        sink = submit(hung)
-        await asyncio.sleep(0.01)
-        hung.abort(GenerateContext("r"))
-        assert await ended(sink) is FinishReason.CANCELLED
-        assert hung.load()[0].used_blocks == 0
 
 
 async def test_errors_come_after_so_many_tokens(folder: Path) -> None:
@@ -98,14 +66,6 @@ async def test_errors_come_after_so_many_tokens(folder: Path) -> None:
         assert broken.load()[0].used_blocks == 0
         await inject(broken, "none")
         assert await ended(submit(broken, max_tokens=5, ignore_eos=True)) is FinishReason.LENGTH
-
-
-async def test_refuse_is_retryable_elsewhere(folder: Path) -> None:
-    async with engine(folder, fault=["refuse"]) as refusing:
-        with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, retryable=True):
-            submit(refusing)
-        await inject(refusing, "none")
-        await ended(submit(refusing))
 
 
 async def test_crash_ends_the_process_after_so_many_steps(folder: Path) -> None:
@@ -140,11 +100,3 @@ async def test_actions_with_wrong_arguments_are_refused(folder: Path, action: st
     async with engine(folder) as made:
         with pytest.raises(SluiceError):
             await made.control(action, arguments)
-
-
-async def test_mock_metrics_count_steps(folder: Path) -> None:
-    async with engine(folder) as made:
-        await ended(submit(made, max_tokens=3, ignore_eos=True))
-        text = made.metrics_text()
-    assert "mock_engine_output_tokens_total 3" in text
-    assert "mock_engine_prefill_tokens_total 4" in text

@@ -24,16 +24,16 @@ from services.worker.contract.generation import (
     FinishReason,
     GenerateRequest,
     Role,
-    SamplingParams,
 )
 from services.worker.contract.handoff import MAGIC, seal, unseal
 from services.worker.engines.mock import engine as mock_engine
 from services.worker.engines.mock.transfer import Transfer
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving.worker import Worker
-from tests.support.fakes.engines import request, until
+from tests.support.fakes.engines import request
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.mock_workers import generate, mock_worker
+from tests.support.waiting import until
 
 PROMPT = range(3, 60)
 
@@ -52,58 +52,6 @@ async def run(worker: Worker, asked: GenerateRequest) -> tuple[list[int], Delta]
 
 def part(asked: GenerateRequest, role: Role, data: bytes = b"") -> GenerateRequest:
     return replace(asked, disaggregation=Disaggregation(role, data))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"max_tokens": 2, "ignore_eos": True},
-        {"sampling": SamplingParams(seed=3)},
-        {"cache_salt": "tenant"},
-        {"logprobs": 2},
-        {"prompt": range(3, 11)},
-        {"resumed_tokens": 5},
-    ],
-    ids=str,
-)
-async def test_both_parts_in_a_row_are_the_answer_of_one_worker(folder: Path, fields: dict[str, Any]) -> None:
-    asked = request(**{"prompt": PROMPT, **fields})
-    async with (
-        worker(folder, "aggregated") as alone,
-        worker(folder, "prefill") as prefill,
-        worker(folder, "decode") as decode,
-    ):
-        whole, end = await run(alone, asked)
-        first, handed = await run(prefill, part(asked, Role.PREFILL))
-        assert handed.finish_reason is FinishReason.HANDOFF
-        assert len(first) == 1
-        rest, ended = await run(decode, part(asked, Role.DECODE, handed.handoff))
-        assert first + rest == whole
-        assert (ended.finish_reason, ended.stop_token_id) == (end.finish_reason, end.stop_token_id)
-        assert handed.usage is not None
-        assert ended.usage is not None
-        assert (handed.usage.prompt_tokens, handed.usage.completion_tokens) == (len(asked.token_ids), 1)
-        assert (ended.usage.prompt_tokens, ended.usage.completion_tokens) == (len(asked.token_ids), len(whole) - 1)
-        assert decode.load()[0].cached_blocks == 0  # its own index is off
-        assert decode.load()[0].used_blocks == prefill.load()[0].used_blocks == 0
-        assert decode.engine.kv_event_sources() == ()
-        assert "kv_events" not in decode.config.capabilities
-
-
-async def test_the_decode_worker_computes_no_prompt(folder: Path) -> None:
-    asked = request(prompt=PROMPT, max_tokens=8, ignore_eos=True)
-    async with worker(folder, "prefill") as prefill, worker(folder, "decode") as decode:
-        _, handed = await run(prefill, part(asked, Role.PREFILL))
-        await run(decode, part(asked, Role.DECODE, handed.handoff))
-        assert "mock_engine_prefill_tokens_total 0" in decode.engine.metrics_text()
-        assert f"mock_engine_prefill_tokens_total {len(PROMPT)}" in prefill.engine.metrics_text()
-
-
-async def test_an_answer_of_one_token_ends_on_the_prefill_worker(folder: Path) -> None:
-    async with worker(folder, "prefill") as prefill:
-        tokens, end = await run(prefill, part(request(max_tokens=1, ignore_eos=True), Role.PREFILL))
-        assert (len(tokens), end.finish_reason, end.handoff) == (1, FinishReason.LENGTH, b"")
 
 
 async def test_a_cache_on_its_way_takes_time_by_its_bytes_and_can_be_aborted(
@@ -205,16 +153,3 @@ def test_a_header_of_another_form_is_refused_like_damage(broken: bytes) -> None:
         body = MAGIC + Struct("<I").pack(len(header)) + header
         with raises_error(code="malformed_handoff"):
             unseal(body + Struct("<Q").pack(xxh3_64_intdigest(body)), request())
-
-
-@given(st.binary(max_size=100), st.text(max_size=60))
-def test_what_is_sealed_comes_out_again(payload: bytes, traceparent: str) -> None:
-    header, found = unseal(seal(request("a"), "w", 7, traceparent, payload), request("b"))
-    assert found == payload
-    assert (header.request_id, header.worker_id, header.epoch, header.traceparent) == ("a", "w", 7, traceparent)
-
-
-async def test_a_decode_worker_can_run_a_prompt_itself(folder: Path) -> None:
-    async with worker(folder, "decode") as decode, worker(folder, "aggregated") as alone:
-        asked = request(prompt=PROMPT)
-        assert (await run(decode, asked))[0] == (await run(alone, asked))[0]

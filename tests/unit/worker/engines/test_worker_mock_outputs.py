@@ -17,37 +17,11 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.generation import FinishReason, SamplingParams, StructuredOutput
 from services.worker.engines.mock.guided import guided_text
-from services.worker.engines.mock.outputs import embed, logprobs_at, prompt_logprobs
+from services.worker.engines.mock.outputs import embed
 from services.worker.engines.mock.text import TextGenerator
 from services.worker.engines.mock.timing import TableTiming, decode_ms, prefill_ms
 from tests.support.fakes.engines import EOS, WordVocabulary, request
 from tests.support.oracles.errors import raises_error
-
-VOCABULARY = 1_000
-
-
-@given(st.integers(0, VOCABULARY - 1), st.integers(0, 50))
-def test_logprobs_are_a_distribution_with_the_chosen_token_on_top(token: int, alternatives: int) -> None:
-    found = logprobs_at(token, alternatives, VOCABULARY)
-    assert (found.chosen.token_id, found.chosen.rank) == (token, 1)
-    assert len(found.top) == alternatives
-    assert len({one.token_id for one in found.top}) == alternatives
-    assert all(0 <= one.token_id < VOCABULARY for one in found.top)
-    assert [one.rank for one in found.top] == list(range(1, alternatives + 1))
-    assert [one.logprob for one in found.top] == sorted((one.logprob for one in found.top), reverse=True)
-    assert sum(math.exp(one.logprob) for one in found.top or (found.chosen,)) <= 1.0
-    assert not alternatives or found.top[0] == found.chosen
-
-
-def test_there_are_no_more_alternatives_than_tokens() -> None:
-    assert len(logprobs_at(1, 50, 4).top) == 4
-
-
-def test_prompt_logprobs_have_an_entry_per_token_and_the_first_is_empty() -> None:
-    first, *rest = prompt_logprobs((5, 6, 7), 2, VOCABULARY)
-    assert (first.chosen.token_id, first.chosen.rank, first.top) == (5, 0, ())
-    assert [one.chosen.token_id for one in rest] == [6, 7]
-    assert rest[0] == logprobs_at(6, 2, VOCABULARY)
 
 
 def vector(ids: list[int], dimensions: int = 0, lora: str = "") -> list[float]:

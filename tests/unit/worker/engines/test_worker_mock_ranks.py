@@ -59,16 +59,3 @@ async def test_without_a_rank_the_emptiest_is_taken(worker: Worker) -> None:
         for delivery in deliveries:
             assert [delta async for delta in delivery.deltas()][-1].finish_reason is FinishReason.CANCELLED
     assert [load.used_blocks for load in worker.load()] == [0] * RANKS
-
-
-async def test_a_drain_waits_for_every_rank(worker: Worker) -> None:
-    delivery = StreamResponseSink()
-    worker.submit(request("last", PROMPT, data_parallel_rank=2, max_tokens=40, ignore_eos=True), delivery)
-    await worker.drain(30)
-    assert [delta async for delta in delivery.deltas()][-1].finish_reason is FinishReason.LENGTH
-
-
-async def test_engine_with_one_rank_receives_no_rank(folder: Path) -> None:
-    async with mock_worker(folder, processing="none") as alone:
-        assert "data_parallel_rank" not in alone.config.capabilities
-        assert (await ended(alone, "named", 0))[0] is FinishReason.LENGTH

@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import ErrorKind
-from services.common.hashing import block_hashes
 from services.worker.contract.generation import FinishReason, GenerateRequest
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.scheduler import MockScheduler, MockStep
-from services.worker.engines.mock.sequence import Sequence, SequenceState
+from services.worker.engines.mock.sequence import Sequence
 from services.worker.engines.mock.text import Answer
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, decode_ms, prefill_ms
 from tests.support.fakes.engines import replay, request
@@ -76,22 +75,6 @@ def expected(tokens: int) -> list[int]:
     return list(range(1000, 1000 + tokens))
 
 
-def test_one_token_per_step_after_the_prefill() -> None:
-    run = Run()
-    run.submit("a", list(range(10)), tokens=9)
-    assert run.finish() == 9
-    assert run.outputs["a"] == expected(9)
-
-
-def test_all_sequences_advance_in_the_same_step() -> None:
-    run = Run()
-    for name in "abc":
-        run.submit(name, [ord(name)] * 5, tokens=6)
-    step = run.step()
-    assert [sequence.request.request_id for sequence, _ in step.rows] == ["a", "b", "c"]
-    assert run.finish() == 5
-
-
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     run = Run(budget=16)
     run.submit("short", [1, 2, 3], tokens=10)
@@ -101,17 +84,6 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     assert chunks == [15, 15, 10]
     assert len(run.outputs["short"]) == 4
     assert run.outputs["long"] == [1000]
-
-
-def test_max_sequences_bounds_the_batch() -> None:
-    run = Run(sequences=2)
-    for name in "abc":
-        run.submit(name, [1, 2, 3], tokens=3)
-    run.step()
-    load = run.scheduler.load()
-    assert (load.running_requests, load.waiting_requests) == (2, 1)
-    run.finish()
-    assert all(output == expected(3) for output in run.outputs.values())
 
 
 @pytest.mark.parametrize(("prompt_tokens", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
@@ -135,23 +107,6 @@ def test_a_second_turn_reuses_the_generated_tokens() -> None:
     follow_up = run.submit("b", prompt + expected(10) + [5, 6], tokens=1)
     run.finish()
     assert follow_up.cached_tokens == 12  # of the first answer's last token nothing was computed: 15 tokens, 3 blocks
-
-
-def test_stored_events_carry_the_hashes_all_services_agree_on() -> None:
-    run = Run()
-    run.submit("a", list(range(8)), tokens=1)
-    run.finish()
-    assert run.present == set(block_hashes(range(8), BLOCK))
-
-
-@pytest.mark.parametrize("fields", [{"lora": "polite"}, {"cache_salt": "tenant"}])
-def test_adapters_and_salts_do_not_share(fields: dict[str, str]) -> None:
-    run = Run()
-    run.submit("a", list(range(8)), tokens=1)
-    run.finish()
-    other = run.submit("b", list(range(8)), tokens=1, **fields)
-    run.finish()
-    assert other.cached_tokens == 0
 
 
 def test_lower_priority_numbers_run_first() -> None:
@@ -189,22 +144,6 @@ def test_a_sequence_that_ends_in_the_same_step_cannot_give_way() -> None:
     run.finish()
     assert run.outputs == {"low": expected(3), "b": expected(4), "c": expected(4)}
     assert run.pool.used == 0
-
-
-def test_cancel_gives_the_blocks_back_at_once() -> None:
-    run = Run(budget=8)
-    running = run.submit("a", [1, 2, 3, 4, 5], tokens=50)
-    run.step()
-    prefilling = run.submit("b", list(range(30)), tokens=5)
-    run.step()
-    waiting = run.submit("c", [1], tokens=5)
-    states = [running.state, prefilling.state, waiting.state]
-    assert states == [SequenceState.DECODING, SequenceState.PREFILLING, SequenceState.WAITING]
-    for sequence in (running, prefilling, waiting):
-        run.scheduler.cancel(sequence)
-        run.scheduler.cancel(sequence)
-    assert run.pool.used == 0
-    assert not run.scheduler.busy
 
 
 def test_a_full_queue_refuses_as_overloaded() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from base64 import b64encode
 from pathlib import Path
 
@@ -72,22 +71,6 @@ def test_a_cut_character_in_the_prompt_does_not_reach_the_answer(tekken: MockVoc
     assert "\ufffd" not in text
 
 
-def test_a_prompt_of_control_tokens_only_is_answered_too(teller: TextGenerator, words: WordVocabulary) -> None:
-    answer = teller.answer(request(prompt=[BOS, TURN]), ENOUGH)
-    assert words.decode(answer.token_ids).startswith("You said nothing. The ")
-
-
-def test_the_same_prompt_and_seed_give_the_same_answer(teller: TextGenerator) -> None:
-    def answer(seed: int | None, prompt: tuple[int, ...] = (BOS, 20, TURN)) -> array[int]:
-        return teller.answer(request(prompt=prompt, sampling=SamplingParams(seed=seed)), ENOUGH).token_ids
-
-    assert answer(7) == answer(7)
-    assert answer(None) == answer(None)
-    assert len({answer(seed).tobytes() for seed in range(10)}) == 10
-    assert answer(7, (BOS, 21, TURN)) != answer(7)
-    assert answer(-3) == answer(-3)
-
-
 @given(seed=st.integers(0, 10_000))
 def test_natural_ends_are_finite_and_come_once(seed: int) -> None:
     teller = _shared_teller()
@@ -97,51 +80,6 @@ def test_natural_ends_are_finite_and_come_once(seed: int) -> None:
     assert answer.token_ids[-1] == EOS
     assert TURN not in answer.token_ids
     assert BOS not in answer.token_ids
-
-
-def test_room_for_exactly_the_answer_ends_naturally(teller: TextGenerator) -> None:
-    whole = teller.answer(request(), ENOUGH)
-    length = len(whole.token_ids)
-    assert teller.answer(request(), length) == whole
-    for limit in (1, 5, length - 1):
-        cut = teller.answer(request(), limit)
-        assert (len(cut.token_ids), cut.reason, cut.stop_token_id) == (limit, FinishReason.LENGTH, None)
-
-
-@pytest.mark.parametrize("limit", [1, 100, 900])
-def test_ignore_eos_fills_max_tokens(teller: TextGenerator, limit: int) -> None:
-    answer = teller.answer(request(ignore_eos=True, eos_token_ids=(EOS,), stop_token_ids=frozenset({EOS})), limit)
-    assert len(answer.token_ids) == limit
-    assert EOS not in answer.token_ids
-    assert answer.reason is FinishReason.LENGTH
-
-
-def test_min_tokens_come_before_the_end(teller: TextGenerator) -> None:
-    short = len(teller.answer(request(), ENOUGH).token_ids)
-    answer = teller.answer(request(min_tokens=400), ENOUGH)
-    assert short < 400 < len(answer.token_ids)
-    assert answer.reason is FinishReason.STOP
-
-
-def test_answer_ends_with_the_requests_eos(teller: TextGenerator) -> None:
-    assert teller.answer(request(eos_token_ids=(TURN, EOS)), ENOUGH).stop_token_id == TURN
-
-
-@pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_stop_id_ends_the_answer_and_is_its_last_token(teller: TextGenerator, ignore_eos: bool) -> None:
-    whole = teller.answer(request(ignore_eos=ignore_eos), 50).token_ids
-    stop = whole[10]
-    answer = teller.answer(request(ignore_eos=ignore_eos, stop_token_ids=frozenset({stop, EOS})), ENOUGH)
-    assert answer.token_ids == whole[: whole.index(stop) + 1]
-    assert (answer.reason, answer.stop_token_id) == (FinishReason.STOP, stop)
-
-
-def test_a_stop_id_counts_only_after_min_tokens(teller: TextGenerator) -> None:
-    whole = teller.answer(request(min_tokens=20), ENOUGH).token_ids
-    stop = max(whole, key=whole.count)
-    answer = teller.answer(request(min_tokens=20, stop_token_ids=frozenset({stop})), ENOUGH)
-    assert len(answer.token_ids) == whole.index(stop, 20) + 1
-    assert stop in whole[:20]
 
 
 @settings(max_examples=60, deadline=None)

@@ -17,7 +17,8 @@ from services.worker.engines.inprocess.request_state import LOWEST_LOGPROB
 from services.worker.engines.sglang.children import ChildWatch
 from services.worker.engines.sglang.events import EventFeeds
 from services.worker.engines.shared.sglang_request_state import RequestState, abort_error, positions
-from tests.support.fakes.engines import RecordingSink, request, until
+from tests.support.fakes.engines import RecordingSink, request
+from tests.support.waiting import until
 
 STOPPED = {"type": "stop", "matched": 9}
 LENGTH = {"type": "length", "length": 3}

@@ -14,7 +14,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.tasks import TaskOwner
 from services.postprocess.detokenize.stream import StreamOptions
 from services.preprocess.generation_defaults import GenerationDefaults
-from services.preprocess.protocol import ChatRequest, TokenizerFacts
+from services.preprocess.protocol import TokenizerFacts
 from services.preprocess.tokenizers.hf import HfTokenizer
 from services.worker.contract.generation import GenerateRequest, SamplingParams, StopParams
 from services.worker.local_processing.completing import completed
@@ -22,8 +22,8 @@ from services.worker.local_processing.preparing import PromptPreparation
 from services.worker.local_processing.prompts import PromptMaker
 from services.worker.processing_options import PromptBounds
 from tests.support.data.loaded_tokenizers import tiny_hf
-from tests.support.fakes.engines import until
 from tests.support.oracles.errors import raises_error
+from tests.support.waiting import until
 
 MESSAGES = [{"role": "user", "content": "What is the weather?"}]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -58,15 +58,6 @@ def chat(**fields: object) -> GenerateRequest:
     return GenerateRequest("r", "tiny", messages_json=json.dumps({"messages": MESSAGES, **fields}).encode())
 
 
-async def test_ids_are_those_of_the_tokenizer() -> None:
-    maker = PromptMaker(tiny_hf(), PromptBounds())
-    assert (await maker.make(text("Grüße aus Paris"))).token_ids.tolist() == tiny_hf().encode_text("Grüße aus Paris")
-    made = await maker.make(chat(tools=TOOLS))
-    assert made.token_ids.tolist() == tiny_hf().encode_chat(ChatRequest(MESSAGES, TOOLS))
-    assert maker.held_bytes == 0
-    maker.close()
-
-
 async def test_nothing_is_computed_on_the_event_loop(gated: Gated) -> None:
     maker = PromptMaker(gated, PromptBounds())
     making = asyncio.create_task(maker.make(text("a")))
@@ -83,21 +74,6 @@ async def test_prompt_above_the_limit_raises_an_error_that_names_its_field() -> 
         with raises_error(kind=ErrorKind.TOO_LARGE, param=param):
             await maker.make(request)
     assert maker.held_bytes == 0
-
-
-async def test_what_waits_is_bounded_in_bytes_and_given_back(gated: Gated) -> None:
-    maker = PromptMaker(gated, PromptBounds(max_held_bytes=1_000, threads=1))
-    waiting = [asyncio.create_task(maker.make(text("x" * 300, str(number)))) for number in range(3)]
-    await until(lambda: maker.held_bytes == 900)
-    with raises_error(kind=ErrorKind.OVERLOADED):
-        await maker.make(text("x" * 300))
-    waiting[2].cancel()
-    await asyncio.wait([waiting[2]])
-    assert maker.held_bytes == 600
-    gated.leave.set()
-    await asyncio.gather(*waiting[:2])
-    assert maker.held_bytes == 0
-    maker.close()
 
 
 async def test_what_waits_is_bounded_in_number(gated: Gated) -> None:

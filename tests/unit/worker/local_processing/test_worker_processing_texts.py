@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.errors import ErrorKind, SluiceError
+from services.common.errors import ErrorKind
 from services.common.models import ModelSpec
 from services.postprocess.detokenize.stream import Finish, Limits, StreamOptions
 from services.postprocess.detokenize.vocabulary import ParserNames, Vocabulary
-from services.postprocess.parsers.events import CallArguments, Content, Event, Reasoning, merge
+from services.postprocess.parsers.events import Content, Event, merge
 from services.postprocess.streams.factory import StreamFactory
 from services.postprocess.streams.vocabulary_registry import load
 from services.worker.contract.engine import GenerateContext, Sink
@@ -260,42 +260,6 @@ async def test_a_stop_string_ends_the_request_in_the_engine_and_nothing_comes_af
     await step()
     assert one.heard.token_ids == output[:kept]
     assert one.broken == []
-
-
-async def test_the_engines_end_is_the_callers(desk: BatchDetokenizer) -> None:
-    ends: list[tuple[FinishReason, dict[str, Any]]] = [
-        (FinishReason.LENGTH, {}),
-        (FinishReason.CANCELLED, {}),
-        (FinishReason.STOP, {"stop_token_id": 2}),
-        (FinishReason.HANDOFF, {"handoff": b"x"}),
-        (FinishReason.ERROR, {"error": SluiceError(ErrorKind.ENGINE_SHUTDOWN, "Gone.")}),
-    ]
-    for number, (reason, more) in enumerate(ends):
-        one = ask(desk, f"r{number}")
-        one.begin()
-        one.engine.push(ids("Hello"))
-        one.engine.finish(reason, Usage(4, 9, 2), **more)
-        await step()
-        assert one.heard.content == "Hello"
-        assert one.terminal.finish_reason is reason
-        assert one.terminal.usage == Usage(4, 9, 2)
-        for name, value in more.items():
-            assert getattr(one.terminal, name) == value
-        assert one.stops == []
-
-
-async def test_tool_call_is_parsed_and_ends_with_the_engine(desk: BatchDetokenizer) -> None:
-    one = ask(desk, tool_parser="hermes", tools_json=TOOLS)
-    one.begin()
-    one.engine.push(ids(CALL))
-    one.end(FinishReason.STOP, len(ids(CALL)))
-    await step()
-    assert one.terminal.finish_reason is FinishReason.STOP
-    assert one.heard.text.finish is not None
-    assert one.heard.text.finish.reason is FinishReason.TOOL_CALLS
-    arguments = "".join(event.text for event in one.heard.text.events if isinstance(event, CallArguments))
-    assert arguments == '{"city": "Paris"}'
-    assert not any(isinstance(event, Reasoning) for event in one.heard.text.events)
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,6 @@ def test_a_file_in_parts_of_any_size_is_found_whole(data: bytes, part_bytes: int
     assert store.used == len(data)
 
 
-def test_parts_of_several_files_may_be_sent_in_turns() -> None:
-    session = Session(MediaStore(1_000))
-    files = [b"a" * 30, b"b" * 30]
-    for offset in (0, 10, 20):
-        for data in files:
-            session.part(content_hash(data), 30, offset, data[offset : offset + 10])
-    assert [session.find(content_hash(data)) for data in files] == files
-
-
 def test_a_file_with_another_hash_is_discarded_and_fails_its_requests() -> None:
     store = MediaStore(1_000)
     session = Session(store)

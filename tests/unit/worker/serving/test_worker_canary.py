@@ -21,9 +21,10 @@ from services.worker.serving.admission_gate import AdmissionGate
 from services.worker.serving.canary import UNHEALTHY, Canary
 from services.worker.serving.status import WorkerStatus
 from services.worker.serving.worker import Worker
-from tests.support.fakes.engines import CONFIG, ScriptedEngine, request, until
+from tests.support.fakes.engines import CONFIG, ScriptedEngine, request
 from tests.support.oracles.errors import raises_error
 from tests.support.servers.mock_workers import mock_worker
+from tests.support.waiting import until
 
 TRY_S = 0.2
 

@@ -14,7 +14,6 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import Embedded, EngineConfig
-from services.worker.engines.mock.engine import EMBEDDING_WIDTH
 from services.worker.engines.mock.loading import available_bytes, check_memory
 from services.worker.generation.response_sink import StreamResponseSink
 from services.worker.serving import control
@@ -35,21 +34,6 @@ async def mock(folder: Path, **fields: Any) -> AsyncIterator[tuple[Worker, Contr
 async def served(worker: Worker, name: str = "r", **fields: Any) -> list[int]:
     deltas = await generate(worker, request(name, **fields))
     return [token_id for delta in deltas for token_id in delta.token_ids]
-
-
-async def test_loaded_and_unloaded_adapters_update_the_card(folder: Path) -> None:
-    async with mock(folder) as (worker, controls):
-        changes: list[tuple[str, ...]] = []
-        worker.on_card = lambda: changes.append(worker.config.adapters)
-        with pytest.raises(SluiceError, match="not serve"):
-            await served(worker, model="polite")
-        await controls.run("load_lora", {"name": "polite"})
-        assert await served(worker, model="polite")
-        await controls.run("load_lora", {"name": "rude"})
-        await controls.run("unload_lora", {"name": "polite"})
-        assert changes == [("polite",), ("polite", "rude"), ("rude",)]
-        with raises_error(kind=ErrorKind.NOT_FOUND):
-            await served(worker, lora="polite")
 
 
 async def test_adapter_loaded_again_does_not_use_blocks_of_the_earlier_one(folder: Path, tmp_path: Path) -> None:
@@ -141,17 +125,6 @@ async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypa
         assert worker.phases.name == ""
 
 
-async def test_what_an_engine_does_not_have_is_refused() -> None:
-    worker = Worker(ScriptedEngine(), "w")
-    await worker.start()
-    for action in ("sleep", "wake", "clear_cache", "load_lora", "unload_lora", "start_profile", "inject_fault"):
-        with raises_error(kind=ErrorKind.FAILED_PRECONDITION):
-            await Controls(worker, lambda: False).run(action, {"name": "x"})
-    with pytest.raises(SluiceError, match="not registered"):
-        await Controls(worker, lambda: False).run("resync", {})
-    assert await Controls(worker, lambda: True).run("resync", {}) == {}
-
-
 async def test_request_above_the_limit_is_overloaded(folder: Path) -> None:
     async with mock(folder, max_live=2, fault=["hang"]) as (worker, _):
         worker.submit(request("a"), StreamResponseSink())
@@ -166,18 +139,6 @@ async def vectors_of(
     worker: Worker, model: str, inputs: Sequence[array[int]], dimensions: int = 0, lora: str = ""
 ) -> Embedded:
     return await embed(worker, EmbedCall(model, inputs, [0] * len(inputs), dimensions, lora))
-
-
-async def test_embeddings_follow_their_inputs(folder: Path) -> None:
-    async with mock(folder, adapters=["polite"]) as (worker, _):
-        inputs = [array("I", [3, 4]), array("I", [5])]
-        plain = await vectors_of(worker, "tiny", inputs, 0, "")
-        assert plain.prompt_tokens == 3
-        assert [len(vector) for vector in plain.vectors] == [4 * EMBEDDING_WIDTH] * 2
-        assert plain == await vectors_of(worker, "tiny", inputs, 0, "")
-        adapted = await vectors_of(worker, "polite", inputs, 4, "")
-        assert [len(vector) for vector in adapted.vectors] == [16, 16]
-        assert adapted == await vectors_of(worker, "tiny", inputs, 4, "polite")
 
 
 async def test_a_drain_waits_for_embeddings_and_the_limit_counts_them() -> None:
@@ -219,18 +180,6 @@ async def test_an_engine_that_embeds_wrongly_is_found_out(vectors: Sequence[byte
     await worker.start()
     with raises_error(kind=ErrorKind.INTERNAL):
         await vectors_of(worker, "tiny", [array("I", [1])], 0, "")
-
-
-async def test_classes_of_the_mock_are_probabilities_of_its_labels(folder: Path) -> None:
-    async with mock(folder, labels=["good", "bad", "neither"]) as (worker, _):
-        assert worker.config.labels == ("good", "bad", "neither")
-        inputs = [array("I", [3, 4]), array("I", [5])]
-        found = await vectors_of(worker, "tiny", inputs)
-        for vector in found.vectors:
-            assert sum(array("f", vector)) == pytest.approx(1)
-        assert found == await vectors_of(worker, "tiny", inputs)
-        with raises_error(kind=ErrorKind.INVALID_ARGUMENT, param="dimensions"):
-            await vectors_of(worker, "tiny", inputs, 2)
 
 
 async def test_engine_that_returns_another_number_of_classes_is_refused() -> None:

@@ -79,55 +79,6 @@ async def test_what_cannot_run_is_refused_before_the_engine_sees_it(
     assert engine.closed == []
 
 
-async def test_a_request_streams_and_ends_once() -> None:
-    worker = await started(ScriptedEngine([Delta((5, 6), cached_tokens=4), STOP]))
-    deltas = await generate(worker, request())
-    assert [token_id for delta in deltas for token_id in delta.token_ids] == [5, 6, 7]
-    assert deltas[0].cached_tokens == 4
-    assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [FinishReason.STOP]
-    assert deltas[-1].usage == Usage(4, 1, 0)
-    assert worker.live_requests == 0
-
-
-async def test_two_live_requests_cannot_share_an_id() -> None:
-    worker = await started(ScriptedEngine(hold=True))
-    worker.submit(request("same"), StreamResponseSink())
-    with raises_error(code="duplicate_request_id"):
-        worker.submit(request("same"), StreamResponseSink())
-    assert worker.live_requests == 1
-    await worker.drain(0)
-    await worker.cleanup()
-
-
-async def test_an_adapter_name_as_model_selects_the_adapter() -> None:
-    seen: list[GenerateRequest] = []
-
-    class Watching(ScriptedEngine):
-        def submit(self, request: GenerateRequest, context: GenerateContext, sink: Any) -> None:
-            seen.append(request)
-            super().submit(request, context, sink)
-
-    worker = await started(Watching([STOP]))
-    await generate(worker, request(model="polite"))
-    assert seen[0].lora == "polite"
-
-
-async def test_cancel_reaches_the_engine_and_ends_as_cancelled() -> None:
-    engine = ScriptedEngine([Delta((5,))], hold=True)
-    worker = await started(engine)
-    delivery = StreamResponseSink()
-    worker.submit(request(), delivery)
-    reading = delivery.deltas()
-    async with asyncio.timeout(30):
-        assert list((await anext(reading)).token_ids) == [5]
-        worker.cancel(delivery)
-        terminal = await anext(reading)
-    assert terminal.finish_reason is FinishReason.CANCELLED
-    assert terminal.usage == Usage(4, 1, 0)
-    assert engine.closed == ["r"]
-    assert not worker.abort("r")
-
-
 async def test_repeated_abort_ends_in_order() -> None:
     class Tidy(ScriptedEngine):
         """Frees what a request holds in a backend, which takes a while."""
@@ -160,15 +111,6 @@ async def test_repeated_abort_ends_in_order() -> None:
         deltas = await read(delivery)
     assert engine.tidied
     assert [delta.finish_reason for delta in deltas] == [FinishReason.CANCELLED]
-
-
-async def test_abort_by_request_id() -> None:
-    worker = await started(ScriptedEngine(hold=True))
-    delivery = StreamResponseSink()
-    worker.submit(request(), delivery)
-    assert worker.abort("r")
-    assert (await read(delivery))[-1].finish_reason is FinishReason.CANCELLED
-    assert not worker.abort("r")
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.common.errors import ErrorKind
-from services.worker.contract.generation import Delta, FinishReason, Usage
+from services.worker.contract.generation import Delta
 from services.worker.serving import outbox
 from services.worker.serving.outbox import PAGE_TOKENS, Outbox, Page
 from services.worker.serving.session import WorkerSession
 from services.worker.serving.worker import Worker
 from tests.support.fakes.engines import ScriptedEngine, request
-
-ANSWER = [Delta((5, 6), cached_tokens=4), Delta((7,), FinishReason.STOP, Usage(4, 3, 4), stop_token_id=7)]
 
 
 async def opened(engine: ScriptedEngine) -> tuple[Worker, WorkerSession]:
@@ -45,20 +42,6 @@ async def settle(worker: Worker) -> None:
         await worker.engine.drain()
 
 
-async def test_rows_of_several_requests_share_a_message() -> None:
-    worker, session = await opened(ScriptedEngine(ANSWER))
-    session.start(3, request("a"))
-    session.start(9, request("b"))
-    await settle(worker)
-    (page,) = pages(session)
-    assert sorted(rows(page)) == [(3, [5, 6]), (3, [7]), (9, [5, 6]), (9, [7])]
-    for slot in (3, 9):
-        first, last = [delta for extra_slot, delta in page.extras if extra_slot == slot]
-        assert first.cached_tokens == 4
-        assert (last.finish_reason, last.usage, last.stop_token_id) == (FinishReason.STOP, Usage(4, 3, 4), 7)
-    assert session.take() is None
-
-
 async def test_invalid_id_ends_only_its_slot() -> None:
     worker, session = await opened(ScriptedEngine([Delta((5,)), Delta((-1,)), Delta((6,))]))
     session.start(3, request("a"))
@@ -66,44 +49,6 @@ async def test_invalid_id_ends_only_its_slot() -> None:
     (page,) = pages(session)
     assert list(rows(page)) == [(3, [5])], "rows that do not fit their ids would end the session"
     assert page.extras[-1][1].error is not None
-
-
-async def test_invalid_request_ends_only_its_slot() -> None:
-    worker, session = await opened(ScriptedEngine(ANSWER))
-    session.start(1, request("a", prompt=()))
-    session.start(2, request("b"))
-    await settle(worker)
-    (page,) = pages(session)
-    ends = {slot: delta for slot, delta in page.extras if delta.finish_reason}
-    assert ends[1].error is not None
-    assert ends[1].error.kind is ErrorKind.INVALID_ARGUMENT
-    assert ends[2].finish_reason is FinishReason.STOP
-    session.start(1, request("c"))
-    await settle(worker)
-    assert pages(session)[0].extras[-1][1].finish_reason is FinishReason.STOP
-
-
-async def test_a_slot_used_twice_ends_once_with_an_error() -> None:
-    worker, session = await opened(ScriptedEngine(ANSWER[:1], hold=True))
-    session.start(1, request("a"))
-    await asyncio.sleep(0)
-    session.start(1, request("b"))
-    await settle(worker)
-    ends = [delta for page in pages(session) for _, delta in page.extras if delta.finish_reason]
-    assert len(ends) == 1
-    assert ends[0].error is not None
-    assert "in use" in ends[0].error.message
-    assert worker.live_requests == 0
-
-
-async def test_cancel_of_unused_slots_is_ignored() -> None:
-    worker, session = await opened(ScriptedEngine(hold=True))
-    session.start(1, request("a"))
-    await asyncio.sleep(0)
-    session.cancel([1, 1, 2, 99])
-    await settle(worker)
-    ends = [delta.finish_reason for page in pages(session) for _, delta in page.extras]
-    assert ends == [FinishReason.CANCELLED]
 
 
 async def test_close_aborts_all_requests_and_sends_nothing() -> None:

@@ -19,8 +19,8 @@ from services.router.scheduling.policies.registry import ComposedPolicies
 from services.router.scheduling.selection import Thresholds
 from services.router.state.workers.worker import Role, WorkerRank
 from tests.support.oracles.errors import raises_error
-from tests.support.servers.router_cluster import until
 from tests.support.servers.routing import BLOCK, COST, Cluster, prompt, tokens, worker
+from tests.support.waiting import until
 
 OWN = "tests.support.fakes.own_policies"
 
