@@ -36,6 +36,7 @@ from services.preprocess.thread_pool import ComputePool
 from services.preprocess.tokenizers.loading import load_tokenizer
 from services.preprocess.tokenizers.probes import prompt_fingerprint
 from services.preprocess.tokenizers.registry import ModelRegistry
+from services.worker.local_processing.processing import Processing
 from services.worker.local_processing.prompts import PromptMaker
 from services.worker.processing_options import PromptBounds
 from services.worker.server import WorkerServer
