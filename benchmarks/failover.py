@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the support of the tests s
 from tests.support.clients.reservation_load import ReservationLoad, attach_workers
 from tests.support.servers.moving_redis import TOPOLOGIES, MovingRedis
 from tests.support.servers.router_child import router_children
-from tests.support.servers.router_cluster import MODEL, until
+from tests.support.servers.router_cluster import MODEL
+from tests.support.waiting import until
 
 TAG = f"{{sluice:{MODEL}}}"
 MAX_DEGRADED_S = 10.0

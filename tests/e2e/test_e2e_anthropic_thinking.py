@@ -115,7 +115,7 @@ def test_only_hints_that_the_template_does_not_read_are_reported(thinking: anthr
     assert [block.type for block in answer.parse().content] == ["thinking", "text"]
 
 
-FUNCTIONS: Any = [
+RESPONSE_FUNCTIONS: Any = [
     {"type": "function", "name": name, "parameters": SCHEMA, "strict": False, "description": "Asks."} for name in NAMES
 ]
 
@@ -126,7 +126,7 @@ def test_reasoning_items_and_calls_of_a_response(responding: openai.OpenAI, summ
     arguments: Any = {
         "model": "tiny",
         "input": question,
-        "tools": FUNCTIONS,
+        "tools": RESPONSE_FUNCTIONS,
         "include": ["reasoning.encrypted_content"],
         "reasoning": {"summary": summary} if summary else None,
         "store": False,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.child_rpc.child import ChildLimits
 from services.common.errors import SluiceError
 from services.common.packages import extensions
 from services.common.packages.extensions import OWN, Extension, conflict_of, find_extension, load_group, problem_of
@@ -14,7 +15,6 @@ from services.postprocess.streams.parser_hosts import custom_host, engine_host
 from services.preprocess.tokenizers.engine_extensions import (
     EngineOptions,
     NoImages,
-    ProcessorOptions,
     engine_tokenizer,
     processor_rule,
 )
@@ -24,9 +24,9 @@ from sluice.cli.up.engine_list import engine_list
 USES: dict[str, Callable[[], object]] = {
     "file": lambda: engine_list(Path("engines.yaml")),
     "vllm": lambda: engine_tokenizer("vllm", Path(), EngineOptions(), ""),
-    "image-processor": lambda: processor_rule(Path(), str, len, ProcessorOptions()),
-    "custom": lambda: custom_host("module:Parser", 1.0, 64, None),
-    "engine": lambda: engine_host("vllm", "", 1.0, 64, None),
+    "image-processor": lambda: processor_rule(Path(), str, len, [EngineOptions()]),
+    "custom": lambda: custom_host("module:Parser", ChildLimits(1.0, 64), None),
+    "engine": lambda: engine_host("vllm", "", ChildLimits(1.0, 64), None),
 }
 """Something that needs the extension of a name."""
 

@@ -9,13 +9,14 @@ import pytest
 
 from services.common import budgets
 from services.common.errors import ErrorKind
+from services.common.rpc.generation import read_sampling
 from services.postprocess.streams import parser_selection
 from services.preprocess.protocol import Message
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.histories import fit
 from services.preprocess.validation import parse_chat
 from services.worker.local_processing.body import read_body
-from services.worker.serving.wire import _read_engine_options
+from sluice.v1 import common_pb2
 from tests.support.oracles.errors import raises_error
 
 MIB = 1 << 20
@@ -27,7 +28,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "tools": lambda text: parse_chat(b'[{"role":"user","content":"x"}]', text),
     "template arguments": lambda text: parse_chat(b'[{"role":"user","content":"x"}]', template_kwargs_json=text),
     "arguments of a parser": parser_selection._kwargs,
-    "engine options": _read_engine_options,
+    "engine options": lambda text: read_sampling(common_pb2.SamplingOptions(engine_options_json=text)),
     "body for an engine": read_body,
 }
 

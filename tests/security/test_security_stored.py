@@ -47,7 +47,8 @@ def ended(client: httpx.Client, batch_id: str, wait_s: float = WAIT_S) -> dict[s
         batch: dict[str, Any] = client.get(f"/v1/batches/{batch_id}").json()
         return batch if batch["status"] in ("completed", "failed", "expired", "cancelled") else None
 
-    result: dict[str, Any] = wait_until(found, wait_s)
+    result = wait_until(found, wait_s)
+    assert result is not None
     return result
 
 

@@ -27,11 +27,10 @@ from services.worker.engines import find_engine
 from services.worker.engines.inprocess.sampling import stop_ids
 from services.worker.engines.sglang import card as sglang
 from services.worker.engines.sglang import metrics
-from services.worker.engines.sglang.card import CAPABILITIES
 from services.worker.engines.sglang.handoff import FAKE_BOOTSTRAP_HOST, BootstrapInfo, bootstrap_for, unpack
 from services.worker.engines.sglang.metrics import SchedulerMetrics
 from services.worker.engines.sglang.options import Flags, command_line
-from services.worker.engines.shared.sglang_sampling import Facts, choice_grammar, engine_request
+from services.worker.engines.shared.sglang_sampling import CAPABILITIES, Facts, choice_grammar, engine_request
 from services.worker.engines.vllm import card as vllm
 from services.worker.settings import WorkerSettings
 from tests.support.fakes.engines import request
