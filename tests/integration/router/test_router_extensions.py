@@ -15,11 +15,10 @@ import pytest
 
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
-from services.common.tasks import Stop
-from services.router.__main__ import serve
-from services.router.settings import RouterSettings
 from sluice.v1 import router_pb2, router_pb2_grpc
 from tests.support.repository import ROOT
+from tests.support.servers.router_cluster import routers
+from tests.support.waiting import until
 
 GROUP = "sluice.router_servers"
 FOLDERS = {"http": "http_api", "picker": "picker"}
@@ -64,16 +63,6 @@ def install(folder: Path, package: str, name: str, code: str) -> None:
     importlib.invalidate_caches()
 
 
-async def serve_once(settings: RouterSettings) -> None:
-    """Runs a router in this process until it is ready."""
-    stop = Stop()
-    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    running = asyncio.create_task(serve(settings, stop, port))
-    await asyncio.wait_for(asyncio.shield(port), 30)
-    stop.set()
-    await asyncio.wait_for(running, 30)
-
-
 @pytest.mark.parametrize("name", FOLDERS)
 async def test_router_whose_folder_of_a_server_is_deleted_answers_and_logs_what_it_lacks(
     name: str, tmp_path: Path
@@ -104,8 +93,9 @@ async def test_router_whose_folder_of_a_server_is_deleted_answers_and_logs_what_
 async def test_server_of_another_package_runs_with_the_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path, "other", "own", RECORDER)
-    await serve_once(RouterSettings(listen="127.0.0.1:0", drain_s=0))
-    calls = importlib.import_module("other_code").calls
+    async with routers(drain_s=0):
+        calls = importlib.import_module("other_code").calls
+        await until(lambda: True in calls)
     assert calls == ["127.0.0.1:0", "start", True, False, "stop"]
 
 
@@ -121,7 +111,8 @@ async def test_server_that_cannot_be_imported_is_left_out_with_a_sentence(
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     install(tmp_path, "broken", "own", code)
-    await serve_once(RouterSettings(listen="127.0.0.1:0", drain_s=0))
+    async with routers(drain_s=0) as (router,):
+        await router.ready()
     assert f"Extension own of broken cannot be loaded: {reason}." in caplog.text
 
 
@@ -131,5 +122,6 @@ async def test_server_that_two_packages_register_is_left_out_with_a_sentence(
     monkeypatch.syspath_prepend(tmp_path)
     for package in ("one", "two"):
         install(tmp_path, package, "own", RECORDER)
-    await serve_once(RouterSettings(listen="127.0.0.1:0", drain_s=0))
+    async with routers(drain_s=0) as (router,):
+        await router.ready()
     assert "Extension own is registered 2 times, by one and two: uninstall all but one." in caplog.text
