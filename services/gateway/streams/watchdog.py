@@ -5,8 +5,8 @@ process shows only in missing messages. Such a worker is treated as lost: its se
 its circuit breaker refuses new ones until a trial request succeeds.
 
 A worker that no router lists any more has stopped, has lost its router, or leaves. A router notices a stop seconds
-before the worker's own connection fails its keepalive; that of a foreign worker may fail minutes later. So such a worker
-is asked: one that responds keeps its requests, whether it sends tokens or not.
+before the worker's own connection fails its keepalive; that of a foreign worker may fail minutes later. So such a
+worker is asked: one that responds keeps its requests, whether it sends tokens or not.
 """
 
 from __future__ import annotations
