@@ -51,7 +51,6 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.streams.audit import AuditObserver
 from services.gateway.streams.interfaces import StreamObserver
 from services.gateway.streams.manager import StreamManager
-from services.gateway.streams.removed_workers import RemovedWorkers
 from services.gateway.streams.running import MAX_STREAMS, POST_WAIT_S, shutting_down
 from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers.connections import ConnectionManager
@@ -303,8 +302,7 @@ async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) 
     for replicas in gateway.replica_sets:
         await replicas.start()
     on_silent = partial(components.metrics.trouble, "worker", SILENT)
-    watchdog = WorkerWatchdog(lambda: connections.workers, settings.token_timeout_s, on_silent)
-    removed = RemovedWorkers(lambda: connections.workers, on_silent, tasks)
+    watchdog = WorkerWatchdog(lambda: connections.workers, settings.token_timeout_s, on_silent, tasks)
     tasks.spawn(components.registry.run(), "registry")
     tasks.spawn(gateway.pipelines.run(), "models")
     tasks.spawn(gateway.parity.run(), "parity")
@@ -312,7 +310,6 @@ async def _start(gateway: Gateway, settings: GatewaySettings, tasks: TaskOwner) 
     tasks.spawn(gateway.fleet.keep_adapters(), "adapters")
     tasks.spawn(connections.run_sweeps(), "sweeps")
     tasks.spawn(watchdog.run(), "worker-watchdog")
-    tasks.spawn(removed.run(), "removed-workers")
     tasks.spawn(_sweep_stalled(components.stream_manager), "stalled")
     if gateway.observer is not None:
         tasks.spawn(gateway.observer.run(), "observer")

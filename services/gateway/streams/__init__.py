@@ -1,1 +1,1 @@
-"""Generations in progress: forwarding of tokens and text, migration, disaggregation and the worker watchdog."""
+"""Generations in progress: their states, forwarding of tokens and text, migration, disaggregation, the watchdog."""

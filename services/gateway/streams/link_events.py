@@ -41,7 +41,7 @@ class LinkEvents:
 
     def on_prompt(self, stream: GenerationStream, token_ids: bytes) -> None:
         """Takes the token ids of a prompt that the worker tokenized, and opens the deferred postprocess stream."""
-        if stream.prompt.raw is None:
+        if stream.prompt.raw is None or stream.worker is None:
             return
         stream.set_prompt_ids(token_ids)
         if not stream.request.engine_text:
@@ -189,7 +189,7 @@ class LinkEvents:
 
     def on_text_failed(self, stream: GenerationStream, error: SluiceError) -> None:
         """Handles the failure of a stream on its postprocess replica."""
-        if not self._texts.on_refused(stream, error):
+        if stream.state is not StreamState.ENDED and not self._texts.on_refused(stream, error):
             self.give_up(stream, error)
 
     def on_post_connected(self, link: PostLink) -> None:

@@ -14,8 +14,8 @@ from services.common.errors import ErrorKind, SluiceError
 from services.common.rpc.health import Health
 from services.common.tasks import TaskOwner
 from services.gateway.core.request import StopParams
-from services.gateway.streams import removed_workers
-from services.gateway.streams.removed_workers import RemovedWorkers
+from services.gateway.streams import watchdog
+from services.gateway.streams.watchdog import WorkerWatchdog
 from services.gateway.workers import connections
 from services.worker.serving.worker import Worker
 from tests.support.servers.survival import Stage, asking, staged
@@ -28,8 +28,8 @@ STORY = asking("story", "Tell me of rivers.", stop=StopParams(max_tokens=200, ig
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removed_workers, "CHECK_EVERY_S", 0.1)
-    monkeypatch.setattr(removed_workers, "RESPONSE_S", RESPONSE_S)
+    monkeypatch.setattr(watchdog, "CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr(watchdog, "RESPONSE_S", RESPONSE_S)
     monkeypatch.setattr(connections, "SWEEP_S", 0.05)
 
 
@@ -53,7 +53,7 @@ async def checked(stage: Stage) -> AsyncIterator[list[int]]:
     given_up: list[int] = []
     tasks = TaskOwner()
     links = stage.pipeline.connections
-    tasks.spawn(RemovedWorkers(lambda: links.workers, lambda: given_up.append(1), tasks).run(), "removed")
+    tasks.spawn(WorkerWatchdog(lambda: links.workers, 0, lambda: given_up.append(1), tasks).run(), "removed")
     try:
         yield given_up
     finally:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from services.common.tasks import TaskOwner
 from services.gateway.core.request import StopParams
 from services.gateway.streams.migration import MigrationPolicy
 from services.gateway.streams.watchdog import WorkerWatchdog
@@ -23,12 +24,13 @@ async def watched(stage: Stage) -> AsyncIterator[list[int]]:
     """Silence is looked for; gives a list that grows with every worker given up."""
     given_up: list[int] = []
     pipeline = stage.pipeline
-    silent = WorkerWatchdog(lambda: pipeline.connections.workers, SILENCE_S, lambda: given_up.append(1))
-    looking = asyncio.create_task(silent.run())
+    tasks = TaskOwner()
+    silent = WorkerWatchdog(lambda: pipeline.connections.workers, SILENCE_S, lambda: given_up.append(1), tasks)
+    tasks.spawn(silent.run(), "watchdog")
     try:
         yield given_up
     finally:
-        looking.cancel()
+        await tasks.close()
 
 
 async def fault(stage: Stage, name: str, worker: int = 0) -> None:

@@ -123,7 +123,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def prompt(self, data: st.DataObject) -> None:
-        if (stream := self.any_stream(data)) is not None and stream.worker is not None:
+        if (stream := self.any_stream(data)) is not None:
             self.events.on_prompt(stream, pack_u32([1, 2, 3]))
 
     @rule(data=st.data(), cached=st.sampled_from([None, 0, 1]))
@@ -192,8 +192,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(["draining", "overloaded", "never"]))
     def replica_refuses(self, data: st.DataObject, how: str) -> None:
         stream = self.any_stream(data)
-        if stream is not None and stream.post is not None:
-            cast(Any, stream.post).close_stream(stream.slot)
+        if stream is not None and (stream.post is not None or stream.state is StreamState.ENDED):
+            if stream.post is not None:
+                cast(Any, stream.post).close_stream(stream.slot)
             self.events.on_text_failed(stream, invalid("never") if how == "never" else unavailable("no", code=how))
 
     @rule()

@@ -256,5 +256,5 @@ async def test_worker_after_embeddings_only_is_not_stalled_at_its_first_generati
     prompt = TokenizedPrompt(b"\1\0\0\0", b"", "", b"", b"", 100, b"")
     board.connect(request, 0, prompt, Placement(Route("w"), link), 10, cast(Any, None))
     silent: list[bool] = []
-    WorkerWatchdog(lambda: [link], 30.0, lambda: silent.append(True)).look()
+    WorkerWatchdog(lambda: [link], 30.0, lambda: silent.append(True), cast(Any, None)).look()
     assert not silent
