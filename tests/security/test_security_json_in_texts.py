@@ -9,13 +9,13 @@ import pytest
 
 from services.common import budgets
 from services.common.errors import ErrorKind
+from services.common.rpc.generation import _read_engine_options
 from services.postprocess.streams import parser_selection
 from services.preprocess.protocol import Message
 from services.preprocess.templates.capabilities import TemplateCapabilities
 from services.preprocess.templates.histories import fit
 from services.preprocess.validation import parse_chat
 from services.worker.local_processing.body import read_body
-from services.worker.serving.wire import _read_engine_options
 from tests.support.oracles.errors import raises_error
 
 MIB = 1 << 20

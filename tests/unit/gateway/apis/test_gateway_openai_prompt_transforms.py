@@ -9,13 +9,14 @@ import pytest
 from services.common import budgets
 from services.common.errors import ErrorKind, invalid
 from services.common.packing import pack_u32, unpack_u32
+from services.common.rpc.generation import read_sampling
 from services.gateway.admission.keys import ANONYMOUS
 from services.gateway.admission.permit import OPEN, Permit
 from services.gateway.apis.openai.prompt_transforms import MAX_WORD_CHARACTERS, needs_tokenizer, resolve_all
 from services.gateway.apis.openai.schemas import CompletionRequest
 from services.gateway.apis.openai.translate import client_names, completion_requests
 from services.gateway.apis.openai.validation import check
-from services.gateway.clients.preprocess import PreprocessClient, _defaults
+from services.gateway.clients.preprocess import PreprocessClient
 from services.gateway.core.request import (
     GenerationRequest,
     Prompt,
@@ -150,8 +151,8 @@ def test_errors_of_workers_name_the_clients_field() -> None:
 
 
 def test_what_the_client_leaves_unset_is_what_the_model_recommends() -> None:
-    recommended = _defaults(common_pb2.SamplingOptions(temperature=0.5, top_k=20, seed=7))
-    assert recommended == SamplingParams(temperature=0.5, top_k=20)
+    recommended = read_sampling(common_pb2.SamplingOptions(temperature=0.5, top_k=20, seed=7))
+    assert (recommended.temperature, recommended.top_k) == (0.5, 20)
     asked = SamplingParams(temperature=0.0, frequency_penalty=1.0, logit_bias={1: 2.0})
     assert asked.or_else(recommended) == SamplingParams(
         temperature=0.0, top_k=20, frequency_penalty=1.0, logit_bias={1: 2.0}
@@ -160,4 +161,4 @@ def test_what_the_client_leaves_unset_is_what_the_model_recommends() -> None:
 
 def test_without_recommendations_nothing_changes() -> None:
     asked = SamplingParams(top_p=0.5)
-    assert asked.or_else(_defaults(common_pb2.SamplingOptions())) is asked
+    assert asked.or_else(read_sampling(common_pb2.SamplingOptions())) is asked
