@@ -1,4 +1,4 @@
-"""The states of a stream, and who moves it from one to the next.
+"""The states of a stream, and which component moves it from one to the next.
 
 A stream has two states: of its engine, which makes tokens, and of its text, which a postprocess replica makes of them.
 
@@ -32,7 +32,7 @@ from enum import Enum, IntEnum, auto
 
 
 class StreamState(IntEnum):  # which hashes without a call in Python
-    """Who makes the tokens of a stream."""
+    """What makes the tokens of a stream."""
 
     STARTING = auto()  # none yet
     RUNNING = auto()  # one worker, from prompt to end
@@ -44,7 +44,7 @@ class StreamState(IntEnum):  # which hashes without a call in Python
 
 
 class TextState(Enum):
-    """Who makes the text of a stream."""
+    """What makes the text of a stream."""
 
     DEFERRED = auto()  # none until the worker has sent the token ids of the prompt
     ENGINE = auto()  # its engine
