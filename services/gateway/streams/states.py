@@ -1,11 +1,12 @@
-"""The states of a stream, and who moves it from one to the next.
+"""The states of a stream, and which component moves it from one to the next.
 
 A stream has two states: of its engine, which makes tokens, and of its text, which a postprocess replica makes of them.
 
-    STARTING ──┬─► RUNNING ◄────┬─────────────┐        one worker
-               └─► PREFILLING ──┴─► DECODING ─┘        the two workers of a pair
-                   │ RUNNING, PREFILLING, DECODING ──► MOVING ──► RUNNING, PREFILLING
-                   └ RUNNING, PREFILLING, DECODING ──► ENGINE_DONE
+    STARTING ──► RUNNING                                              one worker
+    STARTING ──► PREFILLING ──► DECODING                              the two workers of a pair
+    PREFILLING, DECODING ──► RUNNING                                  the decode worker alone
+    RUNNING, PREFILLING, DECODING ──► MOVING ──► RUNNING, PREFILLING
+    RUNNING, PREFILLING, DECODING ──► ENGINE_DONE
     every state ──► ENDED
 
 - `StreamManager` starts a stream on a worker or on a pair, and resumes it there after a migration.
@@ -18,8 +19,10 @@ A stream has two states: of its engine, which makes tokens, and of its text, whi
 A stream has a worker in RUNNING, PREFILLING and DECODING, and in no other state. Its reservation is released when it
 moves or ends.
 
-    DEFERRED ──┬─► WAITING ◄─► OPEN        every state ──► CLOSED
-               └─► ENGINE
+    DEFERRED ──► ENGINE
+    DEFERRED ──► OPEN, WAITING
+    WAITING ◄──► OPEN
+    every state ──► CLOSED
 
 `PostprocessPool` moves it here: to OPEN on a replica or a custom stage, to WAITING while no replica is available, and
 back to OPEN on the next one when a replica is lost or drains.
@@ -32,7 +35,7 @@ from enum import Enum, IntEnum, auto
 
 
 class StreamState(IntEnum):  # which hashes without a call in Python
-    """Who makes the tokens of a stream."""
+    """What makes the tokens of a stream."""
 
     STARTING = auto()  # none yet
     RUNNING = auto()  # one worker, from prompt to end
@@ -44,7 +47,7 @@ class StreamState(IntEnum):  # which hashes without a call in Python
 
 
 class TextState(Enum):
-    """Who makes the text of a stream."""
+    """What makes the text of a stream."""
 
     DEFERRED = auto()  # none until the worker has sent the token ids of the prompt
     ENGINE = auto()  # its engine
@@ -52,9 +55,6 @@ class TextState(Enum):
     OPEN = auto()  # a postprocess replica or a custom stage
     CLOSED = auto()  # the stream has ended
 
-
-ON_WORKER = frozenset({StreamState.RUNNING, StreamState.PREFILLING, StreamState.DECODING})
-"""The states in which a stream has a worker."""
 
 _LOST = {StreamState.MOVING, StreamState.ENGINE_DONE, StreamState.ENDED}
 _NEXT: Mapping[StreamState, set[StreamState]] = {

@@ -134,7 +134,7 @@ class GenerationStream:
         custom_text: the custom stage that makes its text; None: the engine or a postprocess replica does.
         state: the state of its engine; see `states`.
         text_state: the state of its text.
-        worker: the worker that runs it, in the states of ON_WORKER.
+        worker: the worker that runs it, while it is RUNNING, PREFILLING or DECODING.
         attempt: its run on that worker, or the last one; None until it has been placed.
         post: what makes its text while that is OPEN.
         waiting_since: when it began to wait for a postprocess replica.

@@ -18,11 +18,12 @@ from services.gateway.clients.worker_link import WorkerLink
 from services.gateway.core.request import NULL_SINK, DisaggregationPart, Finish, FinishReason, Role, TextPrompt
 from services.gateway.streams.interfaces import StreamEnd
 from services.gateway.streams.running_memory import RunningMemory
-from services.gateway.streams.states import ON_WORKER, IllegalTransitionError, StreamState, TextState, checked
+from services.gateway.streams.states import IllegalTransitionError, StreamState, TextState, checked
 from services.gateway.streams.stream import GenerationStream
 from tests.support.fakes.streams import EOS, LOST, PROMPT, REQUEST, Sink, StreamTable
 
 RAW = TextPrompt("x")
+ON_WORKER = {StreamState.RUNNING, StreamState.PREFILLING, StreamState.DECODING}
 KINDS: dict[str, dict[str, Any]] = {
     "text of a replica": {},
     "text of the engine": {"request": {"engine_text": True}},
