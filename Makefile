@@ -19,13 +19,13 @@ run: ## start the suite on this machine; ARGS="--workers 4 --port 8080" passes f
 	@scripts/setup.sh all
 	@.venv/bin/sluice up $(ARGS)
 
-test: check ## check, then the tests that need no target of their own (below), the unit tests with their branch coverage; ARGS="-k router" passes flags to pytest, without coverage
+test: check ## check, then the tests that need no target of their own (below), those of the router, of streams and of admission with their branch coverage; ARGS="-k router" passes flags to pytest, without coverage
 	@scripts/redis.sh
-	@$(if $(ARGS),,SLUICE_TEST_COVERAGE=1) $(PYTEST) $(ARGS)
+	@$(if $(ARGS),,SLUICE_TEST_COVERAGE=core) $(PYTEST) $(ARGS)
 
-coverage: setup ## the unit tests with their branch coverage, file by file
+coverage: setup ## the unit tests with the branch coverage of every file
 	@scripts/redis.sh
-	@SLUICE_TEST_COVERAGE=1 $(PYTEST) tests/unit
+	@SLUICE_TEST_COVERAGE=all $(PYTEST) tests/unit
 	@.venv/bin/coverage report --data-file=build/coverage/data
 
 check: setup ## lint, formatting, layers and types

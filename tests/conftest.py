@@ -30,10 +30,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what th
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if os.environ.get("SLUICE_TEST_COVERAGE"):
-        from tests.support.branch_coverage import BranchCoverage
+    if part := os.environ.get("SLUICE_TEST_COVERAGE"):
+        from tests.support.branch_coverage import PARTS, BranchCoverage
 
-        config.pluginmanager.register(BranchCoverage(config))
+        config.pluginmanager.register(BranchCoverage(config, PARTS[part]))
 
 
 UNIT_SHARE = 0.1
