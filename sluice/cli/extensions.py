@@ -34,7 +34,7 @@ def run(as_json: bool, console: Console) -> int:
 
     Each is imported in a process of its own: the code of packages cannot end or change the command.
     """
-    rows = [row for group in GROUPS for row in rows_of(group)]
+    rows = all_rows()
     if as_json:
         print(json.dumps([{**asdict(row.extension), "usable": not row.reason, "reason": row.reason} for row in rows]))
     elif not rows:
@@ -46,6 +46,11 @@ def run(as_json: bool, console: Console) -> int:
             table.add_row(row.extension.group, row.extension.name, owner, row.reason or "usable")
         console.print(table, markup=False)
     return int(any(row.reason for row in rows))
+
+
+def all_rows() -> list[Row]:
+    """Returns every extension that is installed, with what is wrong with it."""
+    return [row for group in GROUPS for row in rows_of(group)]
 
 
 def rows_of(group: str) -> list[Row]:

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from services.common.packages.extensions import GROUPS
 from services.common.packing import pack_u32
 from services.gateway.workers.overview import WorkerState
 from sluice.cli.doctor import certificates
@@ -15,7 +14,7 @@ from sluice.cli.doctor import redis as redis_checks
 from sluice.cli.doctor import servers as server_checks
 from sluice.cli.doctor.finding import Finding, FindingState, clock, fail, ok, skipped, warn
 from sluice.cli.doctor.servers import Server, version
-from sluice.cli.extensions import rows_of
+from sluice.cli.extensions import all_rows
 from sluice.cli.live.client import NotReached, Running
 from sluice.v1 import router_pb2
 
@@ -134,7 +133,7 @@ def extensions() -> list[Finding]:
 
     Each that cannot be used is a finding; those that can are one together, if there is one.
     """
-    rows = [row for group in GROUPS for row in rows_of(group)]
+    rows = all_rows()
     usable = [row.extension.name for row in rows if not row.reason]
     advice = "The services of this machine do without it; `sluice extensions` lists all."
     return [
