@@ -186,7 +186,7 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         FleetControl(registry, channel_credentials(settings), fleet_store),
         fleet_store,
         batch_store,
-        BodyPace(settings.large_body_share),
+        BodyPace(),
     )
 
 

@@ -83,7 +83,7 @@ def test_models_list_the_kinds_that_engine_and_tokenizer_take(audio_url: str, vi
 
 
 def test_model_whose_tokenizer_takes_no_audio_does_not_list_it_though_the_engine_does() -> None:
-    with Suite("--workers", "1", env={"SLUICE_WORKER_MEDIA": "image,audio"}) as suite:
+    with Suite("--workers", "1", env={"SLUICE_WORKER_ENGINE_ARGS": '{"media": ["image", "audio"]}'}) as suite:
         modalities: list[str] = []
         deadline = monotonic() + 20  # the gateway asks preprocess again while it loads
         while modalities != ["text", "image"] and monotonic() < deadline:

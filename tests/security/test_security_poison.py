@@ -18,7 +18,7 @@ from tests.support.servers.loose_suite import LooseSuite
 WAIT_S = 180
 STREAMS = 24
 POISON = 377
-FLAGS = ("--timing", "fixed", "--fixed-step-ms", "20", "--fault", f"poison={POISON}")
+FLAGS = ("--engine-args", f"timing=fixed,fixed_step_ms=20,fault=poison={POISON}")
 
 
 def body(number: int) -> dict[str, Any]:

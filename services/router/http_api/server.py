@@ -106,11 +106,5 @@ def http_server(
     api = HttpApi(service, caller_check(settings), limits, router.ready.is_set, settings.open_health)
     tls = server_context(settings)
     bounds = (MAX_CONNECTIONS, MAX_ARRIVAL_S, settings.drain_s)
-    policy = http_policy(
-        settings.http_listen,
-        settings.http_allowed_hosts,
-        settings.http_allowed_origins,
-        hosts_setting="--http-allowed-hosts",
-        origins_setting="--http-allowed-origins",
-    )
+    policy = http_policy(settings.http_listen, settings.http_allowed_hosts, hosts_setting="--http-allowed-hosts")
     return HttpApiServer(api.app(policy), settings.http_listen, tls, *bounds, on_death)

@@ -19,7 +19,6 @@ OBJECTIVE = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 FAIRNESS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 FIRST_TOKEN_MS = ("x-llm-d-slo-ttft-ms", "x-gateway-slo-ttft-ms")
-TEST_ENDPOINTS = "test-epp-endpoint-selection"  # of the extension's conformance suite
 
 SUBSET_NAMESPACE, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 SERVED_NAMESPACE, SERVED_KEY = "envoy.lb", "x-gateway-destination-endpoint-served"
@@ -34,7 +33,6 @@ class HttpRequest:
         objective: name of the InferenceObjective, which sets the priority.
         first_token_ms: when the first token is due, milliseconds after the request; 0: no deadline.
         subset: the only endpoints that may be chosen, as ``ip`` or ``ip:port``; None: all.
-        test_endpoints: endpoints that a conformance test wants chosen.
     """
 
     method: str = "POST"
@@ -46,7 +44,6 @@ class HttpRequest:
     session_id: str = ""
     first_token_ms: int = 0
     subset: tuple[str, ...] | None = None
-    test_endpoints: tuple[str, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -76,7 +73,6 @@ def read_head(headers: Mapping[str, str]) -> HttpRequest:
         first(FAIRNESS),
         first((SESSION,)),
         _milliseconds(first(FIRST_TOKEN_MS)),
-        test_endpoints=endpoints_of(headers.get(TEST_ENDPOINTS)) or (),
         headers=headers,
     )
 

@@ -78,7 +78,7 @@ async def test_hang_stops_everything_until_none(folder: Path) -> None:
 
 
 async def test_a_hung_request_can_be_aborted(folder: Path) -> None:
-    async with engine(folder, fault=["hang"]) as hung:
+    async with engine(folder, engine_args="fault=hang") as hung:
         sink = submit(hung)
         await asyncio.sleep(0.01)
         hung.abort(GenerateContext("r"))
@@ -87,7 +87,7 @@ async def test_a_hung_request_can_be_aborted(folder: Path) -> None:
 
 
 async def test_errors_come_after_so_many_tokens(folder: Path) -> None:
-    async with engine(folder, fault=["error_after=3"]) as broken:
+    async with engine(folder, engine_args="fault=error_after=3") as broken:
         sink = submit(broken, ignore_eos=True)
         assert await ended(sink) is FinishReason.ERROR
         assert len(sink.token_ids) == 3
@@ -101,7 +101,7 @@ async def test_errors_come_after_so_many_tokens(folder: Path) -> None:
 
 
 async def test_refuse_is_retryable_elsewhere(folder: Path) -> None:
-    async with engine(folder, fault=["refuse"]) as refusing:
+    async with engine(folder, engine_args="fault=refuse") as refusing:
         with raises_error(kind=ErrorKind.ENGINE_SHUTDOWN, retryable=True):
             submit(refusing)
         await inject(refusing, "none")

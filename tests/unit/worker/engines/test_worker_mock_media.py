@@ -51,7 +51,7 @@ def asked(*media: MediaItem, request_id: str = "r", **fields: Any) -> GenerateRe
 
 @asynccontextmanager
 async def started(folder: Path, **fields: Any) -> AsyncIterator[MockEngine]:
-    settings = WorkerSettings(model=f"tiny={folder}", speedup=1e6, block_size=4, media=["image"], **fields)
+    settings = WorkerSettings(model=f"tiny={folder}", speedup=1e6, block_size=4, engine_args="media=image", **fields)
     engine = MockEngine.from_args(settings)
     await engine.start("w")
     try:
@@ -119,8 +119,8 @@ async def test_card_declares_images_for_a_model_with_a_vision_part(folder: Path,
     shutil.copytree(folder, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vision_config": {}}))
-    for path, kinds, expected in ((model, [], {"image"}), (folder, [], set()), (folder, ["audio"], {"audio"})):
-        engine = MockEngine.from_args(WorkerSettings(model=f"tiny={path}", media=kinds))
+    for path, kinds, expected in ((model, "", {"image"}), (folder, "", set()), (folder, "media=audio", {"audio"})):
+        engine = MockEngine.from_args(WorkerSettings(model=f"tiny={path}", engine_args=kinds))
         card = await engine.start("w")
         await engine.cleanup()
         assert card.capabilities & {"image", "audio", "video"} == expected

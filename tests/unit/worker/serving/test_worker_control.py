@@ -134,7 +134,7 @@ async def test_a_worker_that_sleeps_is_not_woken_by_a_sleep_that_is_refused(fold
 
 async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "QUIET_S", 0.01)
-    async with mock(folder, fault=["hang"]) as (worker, controls):
+    async with mock(folder, engine_args="fault=hang") as (worker, controls):
         worker.submit(request(), StreamResponseSink())
         with raises_error(kind=ErrorKind.FAILED_PRECONDITION):
             await controls.run("sleep", {})
@@ -153,7 +153,7 @@ async def test_what_an_engine_does_not_have_is_refused() -> None:
 
 
 async def test_request_above_the_limit_is_overloaded(folder: Path) -> None:
-    async with mock(folder, max_live=2, fault=["hang"]) as (worker, _):
+    async with mock(folder, max_live=2, engine_args="fault=hang") as (worker, _):
         worker.submit(request("a"), StreamResponseSink())
         worker.submit(request("b"), StreamResponseSink())
         with raises_error(kind=ErrorKind.OVERLOADED):
@@ -222,7 +222,7 @@ async def test_an_engine_that_embeds_wrongly_is_found_out(vectors: Sequence[byte
 
 
 async def test_classes_of_the_mock_are_probabilities_of_its_labels(folder: Path) -> None:
-    async with mock(folder, labels=["good", "bad", "neither"]) as (worker, _):
+    async with mock(folder, engine_args='{"labels": ["good", "bad", "neither"]}') as (worker, _):
         assert worker.config.labels == ("good", "bad", "neither")
         inputs = [array("I", [3, 4]), array("I", [5])]
         found = await vectors_of(worker, "tiny", inputs)
