@@ -315,7 +315,7 @@ def main() -> int:
             metrics = f"127.0.0.1:{free_port()}"
             shared = ("--redis-url", redis.url)
             flags_of = {"router": shared, "router-1": shared, "postprocess-0": ("--metrics-listen", metrics)}
-            flags = ("--timing", "fixed", "--fixed-step-ms", str(STEP_MS), "--canary-s", "0")
+            flags = ("--engine-args", f"timing=fixed,fixed_step_ms={STEP_MS}", "--canary-s", "0")
             with LooseSuite(
                 model, worker_flags=flags, flags_of=flags_of, code_of={"worker-1": FOREIGN}, preprocess=2, routers=2
             ) as suite:

@@ -175,10 +175,7 @@ def images(
 ) -> None:
     """Compare chats of text without and with clients that send pictures, and show the CPU time of a picture."""
     os.environ |= {
-        "SLUICE_WORKER_MEDIA": "image",
-        "SLUICE_WORKER_TIMING": "fixed",
-        "SLUICE_WORKER_FIXED_STEP_MS": str(step_ms),
-        "SLUICE_WORKER_FIXED_PREFILL_US": "0",
+        "SLUICE_WORKER_ENGINE_ARGS": f"media=image,timing=fixed,fixed_step_ms={step_ms},fixed_prefill_us=0",
     }
     picture = made_picture(width, height, 1000 * kilobytes)
     found: list[dict[str, Any]] = []

@@ -49,8 +49,7 @@ def inter_token(
 ) -> None:
     """Compare the time between tokens at the client with that of the worker's own Generate RPC."""
     os.environ |= {
-        "SLUICE_WORKER_TIMING": "fixed",
-        "SLUICE_WORKER_FIXED_STEP_MS": str(step_ms),
+        "SLUICE_WORKER_ENGINE_ARGS": f"timing=fixed,fixed_step_ms={step_ms}",
         "SLUICE_WORKER_MAX_SEQUENCES": str(streams),
     }
     seen: dict[str, list[dict[str, Any]]] = {"Generate RPC": [], "HTTP": []}

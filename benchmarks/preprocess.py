@@ -3,7 +3,7 @@
 Starts the service itself, on loopback:
 
     python benchmarks/preprocess.py                          # cold prompts, growing chats, short beside huge ones
-    python benchmarks/preprocess.py --processes 2 --only cold --no-fast-tokenizers
+    python benchmarks/preprocess.py --processes 2 --only cold --cache-mb 0
 
 Flags it does not know are the service's.
 """

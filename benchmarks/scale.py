@@ -59,8 +59,7 @@ def free_address() -> str:
 def environment(step_ms: float, streams: int, metrics: str) -> dict[str, str]:
     """Makes the workers run every stream at the same time."""
     return {
-        "SLUICE_WORKER_TIMING": "fixed",
-        "SLUICE_WORKER_FIXED_STEP_MS": str(step_ms),
+        "SLUICE_WORKER_ENGINE_ARGS": f"timing=fixed,fixed_step_ms={step_ms}",
         "SLUICE_WORKER_MAX_SEQUENCES": str(streams),
         "SLUICE_WORKER_TOTAL_BLOCKS": str(64 * streams),
         "SLUICE_POSTPROCESS_METRICS_LISTEN": metrics,

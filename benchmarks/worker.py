@@ -39,9 +39,7 @@ from services.worker.settings import WorkerSettings
 from sluice.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
 FLAGS: dict[str, Any] = {
-    "timing": "fixed",
-    "fixed_step_ms": 0.0,
-    "fixed_prefill_us": 0.0,
+    "engine_args": "timing=fixed,fixed_step_ms=0,fixed_prefill_us=0",
     "total_blocks": 65_536,
     "canary_s": 0.0,
 }

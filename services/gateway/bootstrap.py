@@ -172,7 +172,7 @@ def build_gateway(settings: GatewaySettings, tasks: TaskOwner) -> Gateway:
         observer,
         FleetControl(registry, channel_credentials(settings), fleet_store),
         fleet_store,
-        BodyPace(settings.large_body_share),
+        BodyPace(),
     )
 
 

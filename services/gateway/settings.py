@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, SecretStr
 
 from services.common.media.parts import MediaLimits
 from services.common.observability.audit import AuditSettings
@@ -15,17 +13,8 @@ from services.common.security.settings import HttpsSettings
 from services.common.settings import AddressList, CommaList, ServiceSettings, settings_config
 from services.gateway.admission.settings import AdmissionSettings
 from services.gateway.http.body_budgets import BodyBudgets
-from services.gateway.pipeline.config import (
-    ALIASES,
-    Disaggregation,
-    PipelineConfig,
-    PresetName,
-    Routing,
-    StageLocation,
-    parse_stages,
-    resolve,
-)
 from services.gateway.pipeline.session_affinity import HEADER, SOURCES
+from services.gateway.pipeline.settings import PipelineSettings
 from services.gateway.streams.migration_policy import MigrationPolicy
 
 
@@ -46,7 +35,7 @@ MEDIA_SHARE = 3 / 4
 """Share of the largest body that the file of one media item may have: its base64 text takes 4/3 of it."""
 
 
-class GatewaySettings(AdmissionSettings, AuditSettings, HttpsSettings, ServiceSettings):
+class GatewaySettings(PipelineSettings, AdmissionSettings, AuditSettings, HttpsSettings, ServiceSettings):
     """Settings of the gateway. Every flag is also an environment variable: --log-level is SLUICE_GATEWAY_LOG_LEVEL."""
 
     model_config = settings_config("gateway")
@@ -100,13 +89,6 @@ class GatewaySettings(AdmissionSettings, AuditSettings, HttpsSettings, ServiceSe
         description="maximum size of a request body, MiB; all bodies together, including parsed ones, may "
         "take four times as much, and at least 64 MiB; further ones wait unread, for at most body-timeout-s",
     )
-    large_body_share: float = Field(
-        0.25,
-        gt=0,
-        le=1,
-        description="maximum share of the gateway's time spent on parsing request bodies over 64 KiB; further ones "
-        "wait, for at most body-timeout-s, so that other requests proceed",
-    )
     max_unsent_kb: int = Field(
         1024, ge=16, description="maximum unsent text buffered for a slow client before it is disconnected, KiB"
     )
@@ -142,49 +124,6 @@ class GatewaySettings(AdmissionSettings, AuditSettings, HttpsSettings, ServiceSe
         ge=0,
         description="maximum duration of a request; clients can request less with x-request-timeout-ms; 0: no limit",
     )
-    preset: PresetName | None = Field(
-        None,
-        description="preset of the pipeline options below; full_discovery unless set here or in the pipeline "
-        "configuration file; direct_execution: routing direct; query_only: routing query-only",
-    )
-    pipeline_config: Path | None = Field(
-        None, description="TOML, YAML or JSON file with the pipeline options; flags take precedence"
-    )
-    preprocessing: StageLocation | None = Field(
-        None, description="where prompts are tokenized: preprocess services (frontend, default) or the worker's engine"
-    )
-    postprocessing: StageLocation | None = Field(
-        None,
-        description="where tokens become text: postprocess services (frontend, default) or the worker's engine",
-    )
-    routing: Routing | None = Field(
-        None,
-        description="the router chooses the worker (discover, default); the request names the worker (direct); the "
-        "response only reports the workers that would be chosen (query-only)",
-    )
-    disaggregation: Disaggregation | None = Field(
-        None,
-        description="use pairs of prefill and decode workers: when both are available (auto, default), always "
-        "(require), never (off)",
-    )
-    disagg_min_tokens: int | None = Field(
-        None,
-        ge=0,
-        description="prompts with fewer uncached tokens are not disaggregated where one worker can run them alone; 0 "
-        "(default): as the router's setting",
-    )
-    stage: CommaList = Field(
-        [],
-        description="NAME=package.module:Class, a custom pipeline stage; NAME is tokenize, route, place or postprocess",
-    )
-    handler: str = Field("", description="package.module:Class, a custom pipeline")
-    migration: bool | None = Field(
-        None, description="continue generations whose worker is lost on another worker (default: on)"
-    )
-    migration_enabled: bool | None = Field(None, description="alias of migration")
-    direct_route: bool = Field(False, description="alias of routing direct; off: as set by the other pipeline options")
-    migration_limit: int = Field(3, ge=1, le=100, description="maximum number of migrations of one generation")
-
     responses_kept_mb: int = Field(
         64,
         ge=0,
@@ -236,22 +175,6 @@ class GatewaySettings(AdmissionSettings, AuditSettings, HttpsSettings, ServiceSe
     @property
     def migration_policy(self) -> MigrationPolicy:
         """The limits of migration."""
-        return MigrationPolicy(self.pipeline.migration, self.migration_limit)
-
-    @cached_property
-    def pipeline(self) -> PipelineConfig:
-        """The pipeline configuration from preset, file and flags; raises ValueError as `config.resolve`."""
-        names = ("preset", "preprocessing", "postprocessing", "routing", "migration", "disaggregation", *ALIASES)
-        flags = {name: getattr(self, name) for name in (*names, "disagg_min_tokens")}
-        flags |= {"stages": parse_stages(self.stage), "handler": self.handler or None}
-        return resolve(flags, self.pipeline_config)
-
-    @model_validator(mode="after")
-    def _pipeline_fits_together(self) -> Self:
-        try:
-            assert self.pipeline
-        except ValueError as error:
-            raise PydanticCustomError("pipeline", "{sentence}", {"sentence": str(error)}) from error
-        return self
+        return MigrationPolicy(self.pipeline.migration)
 
     ui: bool = Field(True, description="serve the live view at /ui")

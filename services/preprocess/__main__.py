@@ -42,7 +42,7 @@ async def serve(settings: PreprocessSettings, stop: Stop) -> None:
         wait_s=MAX_WORK_S,
         loop=asyncio.get_running_loop(),
     )
-    limits = Limits(settings.max_prompt_bytes, MAX_TEMPLATE_S, template_processes, settings.trust_worker_templates)
+    limits = Limits(settings.max_prompt_bytes, MAX_TEMPLATE_S, template_processes)
     pool = ComputePool(settings.tokenize_threads, MAX_WAITING, INLINE_BYTES, MAX_WORK_S)
     # These threads only wait; the work is bounded by the engines' processes.
     wait_limit_s = MAX_WORK_S + MAX_ENGINE_START_S  # includes the restart of a process that died

@@ -23,13 +23,11 @@ class Limits:
         max_prompt_chars: maximum length of a template's output, characters.
         template_s: maximum run time of a template, seconds.
         foreign_templates: runs templates that the operator did not install.
-        trust_worker_templates: whether templates of models discovered from workers run in this process.
     """
 
     max_prompt_chars: int
     template_s: float
     foreign_templates: TemplateProcesses
-    trust_worker_templates: bool = False
 
     @classmethod
     def default(cls) -> Limits:
@@ -43,6 +41,6 @@ class Limits:
             model: its served name.
             learned: whether they came from a worker rather than the operator.
         """
-        if learned and not self.trust_worker_templates:
+        if learned:
             return self.foreign_templates.of_model(model)
         return InThisProcess(self.template_s, self.max_prompt_chars)

@@ -45,16 +45,8 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     )
     chat_templates: CommaList = Field([], description="chat templates that replace the models' own, each as NAME=FILE")
     tokenize_threads: int = Field(2, ge=1, le=64, description="threads for requests larger than 4 KiB")
-    fast_tokenizers: bool = Field(
-        True, description="use a faster library where installed and a self-check confirms equal ids"
-    )
     max_prompt_mb: float = Field(4.0, gt=0, description="maximum size of a prompt, before and after the template, MiB")
     cache_mb: int = Field(64, ge=0, description="cache for ids of prompt segments, MiB per model; 0: no cache")
-    trust_worker_templates: bool = Field(
-        False,
-        description="run templates of models discovered from workers in this process, where a hostile one can exhaust "
-        "memory and CPU",
-    )
 
     media_hosts: CommaList = Field(
         [],
@@ -126,7 +118,7 @@ class PreprocessSettings(ProcessingSettings, GrpcServiceSettings):
     @property
     def encoder_options(self) -> EncoderOptions:
         """Optimizations of the tokenizers."""
-        return EncoderOptions(self.fast_tokenizers, self.cache_mb << 20)
+        return EncoderOptions(cache_bytes=self.cache_mb << 20)
 
     @property
     def max_prompt_bytes(self) -> int:

@@ -79,11 +79,6 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         description="names accepted in Host headers by the HTTP API; '*': any; on loopback it always accepts localhost "
         "and loopback addresses and rejects other names; empty: any name, unless it listens on loopback",
     )
-    http_allowed_origins: CommaList = Field(
-        [],
-        description="origins of web pages that may use the HTTP API, in addition to its own; only used where Host "
-        "headers are checked, and for the types of bodies; '*': any",
-    )
     picker_listen: Address = Field(
         "", description="host:port of the endpoint picker for Envoy (ext_proc), such as 0.0.0.0:9002; empty: none"
     )
@@ -113,7 +108,6 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         description="longest request body of the picker, MiB; the same as the gateways' max-body-mb; all bodies "
         "together may take four times as much, and at least 64 MiB",
     )
-    picker_body_s: float = Field(60.0, gt=0, description="longest time in seconds for a request body to arrive")
     picker_close_after_choice: bool = Field(
         False,
         description="the picker ends its stream once an endpoint is chosen: cheaper, but bookings end by the load "
@@ -132,9 +126,6 @@ class RouterSettings(RedisLoginSettings, GrpcServiceSettings):
         False,
         description="answer requests with the header x-sluice-receipt: true with a route receipt, which names workers "
         "and shows what their caches are expected to hold",
-    )
-    picker_conformance: bool = Field(
-        False, description="obey the header test-epp-endpoint-selection of the Gateway API's conformance tests"
     )
     lease_ms: int = Field(
         6_000, ge=300, description="lease of a worker in milliseconds; without a heartbeat for this long it is removed"

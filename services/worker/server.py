@@ -43,7 +43,7 @@ class WorkerServer:
     on to the next worker before this one gets requests. Later outages of the routers do not change it.
     """
 
-    def __init__(self, settings: WorkerSettings, stop: Stop) -> None:
+    def __init__(self, settings: WorkerSettings, stop: Stop, strict: bool = False) -> None:
         self._settings = settings
         self._tasks = TaskOwner(stop.fail)
         self.server = GrpcServer(settings, worker_pb2.DESCRIPTOR)
@@ -53,7 +53,7 @@ class WorkerServer:
             settings.worker_id,
             stop.fail,
             max_live=settings.max_live,
-            strict=settings.strict_streams,
+            strict=strict,
             processing=settings.processing_options,
             grammar=Budget("grammar_characters", MAX_GRAMMAR, ""),
             media_bytes=settings.media_cache_mb << 20,

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, FilePath, field_validator
 
-from services.common.media.spans import MediaKind
 from services.common.models import DEFAULT_NAME, DEFAULT_SOURCE, ModelSpec
 from services.common.settings import Address, AddressList, CommaList, GrpcServiceSettings, settings_config
 from services.worker.processing_options import ProcessingOptions
@@ -51,9 +50,6 @@ class WorkerSettings(GrpcServiceSettings):
     )
     canary_s: float = Field(
         30.0, ge=0, description="seconds without a finished generation before a one-token canary runs; 0: no canaries"
-    )
-    strict_streams: bool = Field(
-        False, description="raise contract violations into the engine, for tests; otherwise only the request fails"
     )
 
     processing: Literal["none", "prompts", "full"] = Field(
@@ -102,29 +98,6 @@ class WorkerSettings(GrpcServiceSettings):
     )
 
     speedup: float = Field(1.0, gt=0, description="mock engine: factor by which simulated time runs faster")
-    timing: Literal["modelled", "fixed", "table"] = Field(
-        "modelled", description="mock engine: model of step durations"
-    )
-    timing_file: str = Field("", description="mock engine, table timing: JSON file with measured step durations")
-    fixed_step_ms: float = Field(5.0, ge=0, description="mock engine, fixed timing: milliseconds per step")
-    fixed_prefill_us: float = Field(
-        20.0, ge=0, description="mock engine, fixed timing: microseconds per computed prompt token"
-    )
-    fault: CommaList = Field(
-        [], description="mock engine: faults to inject from the start, such as hang or error_after=3"
-    )
-    data_parallel_size: int = Field(
-        1, ge=1, le=64, description="mock engine: number of data-parallel ranks, each with its own blocks and batch"
-    )
-    labels: CommaList = Field(
-        [], max_length=1_024, description="mock engine: classes of a model that classifies texts; empty: it embeds"
-    )
-
-    media: CommaList = Field(
-        [],
-        description="mock engine: kinds of media items to take besides those of the model's files: image, audio, video",
-    )
-
     engine_flags: tuple[str, ...] = ()
     """Command-line arguments after `--`, passed to the engine's own parser; not a flag itself."""
 
@@ -149,15 +122,6 @@ class WorkerSettings(GrpcServiceSettings):
             if not name.strip() or not value.strip():
                 raise ValueError(f"{label!r} is not NAME=VALUE, such as zone=eu-1")
         return labels
-
-    @field_validator("media")
-    @classmethod
-    def _media_are_kinds(cls, kinds: list[str]) -> list[str]:
-        known = [kind.capability for kind in MediaKind]
-        for kind in kinds:
-            if kind not in known:
-                raise ValueError(f"{kind!r} is not one of {', '.join(known)}")
-        return kinds
 
     @property
     def label_values(self) -> dict[str, str]:

@@ -5,24 +5,12 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from services.common.errors import SluiceError
 from services.common.security.tls import PeerCredentials, channel_credentials
 from services.common.settings import TlsSettings
 from sluice.cli.errors import BadFlag
-
-Tls = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="folder of `sluice certs`: trusts ca.pem and presents client.pem; unset: plain text"
-    ),
-]
-TlsCa = Annotated[Path | None, typer.Option(metavar="FILE", help="trusted authorities (PEM file), instead of --tls")]
-TlsCert = Annotated[Path | None, typer.Option(metavar="FILE", help="client certificate (PEM file); needs --tls-ca")]
-TlsKey = Annotated[Path | None, typer.Option(metavar="FILE", help="private key of --tls-cert (PEM file)")]
+from sluice.cli.flags import flag
 
 AUTHORITY, CLIENT, CLIENT_KEY = "ca.pem", "client.pem", "client.key"
 
@@ -31,10 +19,15 @@ AUTHORITY, CLIENT, CLIENT_KEY = "ca.pem", "client.pem", "client.key"
 class Trust:
     """Holds the TLS flags of a command; all unset means plain text."""
 
-    folder: Path | None = None
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    folder: Path | None = flag(
+        None,
+        "folder of `sluice certs`: trusts ca.pem and presents client.pem; unset: plain text",
+        "--tls",
+        metavar="DIR",
+    )
+    ca: Path | None = flag(None, "trusted authorities (PEM file), instead of --tls", "--tls-ca", metavar="FILE")
+    cert: Path | None = flag(None, "client certificate (PEM file); needs --tls-ca", "--tls-cert", metavar="FILE")
+    key: Path | None = flag(None, "private key of --tls-cert (PEM file)", "--tls-key", metavar="FILE")
 
     @property
     def encrypted(self) -> bool:

@@ -124,8 +124,7 @@ def slow_codex(tmp_path: Path) -> Iterator[Codex]:
     """Codex CLI on a model that reads a thousand tokens in a second; every second its gateway says that it is alive."""
     environment = {
         "SLUICE_GATEWAY_COMMENT_EVERY_S": "1",
-        "SLUICE_WORKER_TIMING": "fixed",
-        "SLUICE_WORKER_FIXED_PREFILL_US": "1000",
+        "SLUICE_WORKER_ENGINE_ARGS": "timing=fixed,fixed_prefill_us=1000",
     }
     with Suite("--model", DEFAULT_SOURCE, "--model-name", DEFAULT.name, env=environment) as running:
         yield _made(Codex, tmp_path, running, DEFAULT)

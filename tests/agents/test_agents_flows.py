@@ -90,7 +90,7 @@ def test_codex_prompt_that_takes_longer_than_its_idle_timeout_is_answered(slow_c
 @pytest.fixture(scope="session")
 def loose(folder: Path) -> Iterator[LooseSuite]:
     """Two workers, of which a test may kill one; a token every 10 ms."""
-    flags = ("--timing", "fixed", "--fixed-step-ms", "10", "--fixed-prefill-us", "10")
+    flags = ("--engine-args", "timing=fixed,fixed_step_ms=10,fixed_prefill_us=10")
     with LooseSuite(folder, worker_flags=flags) as running:
         yield running
 

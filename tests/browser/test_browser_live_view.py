@@ -118,7 +118,7 @@ def test_request_with_images_shows_their_number_and_cache_hits(open_page: Open) 
     image = {"url": "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()}
     content = [{"type": "image_url", "image_url": image}, {"type": "text", "text": "Describe it. " * 20}]
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 4}
-    with Suite("--workers", "1", env={"SLUICE_WORKER_MEDIA": "image"}) as images:
+    with Suite("--workers", "1", env={"SLUICE_WORKER_ENGINE_ARGS": "media=image"}) as images:
         page = open_page(images.url)
         is_live(page)
         newest = page.locator(".waterfall li").first.locator(".sum")

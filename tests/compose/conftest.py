@@ -37,7 +37,7 @@ def images(built: None) -> dict[str, tuple[str, str]]:
 @pytest.fixture(scope="module")
 def plain(built: None) -> Iterator[Suite]:
     """`docker compose up`, without profiles."""
-    yield from _running(Suite(variables={"SLUICE_WORKER_MEDIA": "image"}), LOGS / "compose-plain.log")
+    yield from _running(Suite(variables={"SLUICE_WORKER_ENGINE_ARGS": "media=image"}), LOGS / "compose-plain.log")
 
 
 @pytest.fixture(scope="session")

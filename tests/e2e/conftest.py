@@ -13,7 +13,8 @@ from tests.support.servers.suite import Suite
 @pytest.fixture(scope="session")
 def classifying_suite() -> Iterator[Suite]:
     """One mock worker whose default model classifies texts."""
-    with Suite("--workers", "1", env={"SLUICE_WORKER_LABELS": "good,bad,neither"}) as running:
+    classes = {"SLUICE_WORKER_ENGINE_ARGS": '{"labels": ["good", "bad", "neither"]}'}
+    with Suite("--workers", "1", env=classes) as running:
         yield running
 
 

@@ -108,7 +108,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory, told: Path) -> Iterator[Loos
             model,
             workers=1,
             postprocess=1,
-            worker_flags=("--timing", "fixed", "--fixed-step-ms", "2"),
+            worker_flags=("--engine-args", "timing=fixed,fixed_step_ms=2"),
             gateway="tests.support.servers.uncollected_gateway",
         ) as running:
             yield running

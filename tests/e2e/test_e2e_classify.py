@@ -18,7 +18,8 @@ LABELS = ("good", "bad", "neither")
 def comparing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     """A model that compares texts; the mock's score is the share of the first text's tokens that the second one has."""
     model = build_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    with Suite("--workers", "1", "--model", str(model), env={"SLUICE_WORKER_LABELS": "relevant"}) as running:
+    classes = {"SLUICE_WORKER_ENGINE_ARGS": "labels=relevant"}
+    with Suite("--workers", "1", "--model", str(model), env=classes) as running:
         yield running
 
 

@@ -18,7 +18,7 @@ NOTICED_S = 15.0
 """As docs/resilience.md has it."""
 SLACK_S = 10.0
 """For the rest of the answers, on a busy machine."""
-WORKER_FLAGS = ("--timing", "fixed", "--fixed-step-ms", "20", "--canary-s", "0")
+WORKER_FLAGS = ("--engine-args", "timing=fixed,fixed_step_ms=20", "--canary-s", "0")
 
 
 def body(number: int, tokens: int) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def block(data: bytes) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def suite() -> Iterator[Suite]:
-    with Suite(env={"SLUICE_WORKER_MEDIA": "image", **METRICS_EVERYWHERE}) as suite:
+    with Suite(env={"SLUICE_WORKER_ENGINE_ARGS": "media=image", **METRICS_EVERYWHERE}) as suite:
         yield suite
 
 

@@ -32,7 +32,7 @@ from tests.support.servers.suite import Suite
 from tests.support.waiting import until
 
 MODEL = "tekken"
-MEDIA = {"SLUICE_WORKER_MEDIA": "image"}
+MEDIA = {"SLUICE_WORKER_ENGINE_ARGS": "media=image"}
 LARGE = {"SLUICE_GATEWAY_MAX_BODY_MB": "88"}
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 CALL = '[TOOL_CALLS]look[ARGS]{"at": "it"}'

@@ -40,7 +40,7 @@ def body(token: int, number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LooseSuite]:
-    flags = ("--timing", "fixed", "--fixed-step-ms", "20")
+    flags = ("--engine-args", "timing=fixed,fixed_step_ms=20")
     with LooseSuite(build_qwen2_vl(tmp_path_factory.mktemp("kills")), postprocess=1, worker_flags=flags) as running:
         yield running
 

@@ -45,7 +45,7 @@ def body(number: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LooseSuite]:
-    flags = ("--timing", "fixed", "--fixed-step-ms", "25")
+    flags = ("--engine-args", "timing=fixed,fixed_step_ms=25")
     with LooseSuite(build_tiny_model(tmp_path_factory.mktemp("kills") / "tiny"), worker_flags=flags) as running:
         yield running
 

@@ -82,7 +82,7 @@ async def test_many_connections_get_their_answers_while_processes_are_killed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     model = build_tiny_model(tmp_path_factory.mktemp("sockets") / "tiny")
-    flags = ("--timing", "fixed", "--fixed-step-ms", "5", "--drain-s", "1")
+    flags = ("--engine-args", "timing=fixed,fixed_step_ms=5", "--drain-s", "1")
     with LooseSuite(model, workers=3, worker_flags=flags) as suite:
         expected = [await chain(suite.url, kind, Progress()) for kind in range(KINDS)]
         gateway = psutil.Process(suite.pid("gateway"))

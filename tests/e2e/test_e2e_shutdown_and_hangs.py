@@ -26,7 +26,7 @@ TWO_LIVE = r"^sluice_gateway_live_streams(?:\{.*\})? 2\.0$"
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LooseSuite]:
     model = build_tiny_model(tmp_path_factory.mktemp("hangs") / "tiny")
-    worker_flags = ("--timing", "fixed", "--fixed-step-ms", "20", "--canary-s", "0")
+    worker_flags = ("--engine-args", "timing=fixed,fixed_step_ms=20", "--canary-s", "0")
     gateway_flags = ("--token-timeout-s", "5", "--drain-s", "6")
     with LooseSuite(model, postprocess=1, worker_flags=worker_flags, gateway_flags=gateway_flags) as running:
         yield running

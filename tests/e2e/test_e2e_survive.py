@@ -31,7 +31,8 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LooseSuite]:
     model = build_tiny_model(tmp_path_factory.mktemp("survive") / "tiny")
-    slow = ("--timing", "fixed", "--fixed-step-ms", "25", "--drain-s", "1")  # they are still at work when it happens
+    # Slow enough to be at work still when it happens.
+    slow = ("--engine-args", "timing=fixed,fixed_step_ms=25", "--drain-s", "1")
     with LooseSuite(model, worker_flags=slow) as running:
         yield running
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 CLIENTS = 16
 TOKENS = 100  # two seconds of a worker that is not held up
 GRACE = ("--grace-s", "0.5", "--drain-s", "10")
-PACE = ("--timing", "fixed", "--fixed-step-ms", "20")
+PACE = ("--engine-args", "timing=fixed,fixed_step_ms=20")
 WAIT_S = 120
 MIGRATIONS = re.compile(r"^sluice_gateway_migrations_total\{.*\} ([1-9].*)$", re.MULTILINE)
 
@@ -83,7 +83,7 @@ class Load:
 
 
 async def test_sigterm_under_load(tmp_path: Path) -> None:
-    env = {"SLUICE_WORKER_TIMING": "fixed", "SLUICE_WORKER_FIXED_STEP_MS": "20"}
+    env = {"SLUICE_WORKER_ENGINE_ARGS": "timing=fixed,fixed_step_ms=20"}
     log = tmp_path / "second.log"
     with Suite("--workers", "1", env=env) as suite:
         async with second_worker(suite.address("router"), log) as (process, address):

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 def mock(model: Path) -> suite.EngineUnderTest:
     """With a clock that runs about as fast as the others do on a CPU."""
-    flags = (*SIZES, "--timing", "fixed", "--fixed-step-ms", "4")
+    flags = (*SIZES, "--engine-args", "timing=fixed,fixed_step_ms=4")
     return suite.EngineUnderTest(
         "mock", sys.executable, model, flags, QUIET, offline=("-P", str(HERE / "offline_mock.py"))
     )

@@ -17,7 +17,7 @@ from services.worker.settings import WorkerSettings
 async def answer(question: dict[str, Any]) -> dict[str, Any]:
     """One request after the other, each with an empty cache behind it."""
     model = ("--model", f"tiny={question['model']}")
-    engine = MockEngine.from_args(WorkerSettings.load([*model, "--timing", "fixed", "--speedup", "1000"]))
+    engine = MockEngine.from_args(WorkerSettings.load([*model, "--engine-args", "timing=fixed", "--speedup", "1000"]))
     await engine.start("offline")
     try:
         if question.get("embed"):

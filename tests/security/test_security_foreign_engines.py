@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 from services.common.errors import ErrorKind, SluiceError
 from services.worker.contract.engine import GenerateContext
 from services.worker.contract.generation import GenerateRequest, StopParams
-from services.worker.engines.http import HttpEngine, client
+from services.worker.engines.http import client
 from services.worker.engines.http.client import HttpClient
 from services.worker.engines.http.dialect import Publisher
+from services.worker.engines.http.engine import HttpEngine
 from services.worker.engines.http.events import chosen_publishers
 from services.worker.engines.http.options import HttpOptions
 from services.worker.engines.http.sglang import SglangDialect

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 WAIT_S = 180
 STREAMS = 24
 POISON = 377
-FLAGS = ("--timing", "fixed", "--fixed-step-ms", "20", "--fault", f"poison={POISON}")
+FLAGS = ("--engine-args", f"timing=fixed,fixed_step_ms=20,fault=poison={POISON}")
 
 
 def body(number: int) -> dict[str, Any]:

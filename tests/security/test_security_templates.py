@@ -149,13 +149,6 @@ def test_what_a_template_says_of_the_messages_stays_the_clients_fault(tight: Lim
     tokenizer.close()
 
 
-def test_the_operator_can_trust_the_templates_of_workers(foreign: TemplateProcesses) -> None:
-    tokenizer = learned("{{ messages[0].content }}", Limits(1 << 20, LIMIT_S, foreign, trust_worker_templates=True))
-    assert not tokenizer.renders_apart
-    assert tokenizer.render(CHAT) == "hi"
-    assert not PreprocessSettings.load([]).trust_worker_templates
-
-
 async def test_a_model_with_a_hostile_template_slows_no_other_model_and_not_the_event_loop() -> None:
     loop = asyncio.get_running_loop()
     foreign = TemplateProcesses(1, 1.0, 1 << 20, 256, models=4, wait_s=30.0, loop=loop)

@@ -38,17 +38,17 @@ class ProcessingSettings(ModelDiscoverySettings):
 
     vllm_processing: bool = Field(
         False,
-        description="use vLLM's code for models without a processor; set it in both preprocess (prompts) and "
-        "postprocess (tool calls and reasoning)",
+        description="use vLLM's code for models without a processor; preprocess (prompts) and postprocess (tool calls "
+        "and reasoning) must both use it",
     )
     sglang_processing: bool = Field(
         False,
-        description="use SGLang's code for models without a processor; set it in both preprocess and postprocess",
+        description="use SGLang's code for models without a processor; preprocess and postprocess must both use it",
     )
     native_framework_processing: bool = Field(
         False,
-        description="use the code of the engine that each model's workers run, if that engine has any; "
-        "requires routers or workers; set it in both preprocess and postprocess",
+        description="use the code of the engine that each model's workers run, if that engine has any; requires "
+        "routers or workers; preprocess and postprocess must both use it",
     )
     trtllm_processing: bool = Field(
         False, description="not supported: plug in TensorRT-LLM's code as a custom tokenizer class and parser"

@@ -14,10 +14,10 @@ from time import thread_time
 from services.common.budgets import Budget
 from services.common.errors import ErrorKind, SluiceError
 
-SETTING = "--large-body-share"
 LARGE_BYTES = 64 << 10
 """Longer bodies wait for their turn; shorter ones take a millisecond at most."""
 SHARE = 0.25
+"""Share of the event loop's time for consecutive large bodies."""
 UNPACED_S = 0.01
 """Work of one body after which its slices are spaced out, too; seconds."""
 
@@ -27,16 +27,15 @@ class BodyPace:
 
     Args:
         share: maximum share of the event loop's time for consecutive large bodies, between 0 and 1.
-        setting: the flag that changes the share; named in errors.
         max_waiting: maximum number of bodies that wait for their turn; None where their memory is bounded by other
             means.
     """
 
-    def __init__(self, share: float = SHARE, setting: str = SETTING, max_waiting: int | None = None) -> None:
+    def __init__(self, share: float = SHARE, max_waiting: int | None = None) -> None:
         self._pause_ratio = 1 / share - 1  # seconds of pause for each second of work
         self._turns = asyncio.Lock()
         self._next_at = 0.0
-        self._refused = Budget("body_time", 0, setting)
+        self._refused = Budget("body_time", 0, "")
         self._max_waiting = max_waiting
         self._waiting = 0
 

@@ -134,7 +134,7 @@ class PacedFrames(Generic[M]):
 
     def __init__(self, message: type[M], pace: BodyPace | None = None) -> None:
         self._descriptor, self._from_bytes = cast("Descriptor", message.DESCRIPTOR), message.FromString
-        self._pace = pace or BodyPace(setting="")
+        self._pace = pace or BodyPace()
 
     async def parse(self, data: bytes) -> M | None:
         """Returns a message; None if it is malformed or refused, which is logged."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MAX_TOKENS = 131_072
 """Prompt and generated tokens of a generation that migrates; a longer one fails with its worker."""
+MAX_MIGRATIONS = 3
+"""Migrations of one generation; then it fails with its worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,6 @@ class MigrationPolicy:
     """
 
     enabled: bool = True
-    limit: int = 3
+    limit: int = MAX_MIGRATIONS
     max_tokens: int = MAX_TOKENS
     wait_s: float = 10.0

@@ -67,7 +67,6 @@ class PickerServers:
         config = PickerConfig(
             fallbacks=settings.picker_fallbacks,
             objectives=read_objectives(settings.picker_objectives),
-            conformance=settings.picker_conformance,
             receipts=settings.picker_receipts,
             store_timeout_s=settings.redis_timeout_s,
         )
@@ -76,11 +75,7 @@ class PickerServers:
         bodies = BudgetPool("picker_bodies", bodies_mb << 20, "--picker-body-mb")
         intake = BodyIntake(bodies, running.pace)
         self._picker = Picker(router, config, running.cost, intake, self._owner, self._gateways)
-        limits = PickerLimits(
-            settings.picker_body_mb << 20,
-            settings.picker_body_s,
-            close_after_choice=settings.picker_close_after_choice,
-        )
+        limits = PickerLimits(settings.picker_body_mb << 20, close_after_choice=settings.picker_close_after_choice)
         self._service = PickerService(self._picker, limits, bodies, router.metrics)
         self._servers: list[GrpcServer] = []
         self._lease = AsyncExitStack()

@@ -20,7 +20,6 @@ REWRITE = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 FIRST_TOKEN_MS = ("x-llm-d-slo-ttft-ms", "x-gateway-slo-ttft-ms")
 QUERY_HEADERS = {"fairness_id": ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")}
 """Fields of the query that a header gives as they are."""
-TEST_ENDPOINTS = "test-epp-endpoint-selection"  # of the extension's conformance suite
 
 SUBSET_NAMESPACE, SUBSET_KEY = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 SERVED_NAMESPACE, SERVED_KEY = "envoy.lb", "x-gateway-destination-endpoint-served"
@@ -35,7 +34,6 @@ class HttpRequest:
         objective: name of the InferenceObjective, which sets the priority.
         first_token_ms: when the first token is due, milliseconds after the request; 0: no deadline.
         subset: the only endpoints that may be chosen, as ``ip`` or ``ip:port``; None: all.
-        test_endpoints: endpoints that a conformance test wants chosen.
         fields: of the query, as headers name them.
     """
 
@@ -47,7 +45,6 @@ class HttpRequest:
     session_id: str = ""
     first_token_ms: int = 0
     subset: tuple[str, ...] | None = None
-    test_endpoints: tuple[str, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,7 +74,6 @@ def read_head(headers: Mapping[str, str]) -> HttpRequest:
         first(OBJECTIVE),
         first((SESSION,)),
         _milliseconds(first(FIRST_TOKEN_MS)),
-        test_endpoints=endpoints_of(headers.get(TEST_ENDPOINTS)) or (),
         headers=headers,
         fields={name: first(names) for name, names in QUERY_HEADERS.items()},
     )

@@ -62,7 +62,6 @@ class PickerConfig:
     tokenize_ms: int = 2_000
     fallbacks: int = 2
     objectives: Mapping[str, int] = field(default_factory=dict)
-    conformance: bool = False
     receipts: bool = False
     store_timeout_s: float = 1.0
 
@@ -302,8 +301,7 @@ class Picker:
         if self._gateways is not None:
             return self._through_gateway(request, {}, body)
         workers = [each for each in self._router.registry.workers(model) if each.accepts]
-        wanted = request.test_endpoints if self._config.conformance else ()
-        endpoints = [*wanted] or sorted({end for each in workers if request.allows(end := endpoint_of(each))})
+        endpoints = sorted({end for each in workers if request.allows(end := endpoint_of(each))})
         if not endpoints:
             raise _no_endpoints("No endpoint serves this request at the moment")
         self._turn += 1

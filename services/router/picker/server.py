@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 _PIECE_BYTES = 64 << 10
+MAX_BODY_S = 60.0
+"""Seconds in which a request body arrives from Envoy; then status 408."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -39,14 +41,12 @@ class PickerLimits:
 
     Attributes:
         body_bytes: the longest request body.
-        body_s: how long a request body may take to arrive, seconds.
         streams: the most requests in progress.
         close_after_choice: end the stream once an endpoint is chosen; the booking is then released by its lifetime or
             by the load reports of its worker.
     """
 
     body_bytes: int = 10 << 20
-    body_s: float = 60.0
     streams: int = 10_000
     close_after_choice: bool = False
 
@@ -163,7 +163,7 @@ class _Exchange:
         """Receives a request and sends it to its endpoint; returns whether its response passes through the picker."""
         request: HttpRequest | None = None
         try:
-            async with asyncio.timeout(self._limits.body_s) as deadline:
+            async with asyncio.timeout(MAX_BODY_S) as deadline:
                 request, body = await self._receive()
                 if request is None:
                     return self._first_response is not None
@@ -172,7 +172,7 @@ class _Exchange:
                 self._pick = await self._picker.pick(request, body)
                 self._metrics.picker_seconds.record(time.perf_counter() - started)
         except TimeoutError:
-            limit = f"The body did not arrive within {self._limits.body_s:g} s; send it faster."
+            limit = f"The body did not arrive within {MAX_BODY_S:g} s; send it faster."
             error = SluiceError(ErrorKind.DEADLINE_EXCEEDED, limit, code=BODY_TIMEOUT)
             return await self._reject(error, request)
         except SluiceError as error:

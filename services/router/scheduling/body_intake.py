@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def shared_pace() -> BodyPace:
     """Returns the turns of large bodies, for all entrances of a process."""
-    return BodyPace(setting="", max_waiting=MAX_WAITING)
+    return BodyPace(max_waiting=MAX_WAITING)
 
 
 class BodyIntake:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from services.common.errors import SluiceError, invalid
 from services.common.packages.extensions import ENGINES, UnusableExtension, find_extension, installed
-from services.worker.contract.engine import LLMEngine
+
+if TYPE_CHECKING:
+    from services.worker.contract.engine import LLMEngine
 
 BUILT_IN = {
     "mock": "services.worker.engines.mock:MockEngine",
     "vllm": "services.worker.engines.vllm:VllmEngine",
-    "http": "services.worker.engines.http:HttpEngine",
+    "http": "services.worker.engines.http.engine:HttpEngine",
 }
 
 
@@ -32,6 +34,8 @@ def find_engine(name: str) -> type[LLMEngine]:
     Raises:
         SluiceError: INVALID_ARGUMENT when the name is unknown, cannot be imported, or is not an LLMEngine.
     """
+    from services.worker.contract.engine import LLMEngine  # imports numpy, which the names of engines do not need
+
     try:
         extension = None if name in BUILT_IN else find_extension(ENGINES, name)
         target = extension.target if extension else BUILT_IN.get(name, name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sluice.cli.commands_live import AsJson, console
 from sluice.cli.errors import BadFlag, needs_extra
-from sluice.cli.trust import Tls, TlsCa, TlsCert, TlsKey, Trust
+from sluice.cli.flags import made, with_flags
+from sluice.cli.trust import Trust
 
 
 def add_to(app: typer.Typer) -> None:
@@ -17,6 +18,7 @@ def add_to(app: typer.Typer) -> None:
     app.command("conformance")(conformance)
 
 
+@with_flags(Trust)
 def conformance(
     address: Annotated[str, typer.Argument(help="host:port of the worker's gRPC server")] = "",
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the results as JUnit XML")] = None,
@@ -39,11 +41,8 @@ def conformance(
             metavar="COMMAND", help="command that stops the worker, such as 'kill PID', to test its drain at the end"
         ),
     ] = "",
-    tls: Tls = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
     as_json: AsJson = False,
+    **tls: Any,
 ) -> None:
     """Test a running worker against every rule of the worker contract; exit code 1 if one is violated."""
     with needs_extra("conformance", "worker"):
@@ -61,7 +60,7 @@ def conformance(
         router_listen=router_listen,
         prefill_peer=prefill_peer,
         stop_command=stop_command,
-        trust=Trust(tls, tls_ca, tls_cert, tls_key),
+        trust=made(Trust, tls),
         as_json=as_json,
     )
     raise typer.Exit(report.run(options, console()))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-import httpx
-
 from services.common.net.addresses import host_port
 from services.common.security.tls import PeerCredentials
 from sluice.cli.errors import BadFlag
+from sluice.cli.flags import flag
 from sluice.cli.trust import Trust
 
 DEFAULT_GATEWAY = "http://127.0.0.1:8000"
@@ -20,10 +19,15 @@ DEFAULT_ROUTER = "127.0.0.1:50052"
 class Endpoint:
     """Holds the flags for reaching a suite; an empty `router` means the one that the gateway reports."""
 
-    gateway: str = DEFAULT_GATEWAY
-    router: str = ""
-    api_key: str = field(default="", repr=False)
-    router_token: str = field(default="", repr=False)
+    gateway: str = flag(DEFAULT_GATEWAY, "URL of the gateway", envvar="SLUICE_GATEWAY", metavar="URL")
+    router: str = flag(
+        "",
+        "address of a router; empty: the one that the gateway reports",
+        envvar="SLUICE_ROUTER",
+        metavar="HOST:PORT",
+    )
+    api_key: str = flag("", "API key for the gateway, if it requires one", envvar="SLUICE_API_KEY", repr=False)
+    router_token: str = flag("", "token for the router, if it requires one", envvar="SLUICE_ROUTER_TOKEN", repr=False)
     trust: Trust = field(default_factory=Trust)
 
     def check(self) -> None:
@@ -32,9 +36,9 @@ class Endpoint:
             raise BadFlag(f"--gateway {self.gateway} is not a URL such as {DEFAULT_GATEWAY}")
         if self.router and not _is_address(self.router):
             raise BadFlag(f"--router {self.router} is not a host:port such as {DEFAULT_ROUTER}")
-        for flag, secret in (("--api-key", self.api_key), ("--router-token", self.router_token)):
+        for name, secret in (("--api-key", self.api_key), ("--router-token", self.router_token)):
             if not (secret.isascii() and secret.isprintable()):
-                raise BadFlag(f"{flag} contains characters that cannot be sent; it must be one line of ASCII")
+                raise BadFlag(f"{name} contains characters that cannot be sent; it must be one line of ASCII")
         self.trust.check()
 
     def credentials(self) -> PeerCredentials:
@@ -53,6 +57,8 @@ def _is_address(text: str) -> bool:
 
 
 def _is_url(text: str) -> bool:
+    import httpx  # slow, and not needed for --help
+
     try:
         httpx.URL(text)
         parts = urlsplit(text)

@@ -6,23 +6,35 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from services.gateway.pipeline.config import PipelineConfig, parse_stages, resolve
+from pydantic_settings import BaseSettings
+
+from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.pipeline.settings import PipelineSettings, configured
+from sluice.cli.flags import arguments, flag
 
 
 @dataclass(frozen=True)
 class PipelineFlags:
     """Holds the gateway's flags of the same names; None and empty leave the default to the gateway."""
 
+    SETTINGS: ClassVar[type[BaseSettings]] = PipelineSettings
+
     preset: str | None = None
     pipeline_config: Path | None = None
     preprocessing: str | None = None
     postprocessing: str | None = None
     routing: str | None = None
-    direct_route: bool = False
-    migration: bool | None = None
+    migration: bool | None = flag(
+        None,
+        "continue generations whose worker is lost on another worker (default: on)",
+        "--migration/--no-migration",
+        "--migration-enabled/--no-migration-enabled",
+    )
+    direct_route: bool = flag(False, "same as --routing direct", "--direct-route")
     disaggregation: str | None = None
     disagg_min_tokens: int | None = None
     stage: Sequence[str] = ()
@@ -30,10 +42,7 @@ class PipelineFlags:
 
     def config(self) -> PipelineConfig:
         """Returns the resulting configuration; raises ValueError with a sentence for invalid flags."""
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
-        file = given.pop("pipeline_config")
-        stages = parse_stages(list(given.pop("stage")))
-        return resolve({**given, "stages": stages}, file)
+        return configured(vars(self))
 
     def check_classes(self) -> None:
         """Imports the classes of stages and handler as the gateway does; raises ValueError for an invalid one.
@@ -52,19 +61,8 @@ class PipelineFlags:
 
     def gateway_arguments(self) -> tuple[str, ...]:
         """Returns the flags as arguments of the gateway."""
-        arguments: list[str] = []
-        for one in fields(self):
-            value, flag = getattr(self, one.name), one.name.replace("_", "-")
-            if one.name == "direct_route":
-                arguments += ("--direct-route",) if value else ()
-            elif isinstance(value, bool):
-                arguments.append(f"--{flag}" if value else f"--no-{flag}")
-            elif one.name == "stage":
-                for stage in value:
-                    arguments += ("--stage", stage)
-            elif value is not None:
-                arguments += (f"--{flag}", str(value))
-        return tuple(arguments)
+        given = vars(self) | ({"routing": "direct"} if self.direct_route else {})
+        return arguments(**{name: value for name, value in given.items() if name != "direct_route"})
 
 
 @contextmanager

@@ -16,11 +16,11 @@ from services.common.net.addresses import host_port, join
 from services.common.redis import target
 from services.worker.engines import engine_names
 from sluice.cli.errors import BadFlag
+from sluice.cli.flags import arguments
 from sluice.cli.up import tls as tls_flags
-from sluice.cli.up.pipeline import PipelineFlags, worker_arguments
-from sluice.cli.up.processing import ProcessingFlags
+from sluice.cli.up.options import LOOPBACK, Options
+from sluice.cli.up.pipeline import worker_arguments
 
-LOOPBACK = "127.0.0.1"
 DRAIN_S = 2.5
 
 _ROUTER_OFFSETS = (1, 4, 5, 6, 7, 8, 9)
@@ -40,32 +40,6 @@ _OF_OWN_WORKERS = ("workers", "prefill_workers", "engine", "model", "model_name"
 _LISTENER = re.compile(r"SLUICE_[A-Z]+_([A-Z_]+)_LISTEN")
 """Variables of listeners besides a service's own, which --listen sets."""
 _SHARED_BY_GATEWAYS = ("SLUICE_GATEWAY_LIMITS_REDIS_URL", "SLUICE_GATEWAY_RESPONSES_REDIS_URL")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Holds the flags of `sluice up`; `log_level` None leaves each service its default."""
-
-    host: str = LOOPBACK
-    port: int = 8000
-    base_grpc_port: int = 50051
-    workers: int = 2
-    prefill_workers: int = 0
-    engine: str = "mock"
-    model: str = models.DEFAULT_SOURCE
-    model_name: str = ""
-    processor: str = ""
-    redis: str = field(default="", repr=False)
-    gateways: int = 1
-    routers: int = 1
-    preprocess: int = 1
-    postprocess: int = 1
-    speedup: float | None = None
-    processing: ProcessingFlags = field(default_factory=ProcessingFlags)
-    log_level: str | None = None
-    tls: Path | None = None
-    pipeline: PipelineFlags = field(default_factory=PipelineFlags)
-    engines: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -175,13 +149,13 @@ def engine_process(options: Options, entry: ListedEngine, routers: str, port: in
     Args:
         routers: addresses of the routers, separated by commas.
     """
-    arguments = (
+    flags = (
         *("--listen", join(LOOPBACK, port), "--routers", routers),
         *entry.worker_arguments(),
         *worker_arguments(options.pipeline.config()),
         *_common(options),
     )
-    return Process(entry.name, "services.worker", arguments, LOOPBACK, port)
+    return Process(entry.name, "services.worker", flags, LOOPBACK, port)
 
 
 def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
@@ -200,12 +174,12 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
     ports = {name: base + offset if base else free_port() for name, offset in _offsets(options).items()}
     secrets = {"SLUICE_ROUTER_REDIS_URL": options.redis} if options.redis else {}
 
-    def grpc_services(module: str, *arguments: str, env: Mapping[str, str] | None = None) -> list[Process]:
+    def grpc_services(module: str, *flags: str, env: Mapping[str, str] | None = None) -> list[Process]:
         return [
             Process(
                 name,
                 f"services.{module}",
-                ("--listen", join(LOOPBACK, ports[name]), *arguments, *_common(options)),
+                ("--listen", join(LOOPBACK, ports[name]), *flags, *_common(options)),
                 LOOPBACK,
                 ports[name],
                 env={**(env or {}), **_own_listeners(module, index)},
@@ -216,7 +190,6 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
     def addresses(module: str) -> str:
         return ",".join(join(LOOPBACK, ports[name]) for name in _names(module, options))
 
-    speedup = () if options.speedup is None else ("--speedup", str(options.speedup))
     workers = [
         Process(
             name,
@@ -227,7 +200,7 @@ def plan(options: Options, free_port: Callable[[], int]) -> list[Process]:
                 *("--model", str(model)),
                 *("--routers", addresses("router")),
                 *("--engine", options.engine),
-                *speedup,
+                *arguments(speedup=options.speedup),
                 *_role(name, options),
                 *worker_arguments(pipeline),
                 *_common(options),
@@ -292,8 +265,7 @@ def _own_listeners(service: str, index: int) -> dict[str, str]:
 
 
 def _common(options: Options) -> tuple[str, ...]:
-    level = ("--log-level", options.log_level) if options.log_level else ()
-    return ("--drain-s", str(DRAIN_S), *level)
+    return arguments(drain_s=DRAIN_S, log_level=options.log_level)
 
 
 def _role(worker: str, options: Options) -> tuple[str, ...]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from services.common.discovery.processing_settings import NATIVE_CODE, NO_TRTLLM
+from pydantic_settings import BaseSettings
+
+from services.common.discovery.processing_settings import NATIVE_CODE, NO_TRTLLM, ProcessingSettings
 from services.common.models import ModelSpec, detect_processor, is_hub_id, resolve
+from sluice.cli.flags import arguments, flag
 
 FLAGS = ("vllm_processing", "sglang_processing", "trtllm_processing", "native_framework_processing")
 
@@ -22,11 +25,17 @@ class ProcessingFlags:
         sglang_python: interpreter that has sglang, also for its workers; empty for the suite's own.
     """
 
+    SETTINGS: ClassVar[type[BaseSettings]] = ProcessingSettings
+
     vllm_processing: bool = False
     sglang_processing: bool = False
     trtllm_processing: bool = False
     native_framework_processing: bool = False
-    native_parsers: bool = True
+    native_parsers: bool = flag(
+        True,
+        "whether these --…-processing flags apply to output as well as to prompts",
+        "--native-parsers/--no-native-parsers",
+    )
     vllm_python: str = ""
     sglang_python: str = ""
 
@@ -68,17 +77,16 @@ class ProcessingFlags:
 
     def preprocess_arguments(self) -> tuple[str, ...]:
         """Returns the arguments of preprocess."""
-        return (*self._flag, *self._pythons())
+        return (*self._flag, *self._pythons)
 
     def postprocess_arguments(self) -> tuple[str, ...]:
         """Returns the arguments of postprocess."""
-        return (*(self._flag if self.native_parsers else ()), *self._pythons())
+        return (*(self._flag if self.native_parsers else ()), *self._pythons)
 
     @property
-    def _flag(self) -> Sequence[str]:
-        return [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(self, name)]
+    def _flag(self) -> tuple[str, ...]:
+        return arguments(**{name: getattr(self, name) or None for name in FLAGS})
 
-    def _pythons(self) -> Iterator[str]:
-        for one in fields(self):
-            if one.name.endswith("_python") and (python := getattr(self, one.name)):
-                yield from (f"--{one.name.replace('_', '-')}", python)
+    @property
+    def _pythons(self) -> tuple[str, ...]:
+        return arguments(vllm_python=self.vllm_python or None, sglang_python=self.sglang_python or None)

@@ -22,7 +22,7 @@ from tests.support.servers.survival import Stage, asking, staged
 from tests.support.waiting import until
 
 RESPONSE_S = 1.0
-STEPS: dict[str, Any] = {"timing": "fixed", "fixed_step_ms": 10.0, "speedup": 1.0}
+STEPS: dict[str, Any] = {"engine_args": "timing=fixed,fixed_step_ms=10", "speedup": 1.0}
 STORY = asking("story", "Tell me of rivers.", stop=StopParams(max_tokens=200, ignore_eos=True))
 
 

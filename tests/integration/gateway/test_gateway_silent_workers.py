@@ -16,7 +16,7 @@ from tests.support.servers.survival import Stage, asking, staged
 from tests.support.waiting import until
 
 SILENCE_S = 3.0
-STEPS: dict[str, Any] = {"timing": "fixed", "fixed_step_ms": 10.0, "speedup": 1.0}
+STEPS: dict[str, Any] = {"engine_args": "timing=fixed,fixed_step_ms=10", "speedup": 1.0}
 
 
 @asynccontextmanager

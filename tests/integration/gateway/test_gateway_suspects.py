@@ -101,7 +101,9 @@ async def test_choices_of_a_request_that_ends_its_workers_end_two_at_most(folder
 
 
 async def test_drained_workers_do_not_count_as_deaths(folder: Path) -> None:
-    async with staged(folder, workers=4, timing="fixed", fixed_prefill_us=100_000, speedup=1.0, drain_s=0.0) as stage:
+    async with staged(
+        folder, workers=4, engine_args="timing=fixed,fixed_prefill_us=100000", speedup=1.0, drain_s=0.0
+    ) as stage:
         (asked,) = await start(stage, asking("slow", "Tell me of it.", stop=StopParams(max_tokens=3, ignore_eos=True)))
         for host in stage.hosts[:3]:
             await until(lambda: host.worker.live_requests == 1)  # noqa: B023

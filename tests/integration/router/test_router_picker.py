@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common.hashing import block_hashes
 from services.common.net.ports import free_port
 from services.common.rpc.channels import open_channel
-from services.router.picker import bootstrap
+from services.router.picker import bootstrap, server
 from services.router.picker.picker import PickerConfig
 from sluice.v1 import common_pb2, router_pb2
 from sluice.v1 import ext_proc_pb2 as ext_proc
@@ -190,8 +190,9 @@ async def test_bad_request_is_rejected_and_books_nothing(
         assert await found.bookings() == {}
 
 
-async def test_body_that_never_ends_is_rejected_in_time() -> None:
-    async with picker(picker_body_s=0.2) as found:
+async def test_body_that_never_ends_is_rejected_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_BODY_S", 0.2)
+    async with picker() as found:
         exchange = found.exchange()
         await exchange.send(request_headers=ext_proc.HttpHeaders())
         answered = await exchange.answer()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -21,6 +22,7 @@ ELSEWHERE = {*SPOILED, "drain"}
 ALWAYS = ("one-terminal", "usage", "load-returns")
 SPEEDUP = 100.0
 CONTEXT = 20_000
+FIELDS: dict[str, Any] = {"context_length": CONTEXT, "adapters": ["polite"], "engine_args": "media=image"}
 # For machines that are busy with other tests; `sluice conformance` itself allows a cancel the contract's two seconds.
 PATIENCE = replace(Patience(), cancel_s=20.0, answer_s=20.0)
 
@@ -29,15 +31,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def address(folder: Path) -> AsyncIterator[str]:
-    async with hosted(folder, speedup=SPEEDUP, context_length=CONTEXT, adapters=["polite"], media=["image"]) as host:
+    async with hosted(folder, speedup=SPEEDUP, **FIELDS) as host:
         yield f"127.0.0.1:{host.server.port}"
 
 
 async def test_the_mock_passes_every_rule(folder: Path) -> None:
     watcher = Watcher()
     await watcher.start()
-    fields = {"context_length": CONTEXT, "adapters": ["polite"], "media": ["image"], "routers": [watcher.address]}
-    async with hosted(folder, speedup=SPEEDUP, **fields) as host:
+    async with hosted(folder, speedup=SPEEDUP, routers=[watcher.address], **FIELDS) as host:
         stopping: list[asyncio.Task[None]] = []
 
         async def stop() -> None:

@@ -21,7 +21,8 @@ from services.common.net.ports import free_port
 from services.worker.contract.cache_events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent
 from services.worker.contract.engine import EngineConfig, GenerateContext
 from services.worker.contract.generation import Delta, FinishReason, GenerateRequest, StopParams, StructuredOutput
-from services.worker.engines.http import HttpEngine, engine
+from services.worker.engines.http import engine
+from services.worker.engines.http.engine import HttpEngine
 from services.worker.engines.inprocess import event_proof
 from services.worker.kv_events import zmq_feed
 from services.worker.settings import WorkerSettings

@@ -77,7 +77,7 @@ class MediaCaller(Caller):
 
 @pytest.fixture
 async def host(folder: Path) -> AsyncIterator[WorkerServer]:
-    async with hosted(folder, media=["image"], media_cache_mb=1, block_size=4) as host:
+    async with hosted(folder, engine_args="media=image", media_cache_mb=1, block_size=4) as host:
         yield host
 
 

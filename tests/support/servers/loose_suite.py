@@ -40,7 +40,7 @@ class LooseSuite:
         workers: int = 2,
         postprocess: int = 2,
         gateway_flags: tuple[str, ...] = (),
-        worker_flags: tuple[str, ...] = ("--timing", "fixed", "--fixed-step-ms", "10", "--drain-s", "1"),
+        worker_flags: tuple[str, ...] = ("--engine-args", "timing=fixed,fixed_step_ms=10", "--drain-s", "1"),
         prefill: int = 0,
         gateway: str = "services.gateway",
         through: str = "",

@@ -36,7 +36,7 @@ class RollingSuite:
             "postprocess": ("--models", f"tiny={model}"),
             "worker": (
                 *("--model", f"tiny={model}", "--routers", self._addresses("router")),
-                *("--timing", "fixed", "--fixed-step-ms", "5"),
+                *("--engine-args", "timing=fixed,fixed_step_ms=5"),
             ),
             "gateway": (
                 *("--preprocess", self._addresses("preprocess"), "--router", self._addresses("router")),

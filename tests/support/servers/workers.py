@@ -26,8 +26,8 @@ async def hosted(folder: Path, **fields: Any) -> AsyncIterator[WorkerServer]:
     It makes neither prompts nor text unless told to: most tests need none, and starts are quicker.
     """
     defaults = {"listen": "127.0.0.1:0", "model": f"tiny={folder}", "speedup": 1e6, "grace_s": 0.0, "drain_s": 5.0}
-    defaults |= {"strict_streams": True, "canary_s": 0.0, "processing": "none"}
-    host = WorkerServer(WorkerSettings(**{**defaults, **fields}), Stop())
+    defaults |= {"canary_s": 0.0, "processing": "none"}
+    host = WorkerServer(WorkerSettings(**{**defaults, **fields}), Stop(), strict=True)
     try:
         await host.start()
         yield host

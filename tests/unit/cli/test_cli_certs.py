@@ -18,7 +18,7 @@ from sluice.cli.certs import NAMES, Options, make
 from sluice.cli.errors import BadFlag
 from sluice.cli.main import main
 from sluice.cli.up import tls as tls_flags
-from sluice.cli.up.plan import Options as UpOptions
+from sluice.cli.up.options import Options as UpOptions
 from sluice.cli.up.plan import plan, secured
 from tests.support.data.authority import Authority
 

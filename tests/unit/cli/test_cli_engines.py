@@ -15,7 +15,8 @@ from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry
 from sluice.cli.up.engines.file import EngineFile
 from sluice.cli.up.engines.nodes import MAX_FILE_BYTES
 from sluice.cli.up.engines.workers import EngineListReader
-from sluice.cli.up.plan import Options, check, engine_process, plan
+from sluice.cli.up.options import Options
+from sluice.cli.up.plan import check, engine_process, plan
 
 ONE = "- name: a\n  url: http://10.0.0.1:8000\n"
 GRPC = "- name: a\n  url: grpc://10.0.0.1:50051\n"

@@ -20,8 +20,9 @@ from services.gateway.settings import GatewaySettings
 from sluice.cli import commands, commands_up
 from sluice.cli.errors import BadFlag
 from sluice.cli.up import supervisor as supervisor
+from sluice.cli.up.options import Options
 from sluice.cli.up.pipeline import PipelineFlags
-from sluice.cli.up.plan import Options, Process, check, plan
+from sluice.cli.up.plan import Process, check, plan
 from sluice.cli.up.processing import ProcessingFlags
 from sluice.cli.up.supervisor import KEYS_FILE, KEYS_FLAG, invitation
 
@@ -152,7 +153,7 @@ def test_tokenizing_services_get_the_operators_model_and_learn_others_from_the_r
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (("--direct-route", "--no-migration-enabled"), {"--direct-route", "--no-migration"}),
+        (("--direct-route", "--no-migration-enabled"), {"--routing", "--no-migration"}),
         (("--migration-enabled",), {"--migration"}),
         ((), set()),
     ],
@@ -168,7 +169,7 @@ def test_other_gateways_names_of_knobs_reach_the_gateway(
 
     monkeypatch.setattr(supervisor, "run", run)
     assert commands.invoke(["up", "--port", "0", "--base-grpc-port", "0", *flags]) == 0
-    given = {flag for flag in started[-1].arguments if flag.endswith(("-route", "migration", "migration-enabled"))}
+    given = {flag for flag in started[-1].arguments if flag.endswith(("-route", "routing", "migration", "enabled"))}
     assert given == wanted
 
 
@@ -404,7 +405,7 @@ def test_switches_take_the_words_true_and_false(words: list[str], spelled: list[
 
 
 def test_switches_with_words_configure_the_gateway_and_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert GatewaySettings.load(["--migration-enabled", "false"]).pipeline.migration is False
+    assert GatewaySettings.load(["--migration", "false"]).pipeline.migration is False
     assert GatewaySettings.load(["--migration", "true", "--ui", "false"]).ui is False
     plans: list[Options] = []
 

@@ -29,7 +29,6 @@ def test_chat_templates_and_speed() -> None:
     settings = PreprocessSettings.load(["--models", "a=/x,b=/y", "--chat-templates", "b=/t=1.jinja", "--cache-mb", "0"])
     assert (settings.template_file("a"), settings.template_file("b")) == (None, Path("/t=1.jinja"))
     assert settings.encoder_options == EncoderOptions(fast_backend=True, cache_bytes=0)
-    assert PreprocessSettings.load(["--no-fast-tokenizers"]).encoder_options == EncoderOptions(fast_backend=False)
 
 
 @pytest.mark.parametrize(

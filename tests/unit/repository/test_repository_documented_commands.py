@@ -87,7 +87,7 @@ def known_variables() -> set[str]:
         for name in settings.model_fields
     }
     ours |= {f"SLUICE_SERVICE_{name}".upper() for name in GrpcServiceSettings.model_fields}  # SERVICE stands for any
-    files = [*ROOT.glob("deploy/compose/**/*.*"), *ROOT.glob("sluice/cli/*.py")]
+    files = [*ROOT.glob("deploy/compose/**/*.*"), *ROOT.glob("sluice/cli/**/*.py")]
     ours |= {name for file in files for name in re.findall(r"\bSLUICE_[A-Z0-9_]*[A-Z0-9]", file.read_text())}
     tests = [file.read_text() for file in ROOT.glob("tests/**/*.py")]
     read = re.compile(r"""environ(?:\.get\(|\[)"(SLUICE_[A-Z_]*[A-Z])"|\b(SLUICE_TEST_[A-Z_]*[A-Z])""")

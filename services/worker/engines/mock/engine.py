@@ -12,6 +12,7 @@ from services.worker.contract.cache_events import KvEventSource
 from services.worker.contract.engine import Embedded, EngineConfig, GenerateContext, Load, Sink
 from services.worker.contract.generation import FinishReason, GenerateRequest, Role
 from services.worker.engines.inprocess.engine import InProcessEngine, starting
+from services.worker.engines.mock import options
 from services.worker.engines.mock.blocks import BlockPool
 from services.worker.engines.mock.capabilities import ACCEPTED, CAPABILITIES, capabilities_of
 from services.worker.engines.mock.faults import Faults, injected
@@ -49,14 +50,15 @@ class MockEngine(InProcessEngine):
         super().__init__()
         self._settings = settings
         self._role = Role[settings.role.upper()]
-        self._timing = timing(settings)
+        self._options = options.read(settings.engine_args)
+        self._timing = timing(self._options, settings.speedup)
         self._operations = Operations(
             tuple(settings.adapters),
-            Faults().with_all(settings.fault),
+            Faults().with_all(self._options.fault),
             self._wake_ranks,
             self._clear_ranks,
         )
-        self._sources = [KvEventSource(rank) for rank in range(settings.data_parallel_size)]
+        self._sources = [KvEventSource(rank) for rank in range(self._options.data_parallel_size)]
         self._ranks: list[Rank] = []
         self._arrivals = 0
         self._loaded: Loaded | None = None
@@ -65,15 +67,15 @@ class MockEngine(InProcessEngine):
 
     @classmethod
     def from_args(cls, settings: WorkerSettings) -> Self:
-        if settings.engine_args or settings.engine_flags:
-            raise invalid("The mock engine accepts no engine options; use the worker's flags.", param="engine-args")
+        if settings.engine_flags:
+            raise invalid("The mock engine accepts no options after --; use --engine-args.", param="engine_args")
         return cls(settings)
 
     async def start(self, worker_id: str) -> EngineConfig:
-        settings = self._settings
+        settings, ranks, labels = self._settings, self._options.data_parallel_size, self._options.labels
         await download(settings.spec.source, self.on_phase, weights=False)
         self.on_phase("loading the tokenizer", None)
-        self._loaded = loaded = await asyncio.to_thread(load, settings)
+        self._loaded = loaded = await asyncio.to_thread(load, settings, ranks)
         self._vocab_size = loaded.vocabulary.size
         # A sequence cannot be longer than the whole cache.
         self._context_length = min(
@@ -96,16 +98,14 @@ class MockEngine(InProcessEngine):
             max_sequences=settings.max_sequences,
             max_batched_tokens=settings.max_batched_tokens,
             eos_token_ids=loaded.vocabulary.eos_ids,
-            capabilities=capabilities_of(
-                self._role, settings.data_parallel_size, bool(settings.labels), {*settings.media, *loaded.media}
-            ),
+            capabilities=capabilities_of(self._role, ranks, bool(labels), {*self._options.media, *loaded.media}),
             accepted=frozenset(ACCEPTED),
             adapters=tuple(settings.adapters),
-            data_parallel_size=settings.data_parallel_size,
+            data_parallel_size=ranks,
             role=self._role,
             engine="mock",
             engine_version=VERSION,
-            labels=tuple(settings.labels),
+            labels=labels,
         )
 
     def submit(self, request: GenerateRequest, context: GenerateContext, sink: Sink) -> None:
@@ -157,7 +157,7 @@ class MockEngine(InProcessEngine):
 
     async def classify(self, inputs: Sequence[array[int]], second_text_at: Sequence[int], lora: str = "") -> Embedded:
         self._require_awake()
-        return await asyncio.to_thread(classify, inputs, second_text_at, len(self._settings.labels), lora)
+        return await asyncio.to_thread(classify, inputs, second_text_at, len(self._options.labels), lora)
 
     async def control(self, action: str, arguments: Mapping[str, str]) -> dict[str, str]:
         return self._operations.run(action, arguments)

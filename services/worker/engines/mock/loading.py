@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.common import models
 from services.common.errors import ErrorKind, SluiceError
+from services.worker.engines.mock.options import Options
 from services.worker.engines.mock.text import TextGenerator
 from services.worker.engines.mock.timing import FixedTiming, ModelledTiming, StepTiming, TableTiming
 from services.worker.engines.mock.vocabulary import MockVocabulary, declared_context_length, load_vocabulary
@@ -27,9 +28,9 @@ class Loaded:
     media: frozenset[str] = frozenset()
 
 
-def load(settings: WorkerSettings) -> Loaded:
+def load(settings: WorkerSettings, ranks: int) -> Loaded:
     """Loads the tokenizer; raises SluiceError when it is missing, or memory for the block table is insufficient."""
-    check_memory(settings.total_blocks * settings.data_parallel_size)
+    check_memory(settings.total_blocks * ranks)
     path = models.resolve(settings.spec.source)
     processor = settings.spec.processor or models.detect_processor(path)
     # A custom processor may create the ids, but their text is defined by the model's files.
@@ -63,13 +64,13 @@ def check_memory(total_blocks: int) -> None:
         )
 
 
-def timing(settings: WorkerSettings) -> StepTiming:
+def timing(options: Options, speedup: float) -> StepTiming:
     """Returns the configured step timing; raises SluiceError for an invalid timing file."""
-    if settings.timing == "fixed":
-        return FixedTiming(settings.fixed_step_ms, settings.fixed_prefill_us, settings.speedup)
-    if settings.timing == "table":
-        return TableTiming.read(Path(settings.timing_file), settings.speedup)
-    return ModelledTiming(settings.speedup)
+    if options.timing == "fixed":
+        return FixedTiming(options.fixed_step_ms, options.fixed_prefill_us, speedup)
+    if options.timing == "table":
+        return TableTiming.read(Path(options.timing_file), speedup)
+    return ModelledTiming(speedup)
 
 
 def available_bytes() -> int | None:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 from collections.abc import Iterable
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from services.common.errors import SluiceError, invalid
 
@@ -52,7 +52,8 @@ def read_options(text: str, kind: type[Options], engine: str) -> Options:
 
     Args:
         text: Value of `--engine-args`.
-        kind: Dataclass with a default for every field; fields are str, int, float or bool, optionally None.
+        kind: Dataclass with a default for every field; fields are str, int, float or bool, optionally None, or
+            a tuple of str, which a list sets, or one text.
         engine: Engine name for error messages.
 
     Raises:
@@ -66,6 +67,11 @@ def read_options(text: str, kind: type[Options], engine: str) -> Options:
 
 
 def _typed(name: str, value: Any, declared: Any, engine: str) -> Any:
+    if get_origin(declared) is tuple:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise _invalid_args(f"Option {name!r} of the {engine} engine must be a list of texts, not {value!r}.")
+        return tuple(texts)
     allowed = get_args(declared) or (declared,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
+from pydantic_settings import BaseSettings
 
 from services.common.budgets import BudgetPool
 from services.common.net.addresses import HIGHEST_PORT, host_port, is_reachable, join
 from services.common.rpc.health import Health
+from services.worker.settings import WorkerSettings
 from sluice.cli.errors import BadFlag
+from sluice.cli.flags import flag
 from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry, RegistryUnavailable
 from sluice.cli.up.engines.file import EngineFile
 from sluice.cli.up.engines.workers import EngineWorkers, WorkerPorts
-from sluice.cli.up.plan import LOOPBACK, Process
+from sluice.cli.up.options import LOOPBACK
+from sluice.cli.up.plan import Process
 from sluice.cli.up.progress import View
 from sluice.cli.up.supervisor import stop_on_signals
 
@@ -28,23 +33,21 @@ MAX_WATCHES = 16
 
 @dataclass(frozen=True)
 class FollowOptions:
-    """Holds the flags of `sluice follow`.
+    """Holds the flags of `sluice follow`; None leaves the workers their own settings."""
 
-    Attributes:
-        host: address on which the workers listen.
-        base_port: of the first worker; 0: any free ports.
-        health_listen: host:port of a gRPC health server; empty: none.
-        tls: folder of certificates; None: as the worker's own settings say.
-        log_level: of the workers; None: as their own settings say.
-    """
+    SETTINGS: ClassVar[type[BaseSettings]] = WorkerSettings
 
-    engines: Path
-    routers: str
-    host: str = LOOPBACK
-    base_port: int = 0
-    health_listen: str = ""
-    drain_s: float = 10.0
-    tls: Path | None = None
+    engines: Path = flag(
+        MISSING, "YAML list of running vLLM and SGLang servers, or where Kubernetes lists them", metavar="FILE"
+    )
+    routers: str = flag(
+        MISSING, "host:port of the routers, separated by commas; names resolve to all", envvar="SLUICE_WORKER_ROUTERS"
+    )
+    host: str = flag(LOOPBACK, "address on which the workers listen; in a container 0.0.0.0")
+    base_port: int = flag(0, "port of the first worker, the next has the next one; 0: any free ports")
+    health_listen: str = flag("", "serve gRPC health here: ready once the list was read", metavar="HOST:PORT")
+    drain_s: float = flag(10.0, "seconds that the requests of a removed engine have to finish")
+    tls: Path | None = flag(None, "folder of `sluice certs`: the workers use its worker certificate", metavar="DIR")
     log_level: str | None = None
 
 

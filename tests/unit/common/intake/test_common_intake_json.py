@@ -221,7 +221,7 @@ async def test_large_text_is_parsed_with_other_work_between_its_slices() -> None
 async def test_body_beyond_those_that_may_wait_for_their_turn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = list[str]()
     monkeypatch.setattr(budgets, "on_refused", refused.append)
-    pace, go_on = BodyPace(1.0, "", max_waiting=2), asyncio.Event()
+    pace, go_on = BodyPace(1.0, max_waiting=2), asyncio.Event()
 
     def slices() -> Iterator[None]:
         while not go_on.is_set():

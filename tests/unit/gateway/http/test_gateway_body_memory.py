@@ -299,6 +299,6 @@ async def test_large_body_whose_turn_does_not_come_is_refused_and_the_next_one_i
     pace = BodyPace(0.01)
     await pace.turn(60)
     work(0.01)
-    with raises_error(match="--large-body-share", kind=ErrorKind.UNAVAILABLE, retry_after_ms=1000):
+    with raises_error(match="waited 0.01 s", kind=ErrorKind.UNAVAILABLE, retry_after_ms=1000):
         await pace.turn(0.01)
     await asyncio.wait_for(pace.turn(60), 60)

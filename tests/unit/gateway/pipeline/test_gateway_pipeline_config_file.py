@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,44 +23,34 @@ def test_presets() -> None:
 @pytest.mark.parametrize(
     ("flags", "routing", "migration"),
     [
-        (["--direct-route"], "direct", True),
-        (["--direct-route", "--no-migration-enabled"], "direct", False),
-        (["--no-direct-route"], "discover", True),
-        (["--migration-enabled", "--preset", "direct_execution"], "direct", True),
-        (["--direct-route", "--routing", "direct", "--migration-enabled", "--migration"], "direct", True),
+        ({"direct_route": True}, "direct", True),
+        ({"direct_route": True, "migration_enabled": False}, "direct", False),
+        ({"direct_route": False}, "discover", True),
+        ({"migration_enabled": True, "preset": "direct_execution"}, "direct", True),
+        ({"direct_route": True, "routing": "direct", "migration_enabled": True, "migration": True}, "direct", True),
     ],
 )
-def test_other_gateways_names_of_knobs_mean_ours(flags: list[str], routing: str, migration: bool) -> None:
-    found = GatewaySettings.load(flags).pipeline
+def test_other_gateways_names_of_knobs_mean_ours(flags: dict[str, Any], routing: str, migration: bool) -> None:
+    found = resolve(flags)
     assert (found.routing, found.migration) == (routing, migration)
 
 
-def test_other_gateways_names_are_read_from_the_environment_and_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_gateways_names_are_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "p.toml").write_text("direct_route = true\nmigration_enabled = false\n")
     found = GatewaySettings.load(["--pipeline-config", str(tmp_path / "p.toml")]).pipeline
-    assert (found.routing, found.migration) == ("direct", False)
-    monkeypatch.setenv("SLUICE_GATEWAY_DIRECT_ROUTE", "true")
-    monkeypatch.setenv("SLUICE_GATEWAY_MIGRATION_ENABLED", "false")
-    found = GatewaySettings.load([]).pipeline
     assert (found.routing, found.migration) == ("direct", False)
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--direct-route", "--routing", "discover"], "direct-route contradicts routing discover"),
-        (["--migration-enabled", "--no-migration"], "migration-enabled contradicts migration"),
+        ({"direct_route": True, "routing": "discover"}, "direct-route contradicts routing discover"),
+        ({"migration_enabled": True, "migration": False}, "migration-enabled contradicts migration"),
     ],
 )
-def test_contradicting_names_of_one_knob_are_refused(
-    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        GatewaySettings.load(flags)
-    assert caught.value.code == 2
-    assert sentence in capsys.readouterr().err
+def test_contradicting_names_of_one_knob_are_refused(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        resolve(flags)
 
 
 @pytest.mark.parametrize("kind", ["toml", "yaml", "json"])

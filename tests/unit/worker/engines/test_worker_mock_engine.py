@@ -96,7 +96,7 @@ async def test_events_and_a_cleared_cache_replay_to_the_truth(make: Any) -> None
 
 async def test_clearing_while_a_step_runs_keeps_the_events_in_order(make: Any) -> None:
     received: list[KvEvent] = []
-    async with make(timing="fixed", fixed_step_ms=1000, fixed_prefill_us=0, speedup=1) as engine:
+    async with make(engine_args="timing=fixed,fixed_step_ms=1000,fixed_prefill_us=0", speedup=1) as engine:
         engine.kv_event_sources()[0].subscribe(received.extend)
         sink = RecordingSink()
         engine.submit(request(prompt=range(3, 103), max_tokens=2, ignore_eos=True), GenerateContext("r"), sink)

@@ -55,7 +55,7 @@ def test_what_is_no_fault_is_refused(text: str) -> None:
 
 
 async def test_errors_come_after_so_many_tokens(folder: Path) -> None:
-    async with engine(folder, fault=["error_after=3"]) as broken:
+    async with engine(folder, engine_args="fault=error_after=3") as broken:
         sink = submit(broken, ignore_eos=True)
         assert await ended(sink) is FinishReason.ERROR
         assert len(sink.token_ids) == 3

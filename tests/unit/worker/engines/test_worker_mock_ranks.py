@@ -21,7 +21,7 @@ PROMPT = [7 + number % 50 for number in range(64)]
 
 @pytest.fixture
 async def worker(folder: Path) -> AsyncIterator[Worker]:
-    async with mock_worker(folder, data_parallel_size=RANKS, processing="none") as started:
+    async with mock_worker(folder, engine_args=f"data_parallel_size={RANKS}", processing="none") as started:
         yield started
 
 

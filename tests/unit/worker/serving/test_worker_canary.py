@@ -49,7 +49,7 @@ async def test_a_sound_engine_passes_whatever_its_role(folder: Path, role: str) 
 
 
 async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> None:
-    async with watched(folder, fault=["hang"]) as (worker, canary, states):
+    async with watched(folder, engine_args="fault=hang") as (worker, canary, states):
         delivery = StreamResponseSink()
         worker.submit(request(), delivery)
         assert not await canary.try_once()
@@ -78,7 +78,7 @@ async def test_a_hang_takes_it_out_fails_what_runs_and_ends(folder: Path) -> Non
 
 @pytest.mark.parametrize("fault", ["refuse", "error_after=1"])
 async def test_failures_count_like_a_hang(folder: Path, fault: str) -> None:
-    async with watched(folder, failures=1, fault=[fault]) as (_, canary, states):
+    async with watched(folder, failures=1, engine_args=f"fault={fault}") as (_, canary, states):
         assert not await canary.try_once()
         assert states == [UNHEALTHY]
 

@@ -118,7 +118,7 @@ async def test_a_worker_that_sleeps_is_not_woken_by_a_sleep_that_is_refused(fold
 
 async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "QUIET_S", 0.01)
-    async with mock(folder, fault=["hang"]) as (worker, controls):
+    async with mock(folder, engine_args="fault=hang") as (worker, controls):
         worker.submit(request(), StreamResponseSink())
         with raises_error(kind=ErrorKind.FAILED_PRECONDITION):
             await controls.run("sleep", {})
@@ -126,7 +126,7 @@ async def test_sleep_gives_up_on_requests_that_do_not_end(folder: Path, monkeypa
 
 
 async def test_request_above_the_limit_is_overloaded(folder: Path) -> None:
-    async with mock(folder, max_live=2, fault=["hang"]) as (worker, _):
+    async with mock(folder, max_live=2, engine_args="fault=hang") as (worker, _):
         worker.submit(request("a"), StreamResponseSink())
         worker.submit(request("b"), StreamResponseSink())
         with raises_error(kind=ErrorKind.OVERLOADED):
