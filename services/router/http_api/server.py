@@ -49,13 +49,7 @@ class HttpApiServer:
         api = HttpApi(
             running.service, caller_check(settings), limits, running.router.ready.is_set, settings.open_health
         )
-        policy = http_policy(
-            settings.http_listen,
-            settings.http_allowed_hosts,
-            settings.http_allowed_origins,
-            hosts_setting="--http-allowed-hosts",
-            origins_setting="--http-allowed-origins",
-        )
+        policy = http_policy(settings.http_listen, settings.http_allowed_hosts, hosts_setting="--http-allowed-hosts")
         tls = server_context(settings)
         self._server = bounded_server(api.app(policy), settings.http_listen, tls, settings.drain_s)
         self._tasks = TaskOwner(running.on_death)
