@@ -32,7 +32,7 @@ IMPORT_TIMEOUT_S = 60.0
 
 
 PROCESSES = 4
-"""Extensions that are imported at the same time."""
+"""Processes that import extensions at the same time."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Row:
 def run(as_json: bool, console: Console) -> int:
     """Prints every extension; returns exit code 1 if one is broken.
 
-    Each is imported in a process of its own: the code of packages cannot end or change the command.
+    They are imported in other processes: the code of packages cannot end or change the command.
     """
     rows = all_rows()
     if as_json:
@@ -69,24 +69,33 @@ def run(as_json: bool, console: Console) -> int:
 
 def all_rows() -> list[Row]:
     """Returns the extensions of all groups with what is wrong with each."""
-    pairs = [
+    found = [
         (extension, extensions)
         for group in GROUPS
         for _, same in groupby(installed(group), key=lambda extension: extension.name)
         for extensions in [list(same)]
         for extension in extensions
     ]
+    rows = {extension: row for extension, same in found if (row := _row_without_import(extension, same)) is not None}
+    rest = [extension for extension, _ in found if extension not in rows]
+    # The suite's own share a process, the others have one each.
+    shares = [[extension] for extension in rest if not extension.is_own]
+    if own := [extension for extension in rest if extension.is_own]:
+        shares.append(own)
     with ThreadPoolExecutor(PROCESSES) as threads:
-        return list(threads.map(lambda pair: _row(*pair), pairs))
+        for share, reasons in zip(shares, threads.map(_imported, shares), strict=True):
+            rows |= {extension: Row(extension, reason) for extension, reason in zip(share, reasons, strict=True)}
+    return [rows[extension] for extension, _ in found]
 
 
-def _row(extension: Extension, same: Sequence[Extension]) -> Row:
+def _row_without_import(extension: Extension, same: Sequence[Extension]) -> Row | None:
+    """Returns the row of an extension that need not be imported; None for others."""
     if conflict := conflict_of(extension, same, built_in_names(extension.group)):
         return Row(extension, conflict)
     if missing := extension.missing_packages():
         names = " and ".join(missing)
         return Row(extension, f"{names} not installed; run: {extension.install_command}", optional=True)
-    return Row(extension, _imported(extension))
+    return None
 
 
 def built_in_names(group: str) -> set[str]:
@@ -96,20 +105,27 @@ def built_in_names(group: str) -> set[str]:
     return {name for names in BUILT_IN_STAGES.values() for name in names} if group == POLICIES else set()
 
 
-def _imported(extension: Extension) -> str:
+def _imported(extensions: Sequence[Extension]) -> list[str]:
+    """Imports extensions in one process; returns why each cannot be used, empty if it can."""
     # -P: a folder of the working directory is not an installed package.
-    command = [sys.executable, "-P", "-m", "sluice.cli.extensions", extension.group, extension.name]
+    names = [text for extension in extensions for text in (extension.group, extension.name)]
+    command = [sys.executable, "-P", "-m", "sluice.cli.extensions", *names]
+    limit_s = IMPORT_TIMEOUT_S * len(extensions)
     try:
         process = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
-        reason = f"importing it takes longer than {IMPORT_TIMEOUT_S:.0f} s"
+        reason = f"importing it takes longer than {limit_s:.0f} s"
     else:
         if process.returncode == 0:
-            return process.stdout
+            reasons: list[str] = json.loads(process.stdout)
+            return reasons
         reason = "importing it ended the process"
-    return f"Extension {extension.name} of {extension.distribution} cannot be loaded: {reason}."
+    return [
+        f"Extension {extension.name} of {extension.distribution} cannot be loaded: {reason}."
+        for extension in extensions
+    ]
 
 
 def check(group: str, name: str) -> str:
@@ -131,4 +147,4 @@ def check(group: str, name: str) -> str:
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)  # what the extension prints is not the result
-        output.write(check(*sys.argv[1:]))
+        output.write(json.dumps([check(*pair) for pair in zip(sys.argv[1::2], sys.argv[2::2], strict=True)]))

@@ -131,7 +131,7 @@ async def _routing(running: Running, workers: Sequence[WorkerState]) -> list[Fin
 
 
 def extensions() -> list[Finding]:
-    """Checks the extensions of this machine, each imported in a process of its own.
+    """Checks the extensions of this machine, imported in other processes.
 
     Each that is broken is a finding; the others are one together, if there is one.
     """
