@@ -50,6 +50,13 @@ GATEWAY_TESTS = (
     "tests/unit/gateway/workers",
     "tests/unit/gateway/test_gateway_extensions.py",
 )
+API_TESTS = (
+    "tests/unit/gateway/http",
+    "tests/unit/gateway/test_gateway_extensions.py",
+    "tests/unit/gateway/test_gateway_operations.py",
+    "tests/unit/gateway/apis/test_gateway_tokenize_endpoints.py",
+)
+ROUTER_TESTS = ("tests/unit/router/kv_index", "tests/unit/router/reservations", "tests/unit/router/sync")
 WORKER_TESTS = (
     "tests/unit/worker/engines/test_worker_mock_engine.py",
     "tests/unit/worker/engines/test_worker_http_dialects.py",
@@ -58,6 +65,102 @@ WORKER_TESTS = (
 )
 
 EXTENSIONS = (
+    Extension(
+        "api-anthropic",
+        ("services/gateway/apis/anthropic",),
+        ("sluice.apis anthropic",),
+        tests=(
+            "tests/e2e/test_e2e_anthropic.py",
+            "tests/e2e/test_e2e_anthropic_thinking.py",
+            "tests/unit/gateway/apis/test_gateway_anthropic_call_ids.py",
+            "tests/unit/gateway/apis/test_gateway_anthropic_fields.py",
+            "tests/unit/gateway/apis/test_gateway_apis_event_encoders.py",
+        ),
+        kernel=API_TESTS,
+    ),
+    Extension(
+        "api-batches",
+        ("services/gateway/apis/batches",),
+        ("sluice.apis batches",),
+        tests=(
+            "tests/e2e/test_e2e_batches.py",
+            "tests/integration/gateway/test_gateway_batch_accounting.py",
+            "tests/integration/gateway/test_gateway_batch_store.py",
+            "tests/unit/gateway/apis/test_gateway_batch_lines.py",
+            "tests/unit/gateway/apis/test_gateway_batch_runner.py",
+            "tests/unit/gateway/apis/test_gateway_batch_shares.py",
+        ),
+        kernel=API_TESTS,
+    ),
+    Extension(
+        "api-fleet",
+        ("services/gateway/apis/fleet",),
+        ("sluice.apis fleet",),
+        tests=("tests/e2e/test_e2e_operations.py",),
+        kernel=API_TESTS,
+    ),
+    Extension(
+        "api-generate",
+        ("services/gateway/apis/generate",),
+        ("sluice.apis generate",),
+        tests=("tests/e2e/test_e2e_generate.py",),
+        kernel=API_TESTS,
+    ),
+    Extension(
+        "api-responses",
+        ("services/gateway/apis/responses",),
+        ("sluice.apis responses",),
+        tests=(
+            "tests/e2e/test_e2e_background_responses.py",
+            "tests/e2e/test_e2e_conversations.py",
+            "tests/e2e/test_e2e_open_responses.py",
+            "tests/e2e/test_e2e_response_chains.py",
+            "tests/e2e/test_e2e_response_socket_limits.py",
+            "tests/e2e/test_e2e_response_sockets.py",
+            "tests/e2e/test_e2e_responses.py",
+            "tests/integration/gateway/test_gateway_background_races.py",
+            "tests/integration/gateway/test_gateway_responses_kept.py",
+            "tests/unit/gateway/apis/test_gateway_background_responses.py",
+            "tests/unit/gateway/apis/test_gateway_responses_fields.py",
+            "tests/unit/gateway/apis/test_gateway_responses_store.py",
+            "tests/unit/gateway/apis/test_gateway_responses_tools.py",
+            "tests/unit/gateway/apis/test_gateway_responses_truncation.py",
+        ),
+        kernel=API_TESTS,
+    ),
+    Extension(
+        "api-scores",
+        ("services/gateway/apis/scores",),
+        ("sluice.apis scores",),
+        tests=("tests/e2e/test_e2e_classify.py",),
+        kernel=API_TESTS,
+    ),
+    Extension(
+        "router-picker",
+        ("services/router/picker",),
+        ("sluice.router_servers picker",),
+        tests=(
+            "tests/e2e/test_e2e_picker_gateways.py",
+            "tests/integration/router/test_router_picker.py",
+            "tests/integration/router/test_router_picker_access.py",
+            "tests/integration/router/test_router_picker_peers.py",
+            "tests/integration/router/test_router_picker_tls.py",
+            "tests/unit/router/picker",
+        ),
+        kernel=ROUTER_TESTS,
+    ),
+    Extension(
+        "router-http",
+        ("services/router/http_api",),
+        ("sluice.router_servers http",),
+        tests=(
+            "tests/integration/router/test_router_http_api.py",
+            "tests/security/test_security_http_turns.py",
+            "tests/security/test_security_router_bodies.py",
+            "tests/unit/router/http_api",
+        ),
+        kernel=ROUTER_TESTS,
+    ),
     Extension(
         "engine-openai",
         ("services/worker/engines/openai",),
@@ -110,7 +213,6 @@ EXTENSIONS = (
             "tests/integration/worker/test_worker_remote_parsers.py",
             "tests/integration/worker/test_worker_processing_service.py",
             "tests/unit/worker/local_processing",
-            "tests/e2e/test_e2e_worker_processing.py",
         ),
         kernel=WORKER_TESTS,
         extra="worker",
@@ -190,7 +292,6 @@ EXTENSIONS = (
             "tests/integration/worker/test_worker_engine_kit.py",
             "tests/support/fakes/worker_flaws.py",
             "tests/unit/cli/test_cli_conformance.py",
-            "tests/unit/worker/kv_events/test_worker_conformance_cache_view.py",
         ),
         kernel=CLI_TESTS,
         extra="worker",

@@ -1,4 +1,4 @@
-"""Answers of operations, delivered without HTTP, and the log of a background answer as a stream."""
+"""Answers of operations, delivered without HTTP."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import pytest
 from services.common.errors import SluiceError, unavailable
 from services.gateway.apis.openai.choices import StreamedChoices
 from services.gateway.apis.openai.completion_objects import ChatFormat
-from services.gateway.apis.responses.event_log import PER_EVENT, EventLog, LoggedEvents
 from services.gateway.core.request import Finish, FinishReason
 from services.gateway.operations.operation import Caller, Whole, never_gone
 from services.gateway.operations.output import ReadyEvents
 from services.gateway.operations.registry import Operations
 from services.gateway.operations.waiting import events_of
-from tests.support.oracles.errors import raises_error
 from tests.support.waiting import settle
 
 STOP = Finish(FinishReason.STOP, completion_tokens=1)
@@ -74,35 +72,6 @@ async def test_events_of_a_source_whose_caller_goes_end_and_cancel_it() -> None:
     gone.set()
     assert await asyncio.wait_for(reading, 5) == b"x"
     assert cancelled.is_set()
-
-
-async def test_logged_events_from_a_number_on_end_with_the_log() -> None:
-    log = EventLog(1 << 20)
-    for number in range(3):
-        log.add(b"data: %d\n\n" % number)
-    reading = asyncio.create_task(collected(LoggedEvents(log, 1)))
-    await settle()
-    log.add(b"data: 3\n\n")
-    await settle()
-    log.end()
-    assert await asyncio.wait_for(reading, 5) == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
-    assert await asyncio.wait_for(collected(LoggedEvents(log, 4)), 5) == b""
-
-
-async def test_logged_events_of_more_than_one_read_arrive_complete() -> None:
-    log, events = EventLog(1 << 20), [b"data: %b\n\n" % (b"x" * 30_000) for _ in range(10)]
-    for event in events:
-        log.add(event)
-    log.end()
-    assert await asyncio.wait_for(collected(LoggedEvents(log, 0)), 5) == b"".join(events)
-
-
-async def test_logged_events_that_were_dropped_are_refused_at_once() -> None:
-    log = EventLog(2 * (PER_EVENT + 10))
-    for number in range(9):
-        log.add(b"data: %d\n\n" % number)
-    with raises_error(code="events_expired"):
-        LoggedEvents(log, 0)
 
 
 async def test_operation_of_an_unknown_path_is_not_found() -> None:

@@ -11,8 +11,10 @@ import pytest
 
 from services.common.errors import ErrorKind, SluiceError
 from services.gateway.apis.responses.background import BackgroundResponses, BackgroundRun
-from services.gateway.apis.responses.event_log import PER_EVENT, EventLog
+from services.gateway.apis.responses.event_log import PER_EVENT, EventLog, LoggedEvents
 from services.gateway.apis.responses.store import MemoryStore, StoredResponse, StoreLimits
+from services.gateway.operations.operation import EventSource, never_gone
+from services.gateway.operations.waiting import events_of
 from services.gateway.settings import GatewaySettings
 from tests.support.fakes.clock import Clock
 from tests.support.oracles.errors import raises_error
@@ -196,3 +198,36 @@ async def test_inputs_of_background_responses_in_progress_are_bounded_and_let_go
 
     await background.run(run, nothing)
     background.begin(OWNER, "resp_1", bytes(1 << 20))
+
+
+async def collected(source: EventSource) -> bytes:
+    return b"".join([events async for events in events_of(source, never_gone)])
+
+
+async def test_logged_events_from_a_number_on_end_with_the_log() -> None:
+    log = EventLog(1 << 20)
+    for number in range(3):
+        log.add(b"data: %d\n\n" % number)
+    reading = asyncio.create_task(collected(LoggedEvents(log, 1)))
+    await settle()
+    log.add(b"data: 3\n\n")
+    await settle()
+    log.end()
+    assert await asyncio.wait_for(reading, 5) == b"data: 1\n\ndata: 2\n\ndata: 3\n\n"
+    assert await asyncio.wait_for(collected(LoggedEvents(log, 4)), 5) == b""
+
+
+async def test_logged_events_of_more_than_one_read_arrive_complete() -> None:
+    log, events = EventLog(1 << 20), [b"data: %b\n\n" % (b"x" * 30_000) for _ in range(10)]
+    for event in events:
+        log.add(event)
+    log.end()
+    assert await asyncio.wait_for(collected(LoggedEvents(log, 0)), 5) == b"".join(events)
+
+
+async def test_logged_events_that_were_dropped_are_refused_at_once() -> None:
+    log = EventLog(2 * (PER_EVENT + 10))
+    for number in range(9):
+        log.add(b"data: %d\n\n" % number)
+    with raises_error(code="events_expired"):
+        LoggedEvents(log, 0)
