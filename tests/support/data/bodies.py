@@ -11,17 +11,12 @@ from services.common.apis.responses.conversation import conversation
 from services.common.apis.responses.items import read_items
 from services.common.apis.responses.tools import read_tools
 from services.common.intake.json_values import check_values
-from services.gateway.apis.anthropic.schemas import MessagesRequest, explain
-from services.gateway.apis.anthropic.translate import EngineCapabilities
-from services.gateway.apis.anthropic.translate import translate as translate_message
 from services.gateway.apis.openai.embedding_schemas import EmbeddingRequest
 from services.gateway.apis.openai.schema_meter import SchemaMeter
 from services.gateway.apis.openai.schemas import ChatCompletionRequest, CompletionRequest
 from services.gateway.apis.openai.token_schemas import DetokenizeRequest, TokenizeRequest
 from services.gateway.apis.openai.translate import chat_request, completion_requests, count_tools
 from services.gateway.apis.openai.validation import check
-from services.gateway.apis.responses.schemas import ResponsesRequest
-from services.gateway.apis.responses.translate import translate as translate_response
 from services.gateway.http.body_budgets import BodyBudgets
 from services.gateway.settings import GatewaySettings
 
@@ -47,6 +42,10 @@ def _tokenize(body: dict[str, Any], budgets: BodyBudgets) -> object:
 
 
 def _responses(body: dict[str, Any], budgets: BodyBudgets) -> object:
+    # an extension, without which the other bodies are read
+    from services.gateway.apis.responses.schemas import ResponsesRequest
+    from services.gateway.apis.responses.translate import translate as translate_response
+
     fields = check(ResponsesRequest, body, budgets)
     tools = read_tools(fields.tools, fields.tool_choice, budgets.list_items)
     chat = conversation(fields.instructions, read_items(fields.input, budgets.list_items).items)
@@ -54,6 +53,10 @@ def _responses(body: dict[str, Any], budgets: BodyBudgets) -> object:
 
 
 def _messages(body: dict[str, Any], budgets: BodyBudgets) -> object:
+    from services.gateway.apis.anthropic.schemas import MessagesRequest, explain
+    from services.gateway.apis.anthropic.translate import EngineCapabilities
+    from services.gateway.apis.anthropic.translate import translate as translate_message
+
     fields = check(MessagesRequest, body, budgets, explain)
     return translate_message(
         fields, "msg_1", EngineCapabilities(structured_output=True, thinking_budget=True), budgets
