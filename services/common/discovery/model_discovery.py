@@ -13,9 +13,9 @@ from typing import Protocol
 
 from services.common.budgets import CODE, Budget
 from services.common.discovery.discovered_models import DeliverySettings, DiscoveredModel, RetainedModel
-from services.common.discovery.model_state import ModelState
+from services.common.discovery.model_state import DiscoveryState
 from services.common.discovery.tokenizer_check import check_tokenizer
-from services.common.discovery.tokenizer_fetch import TokenizerFiles
+from services.common.discovery.tokenizer_fetch import HeldTokenizers
 from services.common.discovery.tokenizer_memory import TokenizerMemory
 from services.common.discovery.tokenizer_store import TokenizerStore
 from services.common.discovery.worker_watch import ServedModel, WorkerWatch
@@ -78,7 +78,7 @@ class ModelDiscovery:
         self,
         service: str,
         watch: WorkerWatch,
-        files: TokenizerFiles,
+        files: HeldTokenizers,
         host: ModelHost,
         configured: Collection[str] = (),
         retained: RetainedModel | None = None,
@@ -91,7 +91,7 @@ class ModelDiscovery:
         self._configured = frozenset(configured)
         self._retained = retained or RetainedModel()
         self._memory = TokenizerMemory(self._retained.memory, self._retained.model_bytes)
-        self._models: dict[str, ModelState] = {}
+        self._models: dict[str, DiscoveryState] = {}
         self._tasks = TaskOwner()
         self._following = TaskOwner(on_death)
         self._changed = asyncio.Event()
@@ -121,7 +121,7 @@ class ModelDiscovery:
         return cls(
             service,
             WorkerWatch(routers, settings.workers, credentials),
-            TokenizerFiles(TokenizerStore(settings.tokenizer_cache, check=check_tokenizer), credentials),
+            HeldTokenizers(TokenizerStore(settings.tokenizer_cache, check=check_tokenizer), credentials),
             host,
             configured,
             RetainedModel(memory=memory, model_bytes=model_bytes),
@@ -192,10 +192,10 @@ class ModelDiscovery:
             self._changed.clear()
             await self._changed.wait()
 
-    def _state(self, name: str) -> ModelState:
+    def _state(self, name: str) -> DiscoveryState:
         model = self._models.get(name)
         if model is None:
-            model = self._models[name] = ModelState(name)
+            model = self._models[name] = DiscoveryState(name)
         return model
 
     def refresh(self) -> None:
@@ -225,7 +225,7 @@ class ModelDiscovery:
                 log.info("too many models are loaded; this one is loaded on its first request", extra={"model": name})
                 model.problem = TOO_MANY
 
-    def _load_for_request(self, model: ModelState) -> None:
+    def _load_for_request(self, model: DiscoveryState) -> None:
         """Loads a served model now, after evicting the least recently used one if the limit is reached.
 
         Does nothing while every model is being loaded or unloaded.
@@ -235,25 +235,25 @@ class ModelDiscovery:
         elif (oldest := next(self._least_used(), None)) is not None:
             self._begin(model, self._load(model, self._unload(oldest)))
 
-    def _leaving(self) -> list[ModelState]:
+    def _leaving(self) -> list[DiscoveryState]:
         """Returns the models without workers, the one that lost them first first."""
         return sorted((model for model in self._models.values() if model.grace), key=lambda model: model.left_at)
 
-    def _least_used(self) -> Iterator[ModelState]:
+    def _least_used(self) -> Iterator[DiscoveryState]:
         """Yields the models that can be evicted, those without workers first."""
         used = filter(None, map(self._models.get, self._host.by_use()))
         for model in (*self._leaving(), *used, *self._models.values()):
             if model.idle:
                 yield model
 
-    def _begin(self, model: ModelState, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _begin(self, model: DiscoveryState, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Starts loading or unloading a model; only one of the two runs at a time."""
         model.problem = None
         task = model.task = self._tasks.spawn(work, f"model-{model.name}")
         task.add_done_callback(lambda done: self._ended(model, done))
         return task
 
-    def _ended(self, model: ModelState, task: asyncio.Task[None]) -> None:
+    def _ended(self, model: DiscoveryState, task: asyncio.Task[None]) -> None:
         model.task, model.requested = None, False
         if not task.cancelled() and task.exception() is None:
             self.refresh()  # changes during the task were skipped
@@ -272,12 +272,12 @@ class ModelDiscovery:
             self._end_grace(first)
         return first is not None
 
-    def _end_grace(self, model: ModelState) -> None:
+    def _end_grace(self, model: DiscoveryState) -> None:
         model.stay()
         if model.task is None:  # else it is examined again once that task has ended
             self._begin(model, self._unload_if_unserved(model))
 
-    async def _unload_if_unserved(self, model: ModelState) -> None:
+    async def _unload_if_unserved(self, model: DiscoveryState) -> None:
         """Unloads a model that still has no workers."""
         if model.loaded is not None and not self._watch.of_model(model.name):
             for other in self._models.values():
@@ -285,13 +285,13 @@ class ModelDiscovery:
             loaded, model.loaded = model.loaded, None
             await self._end(model, loaded)
 
-    def _unload(self, model: ModelState) -> asyncio.Task[None]:
+    def _unload(self, model: DiscoveryState) -> asyncio.Task[None]:
         """Starts unloading a loaded model."""
         loaded, model.loaded = model.loaded, None
         assert loaded is not None
         return self._begin(model, self._end(model, loaded))
 
-    async def _end(self, model: ModelState, loaded: DiscoveredModel) -> None:
+    async def _end(self, model: DiscoveryState, loaded: DiscoveredModel) -> None:
         model.stay()
         await self._host.remove(loaded)
         self._memory.release(model.name)
@@ -299,7 +299,7 @@ class ModelDiscovery:
         await self._files.release(loaded.fingerprint, not returns)
         log.info("model is no longer served and was unloaded", extra={"model": model.name})
 
-    async def _load(self, model: ModelState, after: asyncio.Task[None] | None = None) -> None:
+    async def _load(self, model: DiscoveryState, after: asyncio.Task[None] | None = None) -> None:
         """Tries the model's workers at random until one delivers, none is left, or the limit is reached.
 
         Args:
@@ -338,7 +338,7 @@ class ModelDiscovery:
         if partly is not None and model.loaded is None:
             await self._host.remove(partly)
 
-    async def _load_from(self, model: ModelState, served: ServedModel) -> None:
+    async def _load_from(self, model: DiscoveryState, served: ServedModel) -> None:
         path = await self._files.hold(served)
         known = served.processor in (*PROCESSORS, *ENGINE_PROCESSORS)  # a custom class would be code from outside
         spec = ModelSpec(model.name, str(path), served.processor if known else "", *served.declared, learned=True)
@@ -359,7 +359,7 @@ class ModelDiscovery:
         self._changed.set()
         log.info("model was discovered from its worker", extra={"model": model.name, "worker": served.address})
 
-    async def _make_room(self, model: ModelState, served: ServedModel, size: int) -> None:
+    async def _make_room(self, model: DiscoveryState, served: ServedModel, size: int) -> None:
         """Reserves memory for a model's tokenizer, after ending the least recently used ones if requests wait for it.
 
         Raises:

@@ -11,7 +11,7 @@ from services.common.discovery.worker_watch import ServedModel
 
 
 @dataclass(eq=False, slots=True)
-class ModelState:
+class DiscoveryState:
     """What is known of one model that workers serve, or served.
 
     A model is waiting (served, not loaded; a `problem` is why), loaded, or leaving (loaded without workers until its

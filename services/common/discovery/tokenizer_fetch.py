@@ -21,7 +21,7 @@ FETCHES_AT_ONCE = 16
 HOLD_ATTEMPTS = 3
 
 
-class TokenizerFiles:
+class HeldTokenizers:
     """The files of workers' tokenizers, each fetched once and retained while it is held.
 
     Args:

@@ -19,7 +19,7 @@ import pytest
 from services.common.discovery import model_discovery
 from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
 from services.common.discovery.model_discovery import ModelDiscovery
-from services.common.discovery.tokenizer_fetch import TokenizerFiles, fetch_tokenizer
+from services.common.discovery.tokenizer_fetch import HeldTokenizers, fetch_tokenizer
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
@@ -125,7 +125,7 @@ async def test_a_model_is_learned_again_when_its_files_change(tmp_path: Path, st
     async def on_model(model: DiscoveredModel) -> None:
         learned.append(model)
 
-    delivery = ModelDiscovery("test", watch, TokenizerFiles(store), Host(on_model), {"other"})
+    delivery = ModelDiscovery("test", watch, HeldTokenizers(store), Host(on_model), {"other"})
     delivery.start()
     try:
         async with hosted(folder, listen=f"127.0.0.1:{port}"):
@@ -158,7 +158,7 @@ async def test_who_starts_late_catches_up_with_what_is_served_and_waits_for_noth
 
     async with hosted(tiny_folder()) as host:
         watch = WorkerWatch(None, [f"127.0.0.1:{host.server.port}"])
-        delivery = ModelDiscovery("test", watch, TokenizerFiles(store), Host(on_model))
+        delivery = ModelDiscovery("test", watch, HeldTokenizers(store), Host(on_model))
         delivery.start()
         caught_up = asyncio.create_task(delivery.catch_up())
         try:
@@ -177,7 +177,7 @@ async def test_a_router_that_does_not_answer_is_not_waited_for_long(
         raise AssertionError("no worker serves a model")
 
     monkeypatch.setattr(model_discovery, "ROUTER_S", 0.1)
-    delivery = ModelDiscovery("test", WorkerWatch(None, ["127.0.0.1:1"]), TokenizerFiles(store), Host(on_model))
+    delivery = ModelDiscovery("test", WorkerWatch(None, ["127.0.0.1:1"]), HeldTokenizers(store), Host(on_model))
     await asyncio.wait_for(delivery.catch_up(), 60)
 
 
@@ -230,7 +230,7 @@ async def test_nobody_waits_long_for_a_model_that_no_worker_has(store: Tokenizer
     async def on_model(model: DiscoveredModel) -> None:
         raise AssertionError(model)
 
-    delivery = ModelDiscovery("test", WorkerWatch(None), TokenizerFiles(store), Host(on_model))
+    delivery = ModelDiscovery("test", WorkerWatch(None), HeldTokenizers(store), Host(on_model))
     assert not await asyncio.wait_for(delivery.wait_for("nothing", 600), 30)
 
 

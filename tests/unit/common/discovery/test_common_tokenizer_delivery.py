@@ -15,7 +15,7 @@ from services.common.budgets import Budget
 from services.common.discovery import model_discovery, tokenizer_store
 from services.common.discovery.discovered_models import DiscoveredModel, RetainedModel
 from services.common.discovery.model_discovery import ModelDiscovery
-from services.common.discovery.tokenizer_fetch import TokenizerFiles
+from services.common.discovery.tokenizer_fetch import HeldTokenizers
 from services.common.discovery.tokenizer_store import IncomingTokenizer, TokenizerStore
 from services.common.discovery.worker_watch import ServedModel, WorkerWatch
 from services.common.errors import ErrorKind, SluiceError
@@ -87,7 +87,7 @@ def delivery_of(
 ) -> ModelDiscovery:
     store: Any = StoredResponse()
     staying = RetainedModel(models, grace_s, Budget("tokenizer_memory", memory_mb << 20, "--max-discovered-mb"))
-    return ModelDiscovery("test", watch, TokenizerFiles(store), loaded, (), staying)
+    return ModelDiscovery("test", watch, HeldTokenizers(store), loaded, (), staying)
 
 
 async def test_a_worker_that_changes_its_tokenizer_while_it_is_learned_is_learned_anew() -> None:
@@ -104,7 +104,7 @@ async def test_a_worker_that_changes_its_tokenizer_while_it_is_learned_is_learne
 
     watch, store = WorkerWatch(None), StoredResponse()
     bare: Any = store
-    delivery = ModelDiscovery("test", watch, TokenizerFiles(bare), Host())
+    delivery = ModelDiscovery("test", watch, HeldTokenizers(bare), Host())
     async with asyncio.timeout(20):
         watch._served["w"] = served(OLD)
         delivery.refresh()
