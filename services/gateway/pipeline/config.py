@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -22,35 +22,57 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "query_only": {"routing": "query-only", "migration": False},
 }
 DEFAULT_PRESET = "full_discovery"
+MEANING = "meaning"
+"""Key of the meaning of an option in the metadata of its field."""
 ALIASES = ("direct_route", "migration_enabled")
 """Alternative names, known from other gateways, of `routing: direct` and `migration`."""
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Options of the pipeline.
+    """Options of the pipeline. For each one with a meaning the gateway and `sluice up` have a flag.
 
     Attributes:
-        preprocessing: where prompts are tokenized: preprocess services or the worker's engine.
-        postprocessing: where tokens become text: postprocess services or the worker's engine.
-        routing: discover: the router chooses the worker. direct: each request names its worker. query-only: the
-            response contains token ids and the workers that would be chosen, and nothing runs.
-        migration: continue generations whose worker is lost on another worker.
-        disaggregation: as `DisaggregationPolicy.mode`.
-        disagg_min_tokens: as `DisaggregationPolicy.min_tokens`.
         stages: custom stages, `package.module:Class` by stage name.
-        handler: custom pipeline, `package.module:Class`; empty: the default one.
         models: configurations of single models that differ from this one, by served name.
     """
 
-    preprocessing: StageLocation = "frontend"
-    postprocessing: StageLocation = "frontend"
-    routing: Routing = "discover"
-    migration: bool = True
-    disaggregation: Disaggregation = "auto"
-    disagg_min_tokens: int = 0
+    preprocessing: StageLocation = field(
+        default="frontend",
+        metadata={
+            MEANING: "where prompts are tokenized: preprocess services (frontend, default) or the worker's engine"
+        },
+    )
+    postprocessing: StageLocation = field(
+        default="frontend",
+        metadata={MEANING: "where tokens become text: postprocess services (frontend, default) or the worker's engine"},
+    )
+    routing: Routing = field(
+        default="discover",
+        metadata={
+            MEANING: "the router chooses the worker (discover, default); the request names the worker (direct); the "
+            "response only reports the workers that would be chosen (query-only)"
+        },
+    )
+    migration: bool = field(
+        default=True, metadata={MEANING: "continue generations whose worker is lost on another worker (default: on)"}
+    )
+    disaggregation: Disaggregation = field(
+        default="auto",
+        metadata={
+            MEANING: "use pairs of prefill and decode workers: when both are available (auto, default), always "
+            "(require), never (off)"
+        },
+    )
+    disagg_min_tokens: int = field(
+        default=0,
+        metadata={
+            MEANING: "prompts with fewer uncached tokens are not disaggregated where one worker can run them alone; 0 "
+            "(default): as the router's setting"
+        },
+    )
     stages: Mapping[str, str] = field(default_factory=dict)
-    handler: str = ""
+    handler: str = field(default="", metadata={MEANING: "package.module:Class, a custom pipeline"})
     models: Mapping[str, PipelineConfig] = field(default_factory=dict)
 
     def check(self) -> PipelineConfig:
@@ -98,6 +120,12 @@ class PipelineConfig:
     def replicas_make_text(self) -> bool:
         """Whether postprocess replicas make the text, for models without a configuration of their own."""
         return self.postprocessing == "frontend" and "postprocess" not in self.stages
+
+
+def options() -> dict[str, tuple[Any, str]]:
+    """Returns the type and the meaning of each option that is a flag, by name."""
+    types = get_type_hints(PipelineConfig)
+    return {one.name: (types[one.name], one.metadata[MEANING]) for one in fields(PipelineConfig) if one.metadata}
 
 
 def resolve(flags: Mapping[str, Any], file: Path | None = None) -> PipelineConfig:

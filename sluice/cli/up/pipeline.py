@@ -6,39 +6,35 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic_settings import BaseSettings
 
-from services.gateway.pipeline.config import PipelineConfig
+from services.gateway.pipeline.config import PipelineConfig, options
 from services.gateway.pipeline.settings import PipelineSettings, configured
 from sluice.cli.flags import arguments, flag
 
+_Options = make_dataclass("_Options", [(name, Any, None) for name in options()], frozen=True)
+
 
 @dataclass(frozen=True)
-class PipelineFlags:
+class PipelineFlags(_Options):  # type: ignore[valid-type, misc]
     """Holds the gateway's flags of the same names; None and empty leave the default to the gateway."""
 
     SETTINGS: ClassVar[type[BaseSettings]] = PipelineSettings
 
     preset: str | None = None
     pipeline_config: Path | None = None
-    preprocessing: str | None = None
-    postprocessing: str | None = None
-    routing: str | None = None
     migration: bool | None = flag(
         None,
-        "continue generations whose worker is lost on another worker (default: on)",
+        PipelineSettings.model_fields["migration"].description or "",
         "--migration/--no-migration",
         "--migration-enabled/--no-migration-enabled",
     )
     direct_route: bool = flag(False, "same as --routing direct", "--direct-route")
-    disaggregation: str | None = None
-    disagg_min_tokens: int | None = None
     stage: Sequence[str] = ()
-    handler: str | None = None
 
     def config(self) -> PipelineConfig:
         """Returns the resulting configuration; raises ValueError with a sentence for invalid flags."""
