@@ -20,7 +20,7 @@ from sluice.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-Listener = Callable[[Result], None]
+EventListener = Callable[[Result], None]
 
 
 def select(names: Iterable[str] = ()) -> Sequence[Rule]:
@@ -41,7 +41,7 @@ async def run(
     target: Target,
     chosen: Sequence[Rule] | None = None,
     patience: Patience | None = None,
-    on_result: Listener = lambda result: None,
+    on_result: EventListener = lambda result: None,
 ) -> Report:
     """Runs every rule, regardless of the results of earlier ones.
 

@@ -60,7 +60,7 @@ def blocks(address: str) -> dict[int, int]:
 
 
 def test_a_prompt_goes_to_the_rank_that_holds_it() -> None:
-    env = {"SLUICE_WORKER_DATA_PARALLEL_SIZE": "2"}
+    env = {"SLUICE_WORKER_ENGINE_ARGS": "data_parallel_size=2"}
     with Suite("--speedup", "0.2", "--workers", "1", env=env) as suite:
         router = suite.address("router")
         for held, topic in enumerate(("rivers", "mountains"), 1):

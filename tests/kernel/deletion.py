@@ -37,7 +37,8 @@ class Kernel:
     def run(self, *command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Runs a command of this interpreter with the installed distribution."""
         path = os.pathsep.join([str(self.site), str(self.tests)])
-        environment = {**os.environ, "PYTHONPATH": path, SITE: str(self.site)}
+        inherited = {name: value for name, value in os.environ.items() if name != "SLUICE_TEST_COVERAGE"}
+        environment = {**inherited, "PYTHONPATH": path, SITE: str(self.site)}
         return subprocess.run(
             [sys.executable, *command],
             cwd=self.tests,

@@ -12,6 +12,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any, cast
 
 import httpx
@@ -48,7 +49,7 @@ MAX_FRAMES = 40
 """Frames that a turn of the event loop may parse; the bound is 32."""
 MAX_BYTES = 9 << 10
 """Bytes of messages that a turn may parse; the bound is 8 KiB."""
-MAX_TURNS = 20_000
+SENT_WITHIN_S = 60.0
 
 Work = list[tuple[int, int]]
 
@@ -130,9 +131,8 @@ class Connection:
 
     async def send(self, data: bytes, step: Callable[[], int] = lambda: READ_BYTES) -> None:
         """Sends data in reads of `step()` bytes, until the server has taken all of it or closed the connection."""
-        for _ in range(MAX_TURNS):
-            if not data or self.transport.closing:
-                break
+        ends_at = monotonic() + SENT_WITHIN_S  # not turns: the server rests for a multiple of the time that it took
+        while data and not self.transport.closing and monotonic() < ends_at:
             if self.transport.reads:
                 size = step()
                 self.work.append((0, 0))

@@ -14,7 +14,7 @@ from services.gateway.http.degradation import mark
 from services.gateway.http.errors import error_response
 from services.gateway.http.inline_sender import InlineSender, abort, raw_send
 from services.gateway.http.write_scheduler import WriteScheduler
-from services.gateway.operations.operation import EventSource, Listener, Marked
+from services.gateway.operations.operation import EventListener, EventSource, Marked
 from services.gateway.operations.output import COMMENT
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class _EmptySource:
     over = True
     failure = None
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: EventListener) -> None:
         """Does nothing."""
 
     def take(self) -> bytes:

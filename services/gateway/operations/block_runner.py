@@ -50,7 +50,7 @@ class BlockAnswerRunner:
         translated: TranslatedRequest,
         encoder: EventEncoder,
         caller: Caller,
-        started: Callable[[Generation], None] = lambda generation: None,
+        started: Callable[[Generation], None] | None = None,
         fallbacks: Iterable[Marked] = (),
         media_type: str = EVENT_STREAM,
     ) -> Streamed:
@@ -65,7 +65,8 @@ class BlockAnswerRunner:
         async def start() -> list[Marked]:
             starting = self._start(translated, response.sinks[0], response.usage)
             generation = await started_unless_gone(caller.gone, translated.generation, starting)
-            started(generation)
+            if started is not None:
+                started(generation)
             return [generation, *fallbacks]
 
         return await response.started(start(), media_type)

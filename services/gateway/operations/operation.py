@@ -62,7 +62,7 @@ class Caller:
 NO_CALLER = Caller({})
 
 
-class Listener(Protocol):
+class EventListener(Protocol):
     """Delivers the events of a source."""
 
     def notify(self, first: bool = False) -> None:
@@ -75,7 +75,7 @@ class Listener(Protocol):
 class EventSource(Protocol):
     """Produces the events of a stream."""
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: EventListener) -> None:
         """Sets what delivers the events; it is notified at once if events are pending."""
 
     def take(self) -> bytes:
@@ -109,11 +109,11 @@ class Unattached:
         self.notified = False
 
     def notify(self, first: bool = False) -> None:
-        """See Listener."""
+        """See EventListener."""
         self.notified = True
 
     def cut(self) -> None:
-        """See Listener; no caller is connected yet."""
+        """See EventListener; no caller is connected yet."""
 
 
 @dataclass(frozen=True, slots=True)

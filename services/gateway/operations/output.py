@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.common.errors import SluiceError
 from services.gateway.core.generation import Generation
 from services.gateway.core.request import Finish
-from services.gateway.operations.operation import EVENT_STREAM, Listener, Marked, Streamed, Unattached
+from services.gateway.operations.operation import EVENT_STREAM, EventListener, Marked, Streamed, Unattached
 from services.gateway.operations.waiting import Gone, run_unless_gone
 
 COMMENT = b": keep-alive\n\n"
@@ -187,7 +187,7 @@ class StreamedResponse(ABC):
     sinks: Sequence[StreamedChoice]
 
     def __init__(self, rename_fields: FieldRenamer, drop_reasoning: bool = False, prompt_only: bool = False) -> None:
-        self.stream: Listener = Unattached()
+        self.stream: EventListener = Unattached()
         self.usage = GenerationUsage(prompt_only)
         self.unsent = 0
         self.over = False
@@ -210,7 +210,7 @@ class StreamedResponse(ABC):
             raise
         return Streamed(self, marked, media_type)
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: EventListener) -> None:
         """See EventSource."""
         before, self.stream = self.stream, listener
         if isinstance(before, Unattached) and before.notified:
@@ -316,7 +316,7 @@ class ReadyEvents:
         """See EventSource."""
         return len(self._events)
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: EventListener) -> None:
         """See EventSource."""
         listener.notify(first=True)
 

@@ -42,7 +42,7 @@ async def run_unless_gone(gone: Gone, done: asyncio.Event, cancel: Callable[[], 
 
 
 class _Wake:
-    """A listener that wakes the reader of a source; see Listener."""
+    """A listener that wakes the reader of a source; see EventListener."""
 
     def __init__(self) -> None:
         self.pending = asyncio.Event()

@@ -21,10 +21,10 @@ from tests.support.waiting import until
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "plugins"
 PROMPT = "Tell me of rivers."
-LISTENING = PipelineConfig(stages={"tokenize": "listening_stage:Listener"})
+LISTENING = PipelineConfig(stages={"tokenize": "listening_stage:EventListener"})
 
 
-class Listener:
+class EventListener:
     """A tokenize stage that records its calls, in order."""
 
     calls: ClassVar[list[str]] = []
@@ -50,12 +50,12 @@ class Listener:
 @pytest.fixture(autouse=True)
 def stages(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = ModuleType("listening_stage")
-    module.Listener = Listener
+    module.EventListener = EventListener
     monkeypatch.setitem(__import__("sys").modules, "listening_stage", module)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setattr(pipelines_module, "POLL_INTERVAL_S", 0.02)
     monkeypatch.setattr(model_lifecycle, "SET_UP_RETRY_S", 0.1)
-    Listener.calls, Listener.broken = [], False
+    EventListener.calls, EventListener.broken = [], False
 
 
 async def test_model_with_a_postprocess_stage_leaves_others_on_the_replicas(folder: Path) -> None:
@@ -101,7 +101,7 @@ async def test_stage_is_called_before_the_first_request_of_a_model(folder: Path)
     async with staged(folder, workers=1, config=LISTENING) as stage:
         assert (await stage.ask(asking("a", PROMPT))).text
         assert (await stage.ask(asking("b", PROMPT))).text
-    assert Listener.calls == ["up tiny", "tokenize tiny", "tokenize tiny"]
+    assert EventListener.calls == ["up tiny", "tokenize tiny", "tokenize tiny"]
 
 
 def leave(stage: Stage) -> WorkerEntry:
@@ -114,32 +114,32 @@ def leave(stage: Stage) -> WorkerEntry:
 
 async def test_stage_is_called_when_a_model_has_left_for_the_grace_period(folder: Path) -> None:
     async with staged(folder, workers=1, config=LISTENING, model_grace_s=0.2) as stage:
-        await until(lambda: Listener.calls == ["up tiny"])
+        await until(lambda: EventListener.calls == ["up tiny"])
         entry = leave(stage)
-        await until(lambda: Listener.calls == ["up tiny", "removed tiny"])
+        await until(lambda: EventListener.calls == ["up tiny", "removed tiny"])
         stage.pipelines.registry._up(entry)
-        await until(lambda: Listener.calls == ["up tiny", "removed tiny", "up tiny"])
+        await until(lambda: EventListener.calls == ["up tiny", "removed tiny", "up tiny"])
 
 
 async def test_model_that_returns_within_the_grace_period_is_not_removed(folder: Path) -> None:
     async with staged(folder, workers=1, config=LISTENING, model_grace_s=300) as stage:
-        await until(lambda: Listener.calls == ["up tiny"])
+        await until(lambda: EventListener.calls == ["up tiny"])
         entry = leave(stage)
         for _ in range(5):
             stage.pipelines.look()
         stage.pipelines.registry._up(entry)
         stage.pipelines.look()
         assert (await stage.ask(asking("a", PROMPT))).text
-    assert Listener.calls == ["up tiny", "tokenize tiny"]
+    assert EventListener.calls == ["up tiny", "tokenize tiny"]
 
 
 async def test_stage_that_cannot_be_set_up_refuses_requests_until_it_can(folder: Path) -> None:
-    Listener.broken = True
+    EventListener.broken = True
     async with staged(folder, workers=1, config=LISTENING) as stage:
         with pytest.raises(SluiceError, match="is not set up for model") as refused:
             await stage.ask(asking("a", PROMPT))
         assert (refused.value.kind, refused.value.code) == (ErrorKind.UNAVAILABLE, "stage_unavailable")
-        Listener.broken = False
-        await until(lambda: Listener.calls == ["up tiny"])
+        EventListener.broken = False
+        await until(lambda: EventListener.calls == ["up tiny"])
         assert (await stage.ask(asking("b", PROMPT))).text
         await stage.quiet()

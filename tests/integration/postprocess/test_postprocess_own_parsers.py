@@ -33,7 +33,7 @@ async def stream_factory() -> AsyncIterator[StreamFactory]:
     await stream_factory.close()
 
 
-class Listener:
+class EventListener:
     """One stream and what it says."""
 
     def __init__(self, stream_factory: StreamFactory, options: StreamOptions = OPTIONS) -> None:
@@ -67,7 +67,7 @@ class Listener:
 
 
 async def test_it_says_what_the_parser_says(stream_factory: StreamFactory) -> None:
-    listener = Listener(stream_factory)
+    listener = EventListener(stream_factory)
     for piece in ("one ?hm ", "and !f! ", "two 😀"):
         listener.feed(piece)
     listener.end()
@@ -82,7 +82,7 @@ async def test_it_says_what_the_parser_says(stream_factory: StreamFactory) -> No
 
 
 async def test_a_hundred_streams_share_the_process(stream_factory: StreamFactory) -> None:
-    listeners = [Listener(stream_factory) for _ in range(100)]
+    listeners = [EventListener(stream_factory) for _ in range(100)]
     for round_ in range(5):
         for index, listener in enumerate(listeners):
             listener.feed(f"w{index} r{round_} ")
@@ -100,8 +100,8 @@ async def test_a_hundred_streams_share_the_process(stream_factory: StreamFactory
 async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing(
     stream_factory: StreamFactory, bad: str, reason: str
 ) -> None:
-    neighbours = [Listener(stream_factory) for _ in range(3)]
-    culprit = Listener(stream_factory)
+    neighbours = [EventListener(stream_factory) for _ in range(3)]
+    culprit = EventListener(stream_factory)
     for listener in (*neighbours, culprit):
         listener.feed("before mid")
     await culprit.until("BEFORE ")
@@ -119,14 +119,14 @@ async def test_a_bad_stream_becomes_plain_text_and_its_neighbours_notice_nothing
         heard = await listener.heard()
         assert (heard.content, heard.degraded) == ("BEFORE MIDDLE AFTER", frozenset())
         assert [call[0] for call in heard.calls] == ["f"]
-    later = Listener(stream_factory)
+    later = EventListener(stream_factory)
     later.feed("fine again")
     later.end()
     assert (await later.heard()).content == "FINE AGAIN"
 
 
 async def test_a_killed_process_is_replaced_and_streams_go_on_where_they_were(stream_factory: StreamFactory) -> None:
-    listeners = [Listener(stream_factory) for _ in range(20)]
+    listeners = [EventListener(stream_factory) for _ in range(20)]
     for listener in listeners:
         listener.feed("first sec")
     for listener in listeners:
@@ -147,7 +147,7 @@ async def test_a_parser_that_was_given_up_comes_back_under_load(
     stream_factory: StreamFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def one_more() -> str:
-        listener = Listener(stream_factory)
+        listener = EventListener(stream_factory)
         listener.feed("fine again")
         listener.end()
         content = (await listener.heard()).content
@@ -172,7 +172,7 @@ async def test_a_parser_that_was_given_up_comes_back_under_load(
 
 
 async def test_a_closed_stream_is_forgotten_there_too(stream_factory: StreamFactory) -> None:
-    listener, other = Listener(stream_factory), Listener(stream_factory)
+    listener, other = EventListener(stream_factory), EventListener(stream_factory)
     listener.feed("LOO")
     listener.stream.close()
     other.feed("fine ")
@@ -185,7 +185,7 @@ async def test_a_closed_stream_is_forgotten_there_too(stream_factory: StreamFact
 
 
 async def test_parsers_can_be_combined_with_built_in_ones(stream_factory: StreamFactory) -> None:
-    listener = Listener(stream_factory, StreamOptions("m", tool_parser=SHOUTING, reasoning_parser="think"))
+    listener = EventListener(stream_factory, StreamOptions("m", tool_parser=SHOUTING, reasoning_parser="think"))
     listener.feed("<think>quiet</think> loud")
     listener.end()
     heard = await listener.heard()
@@ -193,7 +193,7 @@ async def test_parsers_can_be_combined_with_built_in_ones(stream_factory: Stream
 
 
 async def test_special_tokens_that_an_own_parser_names_are_seen(stream_factory: StreamFactory) -> None:
-    listener = Listener(stream_factory)
+    listener = EventListener(stream_factory)
     listener.stream.feed([*tekken().encode("a "), 9, *tekken().encode(" b")])
     listener.end()
     assert (await listener.heard()).content == "A [TOOL_CALLS] B"

@@ -45,6 +45,7 @@ EXCUSED: dict[str, list[str]] = {
         "services/router/rpc/workers.py:worker_of",
         "services/router/rpc/preprocess.py:PreprocessBodies._tokenized",
         "services/router/registration/manager.py:WorkerManager._check_here",
+        "services/router/registration/manager.py:WorkerManager.attach",
         "services/router/rpc/service.py:RouterService.DumpIndex",
         "services/router/rpc/service.py:RouterService.GetDecisions",
         "services/router/rpc/service.py:RouterService.GetLoads",
@@ -94,6 +95,8 @@ EXCUSED: dict[str, list[str]] = {
     ],
     "runs when the process starts, ends, or looks for its peers": [
         "services/gateway/bootstrap.py:_start",
+        "services/gateway/bootstrap.py:build_app",
+        "services/gateway/bootstrap.py:build_gateway",
         "services/gateway/bootstrap.py:serve",
         "services/common/rpc/call_server.py:MultiplexedCallServer.serve",
         "services/common/rpc/replicas.py:ReplicaSet._remove",

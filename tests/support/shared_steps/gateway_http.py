@@ -10,7 +10,7 @@ from services.common.errors import ErrorKind, SluiceError
 from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
-from services.gateway.operations.operation import Listener
+from services.gateway.operations.operation import EventListener
 from services.gateway.operations.output import COMMENT
 from tests.support.shared_steps.rigs import ROWS, Fault, Outcome, rig
 
@@ -30,7 +30,7 @@ class _Source:
     def unsent(self) -> int:
         return len(self._text)
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: EventListener) -> None:
         pass
 
     def take(self) -> bytes:

@@ -26,6 +26,7 @@ SHARED = {
     "Options": "the options of a command or of an engine",
     "Picker": "the stage of a routing policy that orders candidates, and the endpoint picker of a router",
     "StopParams": "what ends a generation, in gateway and worker",
+    "Replica": "a replica of a service, as its callers see it, and the state of a router's own",
     "RequestState": "a request in flight, in each in-process engine",
     "Score": "the router's score of a worker, as gateway and router hold it",
     "Script": "a Lua script, and the router's with their common part",

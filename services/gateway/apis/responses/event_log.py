@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from services.common.errors import SluiceError, invalid
-from services.gateway.operations.operation import Listener, Unattached
+from services.gateway.operations.operation import EventListener, Unattached
 from services.gateway.operations.output import COMMENT
 
 _READ_BYTES = 64 << 10
@@ -24,7 +24,7 @@ class EventLog:
         self._max_bytes = max_bytes
         self._events: deque[bytes] = deque()
         self._first = 0  # sequence number of the oldest event
-        self._listeners: set[Listener] = set()
+        self._listeners: set[EventListener] = set()
         self.size = 0
         self.ended = False
 
@@ -73,11 +73,11 @@ class EventLog:
         """The sequence number of the next event."""
         return self._first + len(self._events)
 
-    def follow(self, listener: Listener) -> None:
+    def follow(self, listener: EventListener) -> None:
         """Notifies a listener of additions and of the end."""
         self._listeners.add(listener)
 
-    def unfollow(self, listener: Listener) -> None:
+    def unfollow(self, listener: EventListener) -> None:
         """Notifies a listener no longer."""
         self._listeners.discard(listener)
 
@@ -100,14 +100,14 @@ class LoggedEvents:
         events.read(number)
         self._log = events
         self._number = number
-        self._listener: Listener = Unattached()
+        self._listener: EventListener = Unattached()
 
     @property
     def over(self) -> bool:
         """See EventSource."""
         return self._log.ended and self._number >= self._log.end_number
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: EventListener) -> None:
         """See EventSource."""
         self._listener = listener
         self._log.follow(listener)

@@ -19,7 +19,7 @@ from services.gateway.http.keepalive import KeepaliveMonitor
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import WriteScheduler
 from services.gateway.operations.logprobs import Naming
-from services.gateway.operations.operation import Listener
+from services.gateway.operations.operation import EventListener
 from tests.support.waiting import settle, until
 
 
@@ -394,7 +394,7 @@ class News:
     def __init__(self) -> None:
         self.events = [b"event: begin\n\n"]
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: EventListener) -> None:
         pass
 
     def take(self) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from services.gateway.http import write_scheduler as pacing
 from services.gateway.http.sse import EventStream
 from services.gateway.http.write_scheduler import MAX_PAUSE_S, WriteScheduler
-from services.gateway.operations.operation import Listener
+from services.gateway.operations.operation import EventListener
 from services.gateway.operations.output import COMMENT
 
 
@@ -84,7 +84,7 @@ class Source:
     def __init__(self) -> None:
         self.words: list[str] = []
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, listener: EventListener) -> None:
         pass
 
     def take(self) -> bytes:
