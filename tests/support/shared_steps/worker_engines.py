@@ -38,7 +38,7 @@ from services.worker.engines.mock.timing import FixedTiming
 from services.worker.engines.transformers.engine import TransformersEngine
 from services.worker.engines.transformers.request_state import RequestState
 from services.worker.engines.transformers.sizing import Plan
-from services.worker.engines.transformers.step import EventListener, Step, StepRow
+from services.worker.engines.transformers.step import Listener, Step, StepRow
 from services.worker.engines.transformers.stepping import Stepper
 from services.worker.generation.response_sink import ResponseSink, SinkParams
 from services.worker.local_processing.loading import load_texts
@@ -287,7 +287,7 @@ def transformers_turns(fault: Fault) -> Outcome:
     def begin(batch_request: Any, token_ids: list[int]) -> _Turn:
         return _Turn(fault, token_ids[0])
 
-    stepper = Stepper(begin, Plan(16, 256, 512, 32), EventListener(take, lambda: None, lambda phase: None))
+    stepper = Stepper(begin, Plan(16, 256, 512, 32), Listener(take, lambda: None, lambda phase: None))
     for row in range(ROWS):
         sampler = SimpleNamespace(plan=SimpleNamespace(stop_ids=()), constraint=None, error=None)
         stepper.add(str(row), SimpleNamespace(sampler=sampler), [row], TOKENS)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from services.worker.engines.transformers.options import Options
 from services.worker.engines.transformers.sampling import History, SamplingPlan, plan_of
 from services.worker.engines.transformers.sizing import Plan, Shape, fit, free_memory
 from services.worker.engines.transformers.starting import start_engine
-from services.worker.engines.transformers.step import EventListener
+from services.worker.engines.transformers.step import Listener
 from services.worker.settings import WorkerSettings
 from sluice.cli import tiny_weights
 from tests.support.data.tiny_models import CONTEXT_LENGTH, ServableFolders, build_servable
@@ -102,7 +102,7 @@ def test_other_roles_are_refused(folders: ServableFolders) -> None:
 
 
 def test_an_adapter_needs_a_folder(folders: ServableFolders) -> None:
-    silent = EventListener(lambda step: None, lambda: None, lambda phase: None)
+    silent = Listener(lambda step: None, lambda: None, lambda phase: None)
     with pytest.raises(SluiceError, match="NAME=FOLDER"):
         start_engine(settings(folders, adapters=["x"]), Options(), silent)
 
@@ -110,7 +110,7 @@ def test_an_adapter_needs_a_folder(folders: ServableFolders) -> None:
 def test_without_torch_the_extra_is_named(folders: ServableFolders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     phases: list[str] = []
-    listener = EventListener(lambda step: None, lambda: None, phases.append)
+    listener = Listener(lambda step: None, lambda: None, phases.append)
     with pytest.raises(SluiceError, match=r"requires torch: .*sluice-llm\[transformers\]"):
         start_engine(settings(folders), Options(), listener)
     assert phases == ["reading the model's files", "importing torch and transformers"]

@@ -15,7 +15,7 @@ import pytest
 
 from services.common.errors import STEP_FAILED, ErrorKind, SluiceError
 from services.worker.engines.transformers.sizing import Plan
-from services.worker.engines.transformers.step import EventListener, Step, StepRow
+from services.worker.engines.transformers.step import Listener, Step, StepRow
 from services.worker.engines.transformers.stepping import HEADROOM, Stepper
 
 WAIT_S = 20
@@ -97,7 +97,7 @@ class FakeModel:
 def stepping(model: FakeModel, blocks: int = 64, sequences: int = 8) -> Iterator[Stepper]:
     """A running thread, ended afterwards."""
     stepper = Stepper(
-        model.begin, Plan(16, blocks, 512, sequences), EventListener(model.take, model.ended.set, lambda phase: None)
+        model.begin, Plan(16, blocks, 512, sequences), Listener(model.take, model.ended.set, lambda phase: None)
     )
     stepper.start()
     try:
