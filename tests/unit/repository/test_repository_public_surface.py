@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import enum
 import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -33,7 +34,8 @@ def listing() -> Iterator[str]:
     for module in MODULES:
         names = import_module(module)
         for name in sorted(names.__all__):
-            yield from described(f"{module}.{name}", getattr(names, name))
+            for line in described(f"{module}.{name}", getattr(names, name)):
+                yield re.sub(r" at 0x[0-9a-f]+", "", line)  # the address of a default
 
 
 def described(path: str, thing: Any) -> Iterator[str]:
