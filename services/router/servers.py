@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.intake.pace import BodyPace
-from services.common.packages.extensions import UnusableExtension, find_extension, installed_names
+from services.common.packages.extensions import ROUTER_SERVERS, UnusableExtension, installed_names, load_extension
 from services.router.router import Router
 from services.router.rpc.service import RouterService
 from services.router.settings import RouterSettings
@@ -20,7 +20,6 @@ from services.router.state.reservations.cost import CostModel
 
 log = logging.getLogger(__name__)
 
-GROUP = "sluice.router_servers"
 OWN = frozenset({"http", "picker"})
 """Servers that the suite's own distribution registers."""
 
@@ -64,15 +63,12 @@ def further_servers(running: RunningRouter) -> list[RouterServer]:
         SluiceError: a server cannot be made with these settings.
     """
     servers: list[RouterServer] = []
-    for name in sorted(OWN | installed_names(GROUP)):
+    for name in sorted(OWN | installed_names(ROUTER_SERVERS)):
         if not getattr(running.settings, f"{name}_listen", True):
             continue
         try:
-            if (extension := find_extension(GROUP, name)) is None:
-                raise UnusableExtension(
-                    f"--{name}-listen is set, but no installed package has this server; run: pip install sluice-llm."
-                )
-            servers.append(extension.load()(running))
+            missing = f"--{name}-listen is set, but no installed package has this server; run: pip install sluice-llm."
+            servers.append(load_extension(ROUTER_SERVERS, name, missing)(running))
         except UnusableExtension as error:
             log.error("the router runs without one of its servers: %s", error)
     return servers

@@ -49,7 +49,7 @@ from tests.support.data.tokenizer_families import EXACT
 from tests.support.servers.workers import hosted
 
 CHAT = ChatRequest([{"role": "user", "content": "hi"}])
-LIMIT_S = 2.0
+LIMIT_S = 0.5
 
 # Small texts that make something huge in several steps: no check of a single one finds them.
 NESTED = "{% set a = [1] * 999 %}{% set b = [a] * 999 %}{% set c = [b] * 999 %}"

@@ -88,7 +88,7 @@ class BranchCoverage:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _is_partial(self, config: pytest.Config) -> bool:
-        """Whether some of the measured tests were left out by a flag or by paths, so that the floor says nothing."""
+        """Whether some of the measured tests were left out by a flag or by paths, so that the floor does not apply."""
         has_paths = self._part.floor is not None and config.args_source is pytest.Config.ArgsSource.ARGS
         return bool(config.option.keyword) or has_paths
 

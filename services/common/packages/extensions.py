@@ -155,6 +155,21 @@ def problem_of(group: str, name: str) -> str:
     return f"The extension {name} is not installed." if extension is None else extension.problem()
 
 
+def load_extension(group: str, name: str, missing: str) -> Any:
+    """Returns what an extension adds.
+
+    Args:
+        missing: the sentence of the error if it is not installed.
+
+    Raises:
+        UnusableExtension: it is not installed, or cannot be used.
+    """
+    extension = find_extension(group, name)
+    if extension is None:
+        raise UnusableExtension(missing)
+    return extension.load()
+
+
 def load_group(group: str, report: Callable[[str], None]) -> ExtensionGroup:
     """Imports the extensions of a group, of which those that cannot be used are missing.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from pydantic import BaseModel
 from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Scope
@@ -93,10 +93,6 @@ class ApiRoutes:
     ) -> None:
         """Adds an endpoint of HTTP alone, which takes the plain request; see `add`."""
 
-        async def handle(request: Request) -> Response:
-            return await endpoint(request)
-
-        handle.__doc__ = endpoint.__doc__
         extra: dict[str, Any] = {} if body is None else body_of(body)
         if body is not None:
             self.bodies.append(body)
@@ -104,7 +100,7 @@ class ApiRoutes:
             extra["parameters"] = list(parameters)
         self.app.add_api_route(
             path,
-            handle,
+            endpoint,
             methods=[method],
             response_class=Response,
             response_model=None,

@@ -116,9 +116,8 @@ def read_limit(query: Mapping[str, str], most: int) -> int | None:
     return int(limit) if fits else None
 
 
-def json_response(content: dict[str, Any] | bytes, marked: Iterable[Marked] = ()) -> Response:
+def json_response(content: dict[str, Any], marked: Iterable[Marked] = ()) -> Response:
     """Returns a JSON response; headers report the fallbacks and migrations of `marked`."""
-    text = content if isinstance(content, bytes) else orjson.dumps(content)
-    response = Response(text, media_type="application/json")
+    response = Response(orjson.dumps(content), media_type="application/json")
     mark(response, marked)
     return response

@@ -121,11 +121,11 @@ class Whole:
     """An answer in one piece.
 
     Attributes:
-        content: a JSON object, or the text of one.
+        content: a JSON object.
         marked: generations and fallbacks that the transport reports beside the content.
     """
 
-    content: dict[str, Any] | bytes
+    content: dict[str, Any]
     marked: Iterable[Marked] = ()
 
 

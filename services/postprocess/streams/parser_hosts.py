@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from services.common.child_rpc.child import ChildLimits
 from services.common.errors import ErrorKind, SluiceError
-from services.common.packages.extensions import PARSER_HOSTS, UnusableExtension, find_extension
+from services.common.packages.extensions import PARSER_HOSTS, UnusableExtension, load_extension
 from services.postprocess.detokenize.stream import Stream
 from services.postprocess.detokenize.vocabulary import ParserNames
 from services.postprocess.parsers.base import ParserContext
@@ -106,14 +106,8 @@ def engine_host(engine: str, python: str, limits: ChildLimits, on_death: OnDeath
 
 
 def _class(name: str, subject: str) -> Any:
+    missing = f"{subject} cannot be started: the extension services/postprocess/parsers/isolated is not installed."
     try:
-        extension = find_extension(PARSER_HOSTS, name)
-        if extension is not None:
-            return extension.load()
+        return load_extension(PARSER_HOSTS, name, missing)
     except UnusableExtension as error:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, str(error), code="missing_extra") from error
-    raise SluiceError(
-        ErrorKind.FAILED_PRECONDITION,
-        f"{subject} cannot be started: the extension services/postprocess/parsers/isolated is not installed.",
-        code="missing_extra",
-    )

@@ -27,7 +27,6 @@ from services.preprocess.tokenizers.engine_extensions import EngineOptions, Medi
 
 log = logging.getLogger(__name__)
 
-_HANG_FACTOR = 2.0
 _UNSET = 1 << 31  # larger values in files mean "unset"
 
 

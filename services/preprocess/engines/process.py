@@ -69,7 +69,7 @@ class EngineProcess(Lane[Any]):
         self._facts: Future[dict[str, Any]] = Future()
         self.over = False
         self._loop = background_loop()
-        asyncio.run_coroutine_threadsafe(self._begin(), self._loop)
+        self._loop.call_soon_threadsafe(self._open_first)
 
     @property
     def pid(self) -> int:
@@ -123,13 +123,19 @@ class EngineProcess(Lane[Any]):
         else:
             call.resolve(overloaded("Too many prompts are waiting to be tokenized; retry shortly."))
 
+    def _open_first(self) -> None:
+        """Takes the lane to opening before any call is added, which would open another process."""
+        self._opening = self.tasks.spawn(self._begin(), "child process")
+
     async def _begin(self) -> None:
         """Starts the first process; its failure fails the model's load, while later starts are retried."""
         try:
             await self.start()
         except SluiceError as error:
             self._facts.set_exception(error)
-            self.over = True
+            self.over = True  # before calls fail, whose callers may call again at once
+            failed = error
+            self.fail_all(failed.copy)
             self.stop()
 
     async def _end(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from services.common.child_rpc.child import ChildLimits
 from services.common.errors import ErrorKind, SluiceError
 from services.common.media.spans import MediaSpan
-from services.common.packages.extensions import MEDIA, TOKENIZERS, UnusableExtension, find_extension
+from services.common.packages.extensions import MEDIA, TOKENIZERS, UnusableExtension, load_extension
 from services.preprocess.media.expansion import CountedItem
 from services.preprocess.media.rules import ModelFiles
 from services.preprocess.protocol import ChatRequest, ChatTokenizer, ImageRule, TokenizerProtocol
@@ -86,17 +86,13 @@ def engine_tokenizer(engine: str, path: Path, options: EngineOptions, chat_templ
         SluiceError: FAILED_PRECONDITION without the extension; the tokenizer's own errors.
     """
     try:
-        extension = find_extension(TOKENIZERS, engine)
-        make = None if extension is None else extension.load()
+        make = load_extension(
+            TOKENIZERS,
+            engine,
+            f"The tokenizer of {engine} is an extension that is not installed: the folder services/preprocess/engines.",
+        )
     except UnusableExtension as error:
         raise SluiceError(ErrorKind.FAILED_PRECONDITION, str(error), param="model", code="missing_extra") from error
-    if make is None:
-        raise SluiceError(
-            ErrorKind.FAILED_PRECONDITION,
-            f"The tokenizer of {engine} is an extension that is not installed: the folder services/preprocess/engines.",
-            param="model",
-            code="missing_extra",
-        )
     tokenizer: TokenizerProtocol = make(engine, path, options, chat_template)
     return tokenizer
 
@@ -118,10 +114,10 @@ def processor_rule(
         NoImages: without the extension or a processor, or if its ids depend on more than the size of an image.
     """
     try:
-        extension = find_extension(MEDIA, PROCESSOR)
-        if extension is None:
-            raise NoImages("The images of this model need the extension services/preprocess/engines.")
-        rule: ImageRule = extension.load()(path, render, token_id, engines)
+        make = load_extension(
+            MEDIA, PROCESSOR, "The images of this model need the extension services/preprocess/engines."
+        )
+        rule: ImageRule = make(path, render, token_id, engines)
     except UnusableExtension as error:
         raise NoImages(str(error)) from error
     return rule

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from services.common.errors import ErrorKind, SluiceError
-from services.common.packages.extensions import PROCESSING, UnusableExtension, find_extension
+from services.common.errors import ErrorKind, SluiceError, internal
+from services.common.packages.extensions import PROCESSING, UnusableExtension, load_extension
 from services.worker.contract.capabilities import Capability
 from services.worker.contract.engine import EngineConfig, Sink
 from services.worker.contract.generation import GenerateRequest
@@ -94,8 +94,8 @@ class NoProcessing:
         on_prepared: Callable[[GenerateRequest], None],
         fail: Callable[[SluiceError], None],
     ) -> None:
-        """See LocalProcessing; no request comes here."""
-        raise NotImplementedError
+        """See LocalProcessing; `makes_prompt_of` sends no request here."""
+        fail(internal("A worker without processing was to make a prompt."))
 
     def give_up(self, request_id: str) -> bool:
         """See LocalProcessing."""
@@ -123,10 +123,8 @@ def local_processing(options: ProcessingOptions, on_death: Callable[[str, BaseEx
     if options.level == "none":
         return NoProcessing()
     try:
-        extension = find_extension(PROCESSING, NAME)
-        if extension is None:
-            return NoProcessing("The extension services/worker/local_processing is not installed.", options.required)
-        processing: LocalProcessing = extension.load()(options, on_death)
+        make = load_extension(PROCESSING, NAME, "The extension services/worker/local_processing is not installed.")
+        processing: LocalProcessing = make(options, on_death)
     except UnusableExtension as error:
         return NoProcessing(str(error), options.required)
     return processing

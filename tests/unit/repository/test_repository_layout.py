@@ -40,7 +40,6 @@ def test_module_under_forty_lines_has_a_reason() -> None:
         "services/preprocess/templates/open_thought.py": "is shared with workers that tokenize",
         "services/worker/engines/vllm/events.py": "each engine has its events in a module of its own",
         "sluice/conformance/exceptions.py": "is imported by the rules' registry and by what rules use",
-        "sluice/cli/up/engines/command.py": "is the entry point of an extension",
         "sluice/cli/errors.py": "is imported by every command",
         "sluice/cli/main.py": "is the entry point, and loads commands lazily",
         "sluice/cli/private_files.py": "is shared by two commands",

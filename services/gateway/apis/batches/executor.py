@@ -95,7 +95,7 @@ class BatchExecutor:
         answer = await self._operations.of(path)(body, NO_CALLER)
         if not isinstance(answer, Whole):
             raise internal("A request of a batch was not answered as a whole.")
-        return 200, answer.content if isinstance(answer.content, bytes) else orjson.dumps(answer.content)
+        return 200, orjson.dumps(answer.content)
 
 
 def _with_priority(key: ApiKey) -> ApiKey:

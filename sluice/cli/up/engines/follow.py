@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
+import typer
 from pydantic_settings import BaseSettings
+from rich.console import Console
 
 from services.common.budgets import BudgetPool
 from services.common.net.addresses import HIGHEST_PORT, host_port, is_reachable, join
 from services.common.rpc.health import Health
 from services.worker.settings import WorkerSettings
 from sluice.cli.errors import BadFlag
-from sluice.cli.flags import flag
+from sluice.cli.flags import flag, made, with_flags
 from sluice.cli.up import tls as tls_flags
 from sluice.cli.up.engines.entries import MAX_ENGINES, BadRegistry, EngineEntry, RegistryUnavailable
 from sluice.cli.up.engines.file import EngineFile
@@ -148,3 +150,18 @@ def run(options: FollowOptions, view: View) -> int:
         return asyncio.run(follow(options, view))
     finally:
         view.close()
+
+
+def add_to(app: typer.Typer) -> None:
+    """Registers the command."""
+    app.command("follow")(follow_engines)
+
+
+@with_flags(FollowOptions)
+def follow_engines(**flags: Any) -> None:
+    """Run a worker for each server of a list, beside routers that run elsewhere; Ctrl-C stops the workers.
+
+    The list is followed while it changes, as by `sluice up --engines`. Set other settings of the workers through
+    environment variables, such as SLUICE_WORKER_LOG_FORMAT=json.
+    """
+    raise typer.Exit(run(made(FollowOptions, flags), View((), Console(stderr=True, highlight=False))))

@@ -241,7 +241,7 @@ async def test_worker_that_returns_within_the_grace_keeps_its_model_loaded() -> 
         watch._served["w"] = served(OLD, "a")
         delivery.refresh()
         watch._served["v"] = served(OLD, "b")
-        delivery.refresh()  # there is no room for it, and no model that is leaving
+        delivery.refresh()  # there is no room for it, and no model to be unloaded
         await asyncio.sleep(0)
         assert tuple(loaded.models) == ("a",)
         assert not loaded.ended
